@@ -25,12 +25,8 @@ from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
 from fp4kit.ops.amax import amax
-from fp4kit.ops.compare import Comparison, compare
-from fp4kit.ops.compare_recipes import RecipeComparison, compare_recipes
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import engine, specification
-from fp4kit.ops.error_budget import ErrorBudget, error_budget
-from fp4kit.ops.explain import ExplainedStep, Explanation, explain
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.grouped import (
     amax_grouped,
@@ -39,11 +35,8 @@ from fp4kit.ops.grouped import (
     quantize_grouped,
 )
 from fp4kit.ops.grouped_plan import GroupedPlan
-from fp4kit.ops.identify import Identification, identify
-from fp4kit.ops.identify_kv import KVIdentification, identify_kv
 from fp4kit.ops.kv_cache import dequantize_kv, quantize_kv
 from fp4kit.ops.matmul import matmul
-from fp4kit.ops.matmul_grouped import matmul_grouped
 from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
 from fp4kit.ops.quantize import quantize, quantize_both
@@ -57,8 +50,6 @@ from fp4kit.quantized.rebuild import allow_torch_load, reduced
 from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
-from fp4kit.storage.quantized_file import load, save
-from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
 
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
@@ -73,14 +64,34 @@ _ELSEWHERE = {
     "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
 }
 
-# {public name: the module that has it}, for names that are imported at their first use.
+# {public name: the module that has it}, for names that are imported at their first use, so that importing fp4kit takes
+# less time. They compare, explain or identify results, read or write files, or serve distributed training.
 _LAZY = {
+    "Comparison": "fp4kit.ops.compare",
     "Contract": "fp4kit.contract.schema",
     "ContractDiff": "fp4kit.contract.schema",
+    "ErrorBudget": "fp4kit.ops.error_budget",
+    "ExplainedStep": "fp4kit.ops.explain",
+    "Explanation": "fp4kit.ops.explain",
+    "Identification": "fp4kit.ops.identify",
+    "KVIdentification": "fp4kit.ops.identify_kv",
     "LayerParity": "fp4kit.contract.result",
+    "MasterWeightsPlan": "fp4kit.training.master_weights",
     "Parity": "fp4kit.contract.result",
+    "RecipeComparison": "fp4kit.ops.compare_recipes",
+    "Shard": "fp4kit.training.master_weights",
+    "cast_master_weights": "fp4kit.training.master_weights",
+    "compare": "fp4kit.ops.compare",
+    "compare_recipes": "fp4kit.ops.compare_recipes",
+    "error_budget": "fp4kit.ops.error_budget",
+    "explain": "fp4kit.ops.explain",
+    "identify": "fp4kit.ops.identify",
+    "identify_kv": "fp4kit.ops.identify_kv",
+    "load": "fp4kit.storage.quantized_file",
+    "matmul_grouped": "fp4kit.ops.matmul_grouped",
     "open_checkpoint": "fp4kit.checkpoint",
     "parity": "fp4kit.contract.parity",
+    "save": "fp4kit.storage.quantized_file",
 }
 
 if TYPE_CHECKING:
@@ -90,6 +101,15 @@ if TYPE_CHECKING:
     from fp4kit.contract.parity import parity
     from fp4kit.contract.result import LayerParity, Parity
     from fp4kit.contract.schema import Contract, ContractDiff
+    from fp4kit.ops.compare import Comparison, compare
+    from fp4kit.ops.compare_recipes import RecipeComparison, compare_recipes
+    from fp4kit.ops.error_budget import ErrorBudget, error_budget
+    from fp4kit.ops.explain import ExplainedStep, Explanation, explain
+    from fp4kit.ops.identify import Identification, identify
+    from fp4kit.ops.identify_kv import KVIdentification, identify_kv
+    from fp4kit.ops.matmul_grouped import matmul_grouped
+    from fp4kit.storage.quantized_file import load, save
+    from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
     def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Mapping[str, Quantized]:
         """Open a checkpoint, and return its quantized layers by name. This is fp4kit.checkpoint.open_checkpoint.
@@ -116,7 +136,7 @@ else:  # type checkers would accept any attribute of a module with __getattr__
         For a name that users may expect here, such as fp4kit.torch, the message says which import provides it.
         """
         if name in _LAZY:
-            return getattr(import_module(_LAZY[name]), name)
+            return globals().setdefault(name, getattr(import_module(_LAZY[name]), name))
         way_out = _ELSEWHERE.get(name, "")
         raise AttributeError(
             f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]

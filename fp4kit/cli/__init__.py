@@ -1,29 +1,18 @@
 """Provide the command line ``fp4kit``: the parser of all commands, and ``main``, which runs one command.
 
-Each command has a module in this package. The module's function ``register`` adds the command and its options.
+Each command has a module in this package, which is imported when the command is called. The module's function
+``register`` adds the command and its options.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from fp4kit import __version__, startup
-from fp4kit.cli import (
-    compare,
-    convert,
-    delta,
-    fuzz,
-    guard,
-    identify,
-    inspect,
-    parity,
-    recipes,
-    reconcile,
-    selftest,
-    verify,
-)
+from fp4kit.cli import guard
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import SHELLS, GroupedHelp, Parser, PrintCompletion, UsageError
 
@@ -31,12 +20,30 @@ _EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
     " SIGTERM, SIGPIPE (nobody reads the output)."
 )
-# heading in `fp4kit --help` -> the modules whose commands are listed under it
+# heading in `fp4kit --help` -> {module of this package: {command that the module adds: its line in the help}}
 _GROUPS = {
-    "convert and serve": (convert, reconcile, delta),
-    "check and compare": (verify, compare, parity),
-    "find out": (inspect, identify, recipes),
-    "measure and prove": (selftest, fuzz),
+    "convert and serve": {
+        "convert": {"convert": "quantize a model, or change its format"},
+        "reconcile": {"reconcile": "give q/k/v and gate/up one tensor scale"},
+        "delta": {
+            "diff": "write what changed between two versions to a patch",
+            "apply": "write the new version of a model from a patch",
+        },
+    },
+    "check and compare": {
+        "verify": {"verify": "check the files, config and bytes of a checkpoint"},
+        "compare": {"compare": "show where two checkpoints differ"},
+        "parity": {"parity": "check that trainer and server compute with equal bits"},
+    },
+    "find out": {
+        "inspect": {"inspect": "list the tensors and layers of a checkpoint"},
+        "identify": {"identify": "name the recipe that made a checkpoint"},
+        "recipes": {"recipes": "list the recipes, or check them", "formats": "list the number formats"},
+    },
+    "measure and prove": {
+        "selftest": {"selftest": "check this GPU or CPU, bit for bit"},
+        "fuzz": {"fuzz": "compare random calls with the specification"},
+    },
 }
 # name that users may try although it is no command -> the end of the error message
 _HINTS = {
@@ -72,7 +79,8 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     task: its ``name`` and ``destination`` are set here, for the last line that guard.run writes to stderr.
     """
     try:
-        args = parser().parse_args(argv)
+        arguments = sys.argv[1:] if argv is None else argv
+        args = parser(arguments).parse_args(arguments)
     except UsageError as error:
         task.name = error.prog.partition(" ")[2]
         raise
@@ -87,8 +95,15 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     )
 
 
-def parser() -> Parser:
-    """Return a new parser of the command line, with all commands and their options."""
+def parser(arguments: Sequence[str] | None = None) -> Parser:
+    """Return a new parser of the command line, which lists all commands.
+
+    arguments: the arguments that it will parse. Only commands that are named among them have their options, because
+        importing the modules of all commands takes longer than most commands run. None to give every command its
+        options. With --print-completion among the arguments, every command has them too.
+    """
+    if arguments is not None and any(text.startswith("--print-completion") for text in arguments):
+        arguments = None
     result = Parser(
         prog="fp4kit",
         description="Bit-exact numerics of 4-bit floating point. `fp4kit COMMAND --help` lists a command's options.",
@@ -109,8 +124,12 @@ def parser() -> Parser:
     commands.hints = _HINTS
     commands.headings = {}  # first command of a group -> its heading, for GroupedHelp
     for heading, modules in _GROUPS.items():
-        registered = len(commands.choices)
-        for module in modules:
-            module.register(commands)
-        commands.headings[list(commands.choices)[registered]] = heading
+        first = len(commands.choices)
+        for module, commands.helps in modules.items():
+            if arguments is None or any(name in arguments for name in commands.helps):
+                import_module(f"fp4kit.cli.{module}").register(commands)
+                continue
+            for name, help in commands.helps.items():
+                commands.add_parser(name, help=help)
+        commands.headings[list(commands.choices)[first]] = heading
     return result

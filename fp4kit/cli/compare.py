@@ -20,7 +20,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "compare",
         _compare,
-        "show where two checkpoints differ",
         examples=(
             ("fp4kit compare Llama-NVFP4 Llama-other", "show where two quantized models differ"),
             ("fp4kit compare Llama Llama-NVFP4", "show what quantization changed"),

@@ -75,7 +75,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "convert",
         _convert,
-        "quantize a model, or change its format",
         description="Quantize a Hugging Face model directory, a safetensors file or a GGUF file, or convert a"
         " quantized model to another format.",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),

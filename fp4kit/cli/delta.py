@@ -24,7 +24,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "diff",
         _diff,
-        "write what changed between two versions to a patch",
         examples=(
             ("fp4kit diff step100 step101 -o step101.patch", "write the changed bytes, and count the changed codes"),
         ),
@@ -40,7 +39,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "apply",
         _apply,
-        "write the new version of a model from a patch",
         examples=(
             (
                 "fp4kit apply step100 step101.patch step101",

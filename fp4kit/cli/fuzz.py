@@ -28,7 +28,6 @@ def register(commands: Any) -> None:
         commands,
         "fuzz",
         _fuzz,
-        "compare random calls with the specification",
         examples=(
             ("fp4kit fuzz --seconds 60", "compare random calls for a minute"),
             ("fp4kit fuzz --host --cases 100 --operations quantize", "compare 100 calls of one operation on the CPU"),

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fp4kit.checkpoint.run import staging
 from fp4kit.cli.output import OutputError, Stopped, say, write
 from fp4kit.storage.errors import shown
 
@@ -62,6 +61,8 @@ class GuardedCommand:
         """
         if self.destination is None:
             return ""
+        from fp4kit.checkpoint.run import staging  # imported already by every command that has a destination
+
         if staging.is_published(self.destination):
             return f"; {self.destination} is complete"
         partial = staging.partial_of(self.destination)

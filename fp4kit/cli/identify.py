@@ -21,7 +21,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "identify",
         _identify,
-        "name the recipe that made a checkpoint",
         examples=(
             ("fp4kit identify Llama-NVFP4 --source Llama", "name the recipe that made a checkpoint of Llama"),
             ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer and every recipe"),

@@ -25,7 +25,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "inspect",
         _inspect,
-        "list the tensors and layers of a checkpoint",
         examples=(
             ("fp4kit inspect Llama-NVFP4", "list the tensors of a model directory"),
             ("fp4kit inspect model.gguf --json", "print the list as one JSON document"),

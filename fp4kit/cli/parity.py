@@ -22,7 +22,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "parity",
         _parity,
-        "check that trainer and server compute with equal bits",
         examples=(
             ("fp4kit parity train.json Llama-NVFP4 --weights Llama", "compare a trainer's contract with a checkpoint"),
             ("fp4kit parity train.json rollout.json", "compare two contracts on drawn numbers"),

@@ -160,19 +160,20 @@ class PrintCompletion(argparse.Action):
 
 
 def add_command(
-    subparsers: Any, name: str, command: Command, help: str, *, writes: Writes | None = None, **options: Any
+    subparsers: Any, name: str, command: Command, *, writes: Writes | None = None, **options: Any
 ) -> argparse.ArgumentParser:
     """Add a command with the options --json and --quiet, and return its parser, to which options can be added.
 
-    subparsers: the subparsers action of the command line, to which the command is added.
+    subparsers: the subparsers action of the command line, to which the command is added. Its attribute ``helps`` has
+        the line of each command in the list of commands.
     name: the name of the command.
     command: a function of the parsed arguments and an Output. It prints through the Output only and returns the exit
         code.
-    help: one line for the list of commands.
     writes: a function of the parsed arguments. It returns the directory or file that the command will create with
         staging.staged_directory, or None. If the command ends early, the last line on stderr says what became of it.
     options: further arguments of Parser: description, usage, epilog, examples.
     """
+    help = subparsers.helps[name]
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument(

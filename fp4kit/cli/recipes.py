@@ -27,7 +27,6 @@ def register(commands: Any) -> None:
         commands,
         "recipes",
         _recipes,
-        "list the recipes, or check them",
         examples=(
             ("fp4kit recipes nvfp4", "list the recipes of a format"),
             ("fp4kit recipes modelopt", "list the recipes of a producer"),
@@ -57,7 +56,7 @@ def register(commands: Any) -> None:
     listing.add_argument("--golden", metavar="DIR", help=text)
     example = ("fp4kit formats", "list element formats, scale formats and block formats")
     text = "List the number formats: element formats, scale formats, and block formats, which combine both."
-    add_command(commands, "formats", _formats, "list the number formats", examples=(example,), description=text)
+    add_command(commands, "formats", _formats, examples=(example,), description=text)
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:

@@ -22,7 +22,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "reconcile",
         _reconcile,
-        "give q/k/v and gate/up one tensor scale",
         examples=(
             ("fp4kit reconcile --dry-run Llama-NVFP4", "print which layers would change"),
             ("fp4kit reconcile Llama-NVFP4 Llama-repaired", "write the repaired model"),

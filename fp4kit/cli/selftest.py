@@ -29,7 +29,6 @@ def register(commands: Any) -> None:
         commands,
         "selftest",
         _selftest,
-        "check this GPU or CPU, bit for bit",
         examples=(
             ("fp4kit selftest --host --quick", "check the compiled CPU engine in at most a minute"),
             ("fp4kit selftest", "check every operation on this GPU"),

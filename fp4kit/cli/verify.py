@@ -30,7 +30,6 @@ def register(subparsers: Any) -> None:
         subparsers,
         "verify",
         _verify,
-        "check the files, config and bytes of a checkpoint",
         examples=(
             ("fp4kit verify Llama-NVFP4 --source Llama", "compare every byte with the original, quantized again"),
             ("fp4kit verify Llama-NVFP4", "check the files and what engines require"),

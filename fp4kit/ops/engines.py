@@ -23,8 +23,6 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
 from fp4kit.cpu.library import library, limited_threads
-from fp4kit.cuda import engine as cuda
-from fp4kit.cuda.engine import cached_calls as cuda_cached
 from fp4kit.host import engine as reference
 from fp4kit.host import group as host_group
 from fp4kit.host.master_weights import HostStages
@@ -32,6 +30,13 @@ from fp4kit.recipes import Recipe
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _cuda() -> Any:
+    """Return the CUDA engine. Its first use imports it, because that takes a tenth of the time to import fp4kit."""
+    from fp4kit.cuda import engine
+
+    return engine
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
@@ -43,7 +48,9 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
     operation: the name of a function in the engine's cached_calls.py. on_device: whether the arrays are on a GPU.
     arguments: the arguments of this function.
     """
-    engine = cuda_cached if on_device else cpu_cached
+    engine: Any = cpu_cached
+    if on_device:
+        from fp4kit.cuda.engine import cached_calls as engine
     try:
         call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)
         return call
@@ -168,7 +175,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     the arrays are CuPy arrays. arguments: those of the engine's function.
     """
     if on_device:
-        return _first(op, operation, (cuda,), arguments)
+        return _first(op, operation, (_cuda(),), arguments)
     engines = (reference,) if specification_only.get() else (cpu, reference)
     if is_ieee():
         return _first(op, operation, engines, arguments)
@@ -203,7 +210,7 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
     """
     if calls and calls[0][0]:
         try:
-            results: list[Any] = getattr(cuda, f"{operation}_group")([arguments for _, arguments in calls])
+            results: list[Any] = getattr(_cuda(), f"{operation}_group")([arguments for _, arguments in calls])
             return results
         except Declined:
             pass
@@ -224,7 +231,7 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
     op: the public function that error messages name. stack: the stacked array on a GPU whose items are the arrays of
     the calls; None if they are separate arrays.
     """
-    return cuda.Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
+    return _cuda().Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
@@ -234,7 +241,7 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
     it from the call's x.
     """
     if calls and calls[0].on_device:
-        return cuda.ClipGroup(calls, amaxes)
+        return _cuda().ClipGroup(calls, amaxes)
     return host_group.ClipGroup(calls, amaxes, _run_call)
 
 
@@ -248,7 +255,7 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
     """
     if not values or not imports.on_device(values[0]):
         return True
-    cuda.DeviceStages.check(values, shapes, r)
+    _cuda().DeviceStages.check(values, shapes, r)
     return False
 
 
@@ -259,7 +266,7 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
     these two classes.
     """
     if imports.on_device(values[0]):
-        return cuda.DeviceStages(values, *facts)
+        return _cuda().DeviceStages(values, *facts)
     make: Any = HostStages
     return make(values, *facts, run=lambda operation, *arrays: run("cast_master_weights", operation, False, *arrays))
 

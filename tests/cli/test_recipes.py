@@ -10,12 +10,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from exhaustive import exhaustive
 
 import fp4kit
+from fp4kit import cli
 from fp4kit.cli import main, parser
 from fp4kit.evidence.golden import agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
@@ -205,6 +207,41 @@ def test_every_help_begins_with_examples_that_parse(capsys) -> None:
         for example, _ in command.examples:
             assert example.startswith(f"fp4kit {name}") and f"\n  {example}\n      " in text
             assert parser().parse_args(shlex.split(example)[1:]).func is not None
+
+
+def test_a_command_imports_no_module_of_another_command() -> None:
+    """--help and --version import no command; a command imports its own module, before or after an option."""
+    script = """
+import sys
+from fp4kit import cli
+cli.main(sys.argv[1:])
+print(*(name for name in sys.modules if name.startswith("fp4kit.c")), file=sys.stderr)
+"""
+    every = {module for modules in cli._GROUPS.values() for module in modules}
+    for arguments, expected in (["--help"], set()), (["--version"], set()), (["formats", "--json"], {"recipes"}):
+        result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+        found = {name.split(".")[2] for name in result.stderr.split() if name.startswith("fp4kit.cli.")}
+        assert found & every == expected
+        assert "fp4kit.checkpoint" not in result.stderr.split()
+
+
+def test_the_parser_of_one_command_parses_as_that_of_all_commands() -> None:
+    """A command's help, and the list of commands, do not depend on which modules are imported."""
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    for name, command in commands.choices.items():
+        one = parser([name, "--quiet"])
+        assert one.format_help() == parser().format_help()
+        (found,) = (action for action in one._actions if action.dest == "command")
+        assert found.choices[name].format_help() == command.format_help()
+    assert all(
+        action.choices["verify"].get_default("func") for action in (commands, _commands(["--print-completion=zsh"]))
+    )
+
+
+def _commands(arguments: list[str]) -> Any:
+    """Return the action that holds the commands, of the parser for some arguments."""
+    (found,) = (action for action in parser(arguments)._actions if action.dest == "command")
+    return found
 
 
 def test_every_command_takes_json_and_quiet() -> None:
