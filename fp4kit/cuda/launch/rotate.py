@@ -1,4 +1,8 @@
-"""Launch rotate.cu, which rotates blocks along an axis by a Hadamard transform or by given matrices."""
+"""Launch the kernels that rotate blocks along an axis by a Hadamard transform or by given matrices.
+
+hadamard_rows.cu computes Hadamard transforms of blocks whose elements are neighbors in memory, and hadamard_columns.cu
+those of other blocks. Both need aligned arrays. rotate.cu does the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,16 @@ from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
 from fp4kit.cuda.launch.dispatch import CACHE_SIZE
-from fp4kit.cuda.launch.geometry import Launch, address, grid
+from fp4kit.cuda.launch.geometry import Launch, address, as_aligned, grid
 from fp4kit.reference.rotate import hadamard_factor
 
-TILE = 4096  # elements that a thread block takes at a time, as in rotate.cu
+TILE = 4096  # elements that a thread block of rotate.cu or hadamard_rows.cu takes at a time
+COLUMNS_TILE = 8192  # elements that a thread block of hadamard_columns.cu takes at a time
 _NAMES = ("x", "out", "signs", "matrices", "outer", "length", "inner", "matrix_step")
 _ARGUMENTS = np.dtype([(name, "u8") for name in _NAMES])
+_ROWS_ARGUMENTS = np.dtype([(name, "u8") for name in ("x", "out", "signs", "count", "length")])
+_COLUMNS_ARGUMENTS = np.dtype([(name, "u8") for name in ("x", "out", "signs", "outer", "length", "inner")])
+MAX_ROW = 1 << 31  # hadamard_rows.cu takes shorter rows
 
 
 class Kernel(NamedTuple):
@@ -38,13 +46,25 @@ class Kernel(NamedTuple):
     inverse: bool
 
 
+def _constants(size: int) -> str:
+    """Return the C++ text that defines the constants of blocks of `size` elements."""
+    return f"constexpr int kSize = {size};\nconstexpr float kFactor = {float(hadamard_factor(size)).hex()}f;\n"
+
+
+def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: bool, inverse: bool) -> str:
+    """Return the C++ text of an instantiation of hadamard_rows.cu, or of hadamard_columns.cu if contiguous is False.
+
+    The arguments are attributes of Kernel.
+    """
+    name = "hadamard_rows" if contiguous else "hadamard_columns"
+    return instantiation(name, _constants(size), Input=TYPES[dtype], kHasSigns=has_signs, kIsInverse=inverse)
+
+
 def source(kernel: Kernel) -> str:
-    """Return the C++ text of an instantiation."""
-    factor = float(hadamard_factor(kernel.size)).hex()
-    struct = f"constexpr int kSize = {kernel.size};\nconstexpr float kFactor = {factor}f;\n"
+    """Return the C++ text of an instantiation of rotate.cu."""
     return instantiation(
         "rotate",
-        struct,
+        _constants(kernel.size),
         Input=TYPES[kernel.dtype],
         kContiguous=kernel.contiguous,
         kHasSigns=kernel.has_signs,
@@ -69,6 +89,34 @@ def _launch(kernel: Kernel, shape: tuple[int, int, int], matrix_step: int, devic
     return Launch(_function(kernel, device), grid(blocks, device), _ARGUMENTS, *shape, matrix_step)
 
 
+@cache
+def _hadamard_function(device: int, contiguous: bool, *arguments: Any) -> Any:
+    """Return the compiled kernel of hadamard_source(contiguous, *arguments) as a CuPy function on a device."""
+    name = "hadamard_rows_kernel" if contiguous else "hadamard_columns_kernel"
+    return loader.function(hadamard_source(contiguous, *arguments), name, device)
+
+
+@lru_cache(CACHE_SIZE)
+def _hadamard_launch(
+    shape: tuple[int, int, int], device: int, dtype: np.dtype, size: int, has_signs: bool, inverse: bool
+) -> Launch:
+    """Return the prepared launch of a Hadamard transform of arrays of this shape (outer, length, inner)."""
+    outer, length, inner = shape
+    function = _hadamard_function(device, inner == 1, dtype, size, has_signs, inverse)
+    if inner == 1:
+        return Launch(function, grid(-(-outer * length // TILE), device), _ROWS_ARGUMENTS, outer * length, length)
+    tiles = outer * (length // size) * -(-inner * size // COLUMNS_TILE)
+    return Launch(function, grid(tiles, device), _COLUMNS_ARGUMENTS, *shape)
+
+
+def _takes_hadamard(x: Any, out: Any) -> bool:
+    """Return whether hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out."""
+    _, length, inner = x.shape
+    if inner == 1:
+        return length < MAX_ROW and x.data.ptr % 16 == 0 and out.data.ptr % 16 == 0
+    return inner * x.itemsize % 4 == 0 and x.data.ptr % 4 == 0 and out.data.ptr % 4 == 0
+
+
 def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool) -> None:
     """Rotate the blocks along the middle axis of x, and write the results into out, on the current stream.
 
@@ -78,6 +126,10 @@ def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool
         signs: uint8 (length,) on the device, 1 for a negative sign; None without signs.
         matrices: float32 (n, size, size), contiguous, for n = 1 or n = length / size; None for a Hadamard transform.
     """
+    if matrices is None and _takes_hadamard(x, out):
+        launch = _hadamard_launch(x.shape, x.device.id, x.dtype, size, signs is not None, inverse)
+        launch(*map(address, (x, out, signs)))
+        return
     kernel = Kernel(x.dtype, size, x.shape[2] == 1, signs is not None, matrices is not None, inverse)
     step = 0 if matrices is None or len(matrices) == 1 else size * size
-    _launch(kernel, x.shape, step, x.device.id)(*map(address, (x, out, signs, matrices)))
+    _launch(kernel, x.shape, step, x.device.id)(*map(address, (x, out, signs, as_aligned(matrices))))

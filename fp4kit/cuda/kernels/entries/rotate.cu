@@ -1,18 +1,18 @@
 // rotate: rotate blocks along an axis by a Hadamard transform or by given matrices. The results have the bits of
-// reference/rotate.py.
+// reference/rotate.py. Most Hadamard transforms are computed by hadamard_rows.cu and hadamard_columns.cu.
 //
 // The axes of x are (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block
 // takes kLanes blocks at a time and keeps their elements as float32 in shared memory (the tile). If inner is 1
 // (kContiguous), the elements of a block are neighbors, in memory and in the tile. Otherwise the lanes are neighbors in
 // both.
-#include "codec.cuh"
+#include "rotate.cuh"
 
 // The arguments of rotate_kernel.
 struct RotateArguments {
   const void* x;
   void* out;
   const u8* signs;        // one per position along the middle axis, 1 if it is negative; read only if kHasSigns
-  const float* matrices;  // out_j = sum_i x_i M_ij; read only if kHasMatrices
+  const float* matrices;  // out_j = sum_i x_i M_ij, at a multiple of 16 bytes; read only if kHasMatrices
   i64 outer, length, inner;
   i64 matrix_step;  // distance of the matrices of neighboring blocks; 0 for one matrix
 };
@@ -22,11 +22,16 @@ constexpr int kLanes = 4096 / kSize, kCount = kLanes * kSize;  // of a tile
 constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
 constexpr int kUnit = kContiguous ? 1 : kLanes;  // distance in the tile of neighboring elements of a block
 
-// Return the index in the tile's memory of element e of the tile. The gap after every 16 elements avoids bank
-// conflicts.
+// Return the index in the tile's memory of element e of the tile. In Hadamard transforms, a gap after every 16 elements
+// avoids bank conflicts.
 FP4KIT_DEVICE constexpr int padded(int e) {
-  return e + e / 16;
+  return kHasMatrices ? e : e + e / 16;
 }
+
+// The elements of a tile in shared memory.
+struct alignas(16) Tile {
+  float elements[padded(kCount)];
+};
 
 // Up to kLanes blocks: the offset of the first element of the first block, the distances of neighboring elements of a
 // block and of neighboring lanes, the number of lanes, and the number of the blocks along the middle axis.
@@ -64,33 +69,31 @@ FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) 
   return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
 }
 
-// Load the tile of b, with signs if the call is not inverse. Absent lanes are zeros.
+// Load the tile of b, with signs if the call is not inverse. Absent lanes repeat the last one, so that no load waits
+// for a branch; their results are not stored.
 FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, float* tile) {
+  Bits loaded[kPerThread];
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
-    const int e = k * kThreads + threadIdx.x, lane = lane_of(e), i = index_of(e);
+    const int e = minimum<int>(k * kThreads + threadIdx.x, kCount - 1);
+    const i64 lane = minimum<i64>(lane_of(e), b.lanes - 1);
+    loaded[k] = static_cast<const Bits*>(a.x)[b.first + lane * b.lane_step + index_of(e) * b.element_step];
+  }
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int e = k * kThreads + threadIdx.x;
     if (e >= kCount) break;
-    float value = 0.0f;
-    if (lane < b.lanes) {
-      value = Input::widen(static_cast<const Bits*>(a.x)[b.first + lane * b.lane_step + i * b.element_step]);
-      if (!kIsInverse) value *= sign_of_element(a, b.block, i);
-    }
-    tile[padded(e)] = value;
+    const float value = Input::widen(loaded[k]);
+    tile[padded(e)] = kIsInverse ? value : value * sign_of_element(a, b.block, index_of(e));
   }
 }
 
-// Store the result of element e of the tile, rounded to Input and, if the call is inverse, with its sign. NaN becomes
-// the positive quiet NaN.
+// Store the result of element e of the tile, with its sign if the call is inverse.
 FP4KIT_DEVICE void store_result(const RotateArguments& a, const LaneBlocks& b, int e, float value) {
   const int lane = lane_of(e), i = index_of(e);
   if (e >= kCount || lane >= b.lanes) return;
   if (kIsInverse) value *= sign_of_element(a, b.block, i);
-  Bits& out = static_cast<Bits*>(a.out)[b.first + lane * b.lane_step + i * b.element_step];
-  if constexpr (sizeof(Bits) == 4) {
-    out = is_nan(value) ? nan_value() : value;
-  } else {
-    out = is_nan(value) ? static_cast<u16>(Input::kIsBfloat16 ? 0x7FC0u : 0x7E00u) : Input::narrow(value);
-  }
+  static_cast<Bits*>(a.out)[b.first + lane * b.lane_step + i * b.element_step] = stored_rotation<Input>(value);
 }
 
 // Replace elements at the distances kFirst, 2 kFirst, ..., kFirst kRadix / 2 in the tile by their sums and differences,
@@ -129,17 +132,63 @@ FP4KIT_DEVICE void transform_tile(float* tile) {
   }
 }
 
-// Store the products of the blocks of the tile with the matrix of b. A thread sums kPerThread results at a time.
+// Four neighboring numbers.
+struct alignas(16) Quad {
+  float values[4];
+};
+
+// Store the products of the blocks of the tile with the matrix of b, for sizes of 16, 32, 64 and 128. A thread computes
+// one column of the products of 16 lanes, or 16 columns of one lane, so that it reads most numbers four at a time.
+// Sums begin with -0, which changes no number that is added to it.
+FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const LaneBlocks& b, const float* tile) {
+  const float* matrix = a.matrices + b.block * a.matrix_step;
+  float sums[kPerThread];
+  for (int k = 0; k < kPerThread; ++k) sums[k] = -0.0f;
+  if constexpr (kContiguous) {
+    const int column = threadIdx.x % kSize;
+#pragma unroll 2
+    for (int i = 0; i < kSize; i += 4) {
+      float factors[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) factors[n] = matrix[(i + n) * kSize + column];
+#pragma unroll
+      for (int k = 0; k < kPerThread; ++k) {
+        const int lane = threadIdx.x / kSize + k * (kThreads / kSize);
+        const Quad x = *reinterpret_cast<const Quad*>(tile + lane * kSize + i);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) sums[k] = sums[k] + x.values[n] * factors[n];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) store_result(a, b, k * kThreads + threadIdx.x, sums[k]);
+  } else {
+    const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes * kPerThread;
+#pragma unroll 2
+    for (int i = 0; i < kSize; ++i) {
+      const float x = tile[i * kLanes + lane];
+#pragma unroll
+      for (int k = 0; k < kPerThread; k += 4) {
+        const Quad factors = *reinterpret_cast<const Quad*>(matrix + i * kSize + first + k);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) sums[k + n] = sums[k + n] + x * factors.values[n];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) store_result(a, b, (first + k) * kLanes + lane, sums[k]);
+  }
+}
+
+// Store the products of the blocks of the tile with the matrix of b, for any size.
 FP4KIT_DEVICE void store_products(const RotateArguments& a, const LaneBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
+  for (int k = 0; k < kPerThread; ++k) sums[k] = -0.0f;
   for (int i = 0; i < kSize; ++i) {
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
       const int e = minimum<int>(k * kThreads + threadIdx.x, kCount - 1);
       const int at = kContiguous ? lane_of(e) * kSize + i : i * kLanes + lane_of(e);
-      const float product = tile[padded(at)] * matrix[i * kSize + index_of(e)];
-      sums[k] = i ? sums[k] + product : product;
+      sums[k] = sums[k] + tile[padded(at)] * matrix[i * kSize + index_of(e)];
     }
   }
 #pragma unroll
@@ -148,13 +197,16 @@ FP4KIT_DEVICE void store_products(const RotateArguments& a, const LaneBlocks& b,
 
 // Rotate the blocks of a.x, and store the results in a.out. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) rotate_kernel(RotateArguments a) {
-  __shared__ float tile[padded(kCount)];
+  __shared__ Tile memory[1];
+  float* tile = memory->elements;
   const i64 count = lane_blocks_count(a);
   for (i64 index = blockIdx.x; index < count; index += gridDim.x) {
     const LaneBlocks b = lane_blocks(a, index);
     load_tile(a, b, tile);
     __syncthreads();
-    if constexpr (kHasMatrices) {
+    if constexpr (kHasMatrices && kSize % 16 == 0 && kThreads % kSize == 0) {
+      store_even_products(a, b, tile);
+    } else if constexpr (kHasMatrices) {
       store_products(a, b, tile);
     } else {
       transform_tile<1>(tile);

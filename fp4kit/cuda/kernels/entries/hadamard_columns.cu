@@ -1,0 +1,157 @@
+// hadamard_columns: Hadamard transforms of blocks along an axis that is not the last one in memory. The results have
+// the bits of reference/rotate.py. rotate.cu transforms arrays at other addresses.
+//
+// The axes of x are (outer, length, inner), and blocks lie along the middle axis. A thread block takes a tile at a
+// time: kWide neighboring blocks. A thread holds 16 elements of kColumns blocks in registers, which are neighbors in
+// their blocks, and adds and subtracts them. After an exchange through shared memory, a thread holds elements that are
+// 16 apart, and does the rest.
+#include "rotate.cuh"
+
+// The arguments of hadamard_columns_kernel.
+struct HadamardArguments {
+  const void* x;
+  void* out;
+  const u8* signs;           // one per position along the middle axis, 1 if it is negative; read only if kHasSigns
+  i64 outer, length, inner;  // length is a multiple of kSize, and inner one of kColumns
+};
+
+using Bits = Input::Bits;
+constexpr int kTile = 8192, kWide = kTile / kSize;      // the elements of a tile, and the elements of its rows
+constexpr int kRows = 16, kColumns = 4 / sizeof(Bits);  // of a thread before the exchange
+constexpr int kLastRows = kSize / kRows;                // of a thread after the exchange
+constexpr int kLastColumns = kLastRows > 16 ? 1 : kColumns;
+
+// kCount neighboring elements of a row, in memory and widened.
+template <int kCount>
+struct alignas(kCount * sizeof(Bits)) Stored {
+  Bits elements[kCount];
+};
+template <int kCount>
+struct alignas(kCount * sizeof(float)) Widened {
+  float values[kCount];
+};
+
+// The elements of a tile in shared memory, at place_of(row, column). Blocks of 16 elements need none.
+struct alignas(8) Memory {
+  float values[kLastRows == 1 ? 1 : kTile + kLastRows * kWide];
+};
+
+// A tile: the number of its block along the middle axis, its first element in memory, and the number of its elements
+// per row.
+struct Tile {
+  i64 block, first;
+  int wide;
+};
+
+// Return the number of tiles of a call.
+FP4KIT_DEVICE i64 tile_count(const HadamardArguments& a) {
+  return a.outer * (a.length / kSize) * ((a.inner + kWide - 1) / kWide);
+}
+
+// Return the tile with this index.
+FP4KIT_DEVICE Tile tile_at(const HadamardArguments& a, i64 index) {
+  const i64 across = (a.inner + kWide - 1) / kWide, column = index % across * kWide, position = index / across;
+  return {position % (a.length / kSize), position * kSize * a.inner + column,
+          static_cast<int>(minimum<i64>(a.inner - column, kWide))};
+}
+
+// Return the index in shared memory of an element of a tile. The gap after every 16 rows avoids bank conflicts.
+FP4KIT_DEVICE int place_of(int row, int column) {
+  return (row + row / kRows) * kWide + column;
+}
+
+// Return the sign bit of a row of a tile.
+FP4KIT_DEVICE u32 sign_bit(const HadamardArguments& a, const Tile& tile, int row) {
+  return kHasSigns ? static_cast<u32>(a.signs[tile.block * kSize + row]) << 31 : 0u;
+}
+
+// Replace the rows of y at the distances 1, 2, ..., kCount / 2 by their sums and differences, one distance after the
+// other.
+template <int kCount, int kAcross>
+FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
+#pragma unroll
+  for (int distance = 1; distance < kCount; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        if (i & distance) continue;
+        const float low = y[i].values[j], high = y[i + distance].values[j];
+        y[i].values[j] = low + high;
+        y[i + distance].values[j] = low - high;
+      }
+    }
+  }
+}
+
+// Store the results of one row of a thread: multiplied by the factor, and by their sign if the call is inverse.
+template <int kAcross>
+FP4KIT_DEVICE void store_row(const HadamardArguments& a, const Tile& tile, int row, int column,
+                             const Widened<kAcross>& y) {
+  const u32 sign = kIsInverse ? sign_bit(a, tile, row) : 0u;
+  Stored<kAcross> stored;
+#pragma unroll
+  for (int j = 0; j < kAcross; ++j) {
+    stored.elements[j] = stored_rotation<Input>(float_of(bits_of(y.values[j] * kFactor) ^ sign));
+  }
+  *reinterpret_cast<Stored<kAcross>*>(static_cast<Bits*>(a.out) + tile.first + row * a.inner + column) = stored;
+}
+
+// Load 16 neighboring rows per thread, and add and subtract their elements. Store them in `memory`, or in a.out if a
+// block has no more elements.
+FP4KIT_DEVICE void transform_neighbors(const HadamardArguments& a, const Tile& tile, float* memory) {
+  for (int unit = threadIdx.x; unit < kTile / kRows / kColumns; unit += kThreads) {
+    const int column = unit % (kWide / kColumns) * kColumns, first = unit / (kWide / kColumns) * kRows;
+    if (column >= tile.wide) continue;
+    const Bits* x = static_cast<const Bits*>(a.x) + tile.first + first * a.inner + column;
+    Widened<kColumns> y[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Stored<kColumns> stored = *reinterpret_cast<const Stored<kColumns>*>(x + i * a.inner);
+      const u32 sign = kIsInverse ? 0u : sign_bit(a, tile, first + i);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) y[i].values[j] = float_of(bits_of(Input::widen(stored.elements[j])) ^ sign);
+    }
+    transform(y);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kLastRows == 1) {
+        store_row(a, tile, first + i, column, y[i]);
+      } else {
+        *reinterpret_cast<Widened<kColumns>*>(memory + place_of(first + i, column)) = y[i];
+      }
+    }
+  }
+}
+
+// Load the rows at distances of 16 per thread from `memory`, add and subtract their elements, and store the results.
+FP4KIT_DEVICE void transform_rest(const HadamardArguments& a, const Tile& tile, const float* memory) {
+  for (int unit = threadIdx.x; unit < kTile / kLastRows / kLastColumns; unit += kThreads) {
+    const int column = unit % (kWide / kLastColumns) * kLastColumns, first = unit / (kWide / kLastColumns);
+    if (column >= tile.wide) continue;
+    Widened<kLastColumns> y[kLastRows];
+#pragma unroll
+    for (int i = 0; i < kLastRows; ++i) {
+      y[i] = *reinterpret_cast<const Widened<kLastColumns>*>(memory + place_of(first + i * kRows, column));
+    }
+    transform(y);
+#pragma unroll
+    for (int i = 0; i < kLastRows; ++i) store_row(a, tile, first + i * kRows, column, y[i]);
+  }
+}
+
+// Transform the blocks of a.x, and store the results in a.out. The addresses must be multiples of 4 bytes. Launch with
+// any grid.
+extern "C" __global__ void __launch_bounds__(kThreads) hadamard_columns_kernel(HadamardArguments a) {
+  __shared__ Memory memory[1];
+  const i64 count = tile_count(a);
+  for (i64 index = blockIdx.x; index < count; index += gridDim.x) {
+    const Tile tile = tile_at(a, index);
+    transform_neighbors(a, tile, memory->values);
+    if constexpr (kLastRows > 1) {
+      __syncthreads();
+      transform_rest(a, tile, memory->values);
+      __syncthreads();
+    }
+  }
+}

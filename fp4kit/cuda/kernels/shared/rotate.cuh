@@ -1,0 +1,14 @@
+// Arithmetic of rotations of blocks that their kernels share.
+#pragma once
+
+#include "codec.cuh"
+
+// Return a result as it is stored: rounded to Input. NaN becomes the positive quiet NaN.
+template <class Input>
+FP4KIT_DEVICE typename Input::Bits stored_rotation(float value) {
+  if constexpr (sizeof(typename Input::Bits) == 4) {
+    return is_nan(value) ? nan_value() : value;
+  } else {
+    return is_nan(value) ? static_cast<u16>(Input::kIsBfloat16 ? 0x7FC0u : 0x7E00u) : Input::narrow(value);
+  }
+}
