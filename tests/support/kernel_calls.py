@@ -352,6 +352,7 @@ KINDS = [
     call_of(fake_quantize_backward, "nvfp4-te", F16),
     call_of(requantize, "mxfp4-ocp"),
     call_of(hadamard, "nvfp4-te", size=128, seed=3),
+    call_of(hadamard, "nvfp4-te", F16, axis=0, size=64, seed=3),
     call_of(rotate, "nvfp4-te", F16, axis=0, inverse=True, shape=(72, 38)),
     call_of(transpose, "nvfp4-te-2d"),
     call_of(transpose, "mxfp8-te-2d", scale_layout="swizzled_128x4"),
