@@ -55,20 +55,23 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize the array of a call. Return call.out with the result, or a new Quantized if call.out is None."""
+    """Quantize the array of a call. Return call.out with the result, or a new Quantized if call.out is None.
+
+    Raise Declined as _check does.
+    """
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and for the columnwise call."""
+    """Return the results of quantize for the rowwise and for the columnwise call. Raise Declined as quantize does."""
     return quantize(row), quantize(column)
 
 
 def quantize_with_scales(call: Call) -> Quantized:
     """Quantize the array of a call with the scales that the caller passed, so that only codes are computed.
 
-    Return call.out with the result, or a new Quantized if call.out is None.
+    Return call.out with the result, or a new Quantized if call.out is None. Raise Declined as _check does.
     """
     _check(call)
     return reference.quantize_with_scales(call, _FUNCTIONS)
@@ -101,7 +104,10 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
-    """Return q in another recipe, how many values changed, and the largest change, as reference.requantize does."""
+    """Return q in another recipe, how many values changed, and the largest change, as reference.requantize does.
+
+    Raise Declined if the library cannot decode one of the recipes, or cannot encode by the target.
+    """
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
@@ -109,7 +115,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call. Raise Declined for a recipe with a fake_rule.
+    """Return the fake-quantized values of a call. Raise Declined for a recipe with a fake_rule, and as _check does.
 
     Quantize and dequantize FAKE_ELEMENTS elements at a time, so that the codes take little memory.
     """
@@ -159,7 +165,7 @@ def _cut(call: Call, index: Any) -> Call:
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Transpose each matrix of a Quantized q with square blocks. Return the pair (packed, scales).
 
-    packed, scales: the codes and block scales of q.
+    Raise Declined if there is no usable library. packed, scales: the codes and block scales of q.
     """
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
@@ -167,6 +173,8 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
     """Return the amax of every block of a matrix over the elements that a shard owns (see ops/partial.py).
+
+    Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
     shape: the rows and columns of the matrix. start: the index of the shard's first element in the flattened matrix.
     """
@@ -179,6 +187,8 @@ def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix (see ops/partial.py).
+
+    Raise Declined as partial_amax does.
 
     block_amax: the amaxes of all blocks of the matrix. shape: its rows and columns. start: the index of the shard's
     first element in the flattened matrix. amax: the tensor amax; None uses the largest of block_amax.

@@ -248,6 +248,8 @@ def _load(level: str) -> Any:
 def library() -> CompiledLibrary:
     """Return the library of the highest level that this processor supports and that can be loaded.
 
+    If there is none, the result has no functions, and its level is the reason as text.
+
     Warn once per process if a higher level is missing, or if libraries are compiled but none can be used.
     """
     try:

@@ -20,6 +20,7 @@ def fake_quantize(call: Call) -> Any:
     """Return the fake-quantized values of a call: by the recipe's fake_rule if it has one, else by quantizing x.
 
     One kernel reads the array and writes the values, after another kernel has computed the amax if that is needed.
+    Raise Declined if no kernel supports the call.
     """
     call = with_searched_amaxes(call)
     cupy, request = imports.cupy(), launch_request(call, values=True)

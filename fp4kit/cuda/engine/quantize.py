@@ -21,7 +21,7 @@ def quantize(call: Call) -> Quantized:
     """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
 
     If blocks lie along the columns of x and a kernel supports this, x is read in place. Otherwise a transposed copy of
-    x is quantized along its rows.
+    x is quantized along its rows. Raise Declined if no kernel supports the call.
     """
     original, call = call, with_searched_amaxes(call)
     request = launch_request(call, columns=_is_columnwise(call))
@@ -47,7 +47,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """Return the results of quantize for the rowwise and for the columnwise call.
 
     If a kernel supports both directions and both use one tensor amax, x is read only once. Otherwise call quantize
-    twice.
+    twice. Raise Declined as quantize does.
     """
     request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"

@@ -28,7 +28,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
 
     The last two stay on the device, as int64 () and float32 (). The values of q are dequantized and quantized again. If
     the recipes allow it, the device finds the tensor scale for which codes can be kept, and then keeps the codes of all
-    blocks whose scale the target can represent.
+    blocks whose scale the target can represent. Raise Declined if no kernel supports one of the recipes.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)
