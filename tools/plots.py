@@ -36,6 +36,12 @@ def block() -> Any:
     return fp4kit.plot.block(weights(), "nvfp4-te", (3, 5))
 
 
+def two_producers() -> Any:
+    """Draw one block through the steps of two producers of NVFP4, in which eight codes differ."""
+    w = (np.random.default_rng(7).standard_normal((128, 512)) * 0.02).astype(ml_dtypes.bfloat16)
+    return fp4kit.plot.block(w, ["nvfp4-te", "nvfp4-compressed-tensors"], (59, 128))
+
+
 def error_against_scale() -> Any:
     """Draw the error of one block against its scale, with the choice of nvfp4-te and of 4over6."""
     recipes = ["nvfp4-te", "nvfp4-te-4over6-mse-448"]
@@ -56,6 +62,7 @@ def histogram() -> Any:
 PLOTS: dict[str, Callable[[], Any]] = {
     "number-line": number_line,
     "block": block,
+    "two-producers": two_producers,
     "error-against-scale": error_against_scale,
     "compare-recipes": compare_recipes,
     "histogram": histogram,

@@ -135,6 +135,10 @@ class Parity:
             lines += [f"{title}: {text}" for text in texts]
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        """Return the verdict in one line."""
+        return f"Parity({self.verdict})"
+
     def _repr_html_(self) -> str:
         """Return the verdict and the table of differing layers as HTML, which notebooks show."""
         return self._panel(self.verdict).html()

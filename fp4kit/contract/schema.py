@@ -53,6 +53,10 @@ class ContractDiff:
         """
         return "\n".join((*self.differences, *self.uncertain)) or "the contracts are equal"
 
+    def __repr__(self) -> str:
+        """Return how many settings differ and how many are unknown, in one line."""
+        return f"ContractDiff(settings that differ: {len(self.differences)}, unknown: {len(self.uncertain)})"
+
 
 @dataclass(frozen=True)
 class Contract:

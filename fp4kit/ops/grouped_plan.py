@@ -192,6 +192,10 @@ class GroupedPlan:
         self._inputs: dict[str, PlanInput] = {}
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
+    def __repr__(self) -> str:
+        """Return the number of arrays and the recipe."""
+        return f"GroupedPlan({len(self._inputs['xs'].entries)} arrays, {self.recipe.id})"
+
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
         """Make the plan again for the current entries of its sequences. Results of earlier calls stay unchanged.
 

@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.ops.compare_recipes import RecipeComparison
 from fp4kit.ops.explain import Explanation, explain
-from fp4kit.plot.style import axes
+from fp4kit.plot.style import ORANGE, axes
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import recipe_of
 from fp4kit.types import RecipeId
@@ -20,7 +20,7 @@ _MAP = "Greys"  # light for small magnitudes; it prints in grey
 
 def block(
     x: Any,
-    recipe: RecipeId | Recipe,
+    recipe: RecipeId | Recipe | Sequence[RecipeId | Recipe],
     index: Sequence[int],
     *,
     tensor_amax: Any = None,
@@ -29,11 +29,12 @@ def block(
     """Draw one block through the steps of its recipe: a row per step, and a column per element.
 
     Steps that all elements of the block share, such as amaxes and scales, are in the title. Within a row, darker cells
-    are larger magnitudes. The last row is the error, result minus element.
+    are larger magnitudes. The last row is the error, result minus element. With several recipes, the rows of one recipe
+    follow those of another. Bold numbers in frames differ from those of the first recipe.
 
     Args:
         x: float32, float16 or bfloat16 array, quantized along its last axis.
-        recipe: a recipe id, an alias or a Recipe with blocks.
+        recipe: a recipe id, an alias or a Recipe with blocks; or several of them with blocks of equal length.
         index: the index of any element of the block.
         tensor_amax: as for fp4kit.quantize; None computes it from x.
         ax: the Axes to draw on.
@@ -42,33 +43,74 @@ def block(
         The Axes. Its image holds the magnitudes relative to the largest of their row; its texts are the numbers.
 
     Raises:
-        ValueError, TypeError, IndexError: as for fp4kit.explain; or the recipe has no blocks.
+        ValueError, TypeError, IndexError: as for fp4kit.explain; or a recipe has no blocks, or blocks of another length
+            than the first.
     """
     op = "plot.block"
-    r = recipe_of(op, recipe)
-    if r.block is None:
-        raise ValueError(f"{op}: {r.id} has no blocks; needs a recipe such as nvfp4-te")
+    recipes = [recipe_of(op, each) for each in ([recipe] if isinstance(recipe, (str, Recipe)) else recipe)]
+    _check_blocks(op, recipes)
+    array, size = to_host(import_arrays(op, x=x)[0]), recipes[0].block_size
+    rows: dict[str, list[float]] = {}
+    title, differs = [], []
+    for r in recipes:
+        left, shared, steps = _steps_of_block(array, r, index, tensor_amax)
+        title.append(f"{r.id}\n{shared}")
+        for name, numbers in steps.items():
+            if name != "element" or not rows:
+                first = rows.get(_label(name, recipes[0], recipes), numbers)
+                rows[_label(name, r, recipes)] = numbers
+                differs.append(np.not_equal(first, numbers))
+    if len(recipes) > 1:
+        title.append(f"bold in a frame: differs from {recipes[0].id}")
+    ax = axes(ax, 1.6 + 0.62 * size, 1.6 + 0.36 * len(rows) + 0.3 * (len(recipes) - 1))
+    _draw_rows(ax, np.array([*rows.values()]), np.array(differs))
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_xticks(range(size), [str(left + j) for j in range(size)])
+    ax.set_xlabel("column of the element")
+    ax.set_title("\n".join(title), fontsize=9, loc="left")
+    return ax
+
+
+def _check_blocks(op: str, recipes: Sequence[Recipe]) -> None:
+    """Raise ValueError unless there is a recipe, and all recipes have blocks of equal length."""
+    if not recipes:
+        raise ValueError(f"{op}: recipe is empty; needs a recipe id, or several")
+    for r in recipes:
+        if r.block is None:
+            raise ValueError(f"{op}: {r.id} has no blocks; needs a recipe such as nvfp4-te")
+        if r.block_size != recipes[0].block_size:
+            needed = f"needs blocks of {recipes[0].block_size}, as {recipes[0].id} has"
+            raise ValueError(f"{op}: {r.id} has blocks of {r.block_size}; {needed}")
+
+
+def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
+    """Return the label of a step's row, with the recipe if there are several. All recipes share the element's row."""
+    return name if len(recipes) == 1 or name == "element" else f"{name}, {r.id}"
+
+
+def _steps_of_block(
+    x: np.ndarray, r: Recipe, index: Sequence[int], tensor_amax: Any
+) -> tuple[int, str, dict[str, list[float]]]:
+    """Return the first column of the block that holds index, its shared steps as text, and its other steps as rows."""
     found = explain(x, r, index, tensor_amax=tensor_amax)
-    array = to_host(import_arrays(op, x=x)[0])
     left = found.index[-1] // r.block_size * r.block_size
-    all_found = [
-        explain(array, r, (*found.index[:-1], column), tensor_amax=tensor_amax)
-        for column in range(left, left + r.block_size)
-    ]
-    shared, rows = _divided(all_found)
-    numbers = np.array([*rows.values()])
-    ax = axes(ax, 1.6 + 0.62 * r.block_size, 1.6 + 0.36 * len(rows))
+    columns = range(left, left + r.block_size)
+    return left, *_divided([explain(x, r, (*found.index[:-1], j), tensor_amax=tensor_amax) for j in columns])
+
+
+def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
+    """Draw numbers as a heat map with one shade range per row, and frame the numbers that differ.
+
+    numbers: float64 (rows, columns). differs: bool in the same shape.
+    """
     with np.errstate(all="ignore"):
         magnitudes = np.abs(numbers)
         shades = np.nan_to_num(magnitudes / magnitudes.max(axis=1, keepdims=True))
     ax.imshow(shades, cmap=_MAP, aspect="auto", vmin=0, vmax=2.4)
     for (i, j), number in np.ndenumerate(numbers):
-        ax.text(j, i, f"{number:.2g}" if abs(number) < 1 else f"{number:.3g}", ha="center", va="center", fontsize=8)
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_xticks(range(r.block_size), [str(left + j) for j in range(r.block_size)])
-    ax.set_xlabel("column of the element")
-    ax.set_title(f"{r.id}\n{shared}", fontsize=9, loc="left")
-    return ax
+        style = {"weight": "bold", "bbox": {"fill": False, "edgecolor": ORANGE, "pad": 2}} if differs[i, j] else {}
+        text = f"{number:.2g}" if abs(number) < 1 else f"{number:.3g}"
+        ax.text(j, i, text, ha="center", va="center", fontsize=8, **style)
 
 
 def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:

@@ -24,6 +24,7 @@ from fp4kit.calibration import Collector, input_scale
 from fp4kit.checkpoint import ConversionReport, Options, Plan, convert
 from fp4kit.checkpoint.convert import demo
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import convert as cli_convert
 
 Run = Callable[..., processes.Run]
@@ -491,3 +492,14 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
     assert "0 of 5 layers as expected; the worst: encoder.layer.0." in " ".join(other.out.split())
     assert other.code == 1 and hint in " ".join(other.out.split())
     assert (unquantized.code, alone.code, compared.code) == (0, 0, 0)
+
+
+def test_results_of_a_conversion_are_shown_in_one_line(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "out", "nvfp4-te")
+    found = verify(tmp_path / "out", tmp_path / "m")
+    assert repr(report).endswith("out': compressed-tensors nvfp4-pack-quantized; 6 copy, 14 quantize)")
+    assert repr(report.plan).endswith("m' to compressed-tensors nvfp4-pack-quantized; 14 of 20 tensors converted)")
+    assert repr(found).endswith("out': 14 layers, errors: 0, warnings: 0)")
+    for one in (report, report.plan, found):
+        assert "\n" not in repr(one) and repr(one).startswith(type(one).__name__)

@@ -3,6 +3,7 @@
 import sys
 
 import matplotlib
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -45,6 +46,24 @@ def test_block_shows_the_codes_values_and_errors_of_one_block(x):
     assert np.allclose(shades, np.abs(values) / np.abs(values).max())
     assert np.allclose([float(t) for t in texts[names.index("error")]], values - x[cut], rtol=0.06, atol=1e-6)
     assert "nvfp4-te" in ax.get_title(loc="left") and next(t.get_text() for t in ax.get_xticklabels()) == "16"
+
+
+def test_block_frames_the_numbers_in_which_recipes_differ(x):
+    w = (x * 0.02).astype(ml_dtypes.bfloat16)
+    ids = ["nvfp4-te", "nvfp4-compressed-tensors"]
+    codes = [fp4kit.formats.E2M1.decode(fp4kit.unpack(fp4kit.quantize(w, id).packed)) for id in ids]
+    row, column = np.argwhere(codes[0] != codes[1])[0]
+    ax = fp4kit.plot.block(w, ids, (row, column))
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    texts = np.array(ax.texts, object).reshape(len(names), 16)
+    cut = row, slice(column // 16 * 16, column // 16 * 16 + 16)
+    assert names.count("element") == 1 and len(set(names)) == len(names)
+    for id, wanted in zip(ids, codes, strict=True):
+        found = texts[names.index(f"code, {id}")]
+        assert [float(text.get_text()) for text in found] == list(wanted[cut])
+        framed = [text.get_bbox_patch() is not None for text in found]
+        assert framed == list(codes[0][cut] != wanted[cut])
+    assert all(id in ax.get_title(loc="left") for id in ids)
 
 
 def test_error_against_scale_contains_the_scales_that_recipes_choose(x):
@@ -126,6 +145,10 @@ def test_wrong_arguments_are_named(x):
         fp4kit.plot.error_against_scale(x[0, :16], ["nvfp4-te", "mxfp4"])
     with pytest.raises(ValueError, match="fp8-modelopt has no blocks"):
         fp4kit.plot.block(x, "fp8-modelopt", (0, 0))
+    with pytest.raises(ValueError, match="mxfp4-ocp has blocks of 32; needs blocks of 16, as nvfp4-te has"):
+        fp4kit.plot.block(x, ["nvfp4-te", "mxfp4"], (0, 0))
+    with pytest.raises(ValueError, match="recipe is empty; needs a recipe id, or several"):
+        fp4kit.plot.block(x, [], (0, 0))
     for recipe in ("nvfp4-te-rowscaled", "nvfp4-te-2d", "fp8-modelopt", "nvfp4-modelopt-fake"):
         with pytest.raises(ValueError, match=f"{recipe} is not supported; needs a recipe with codes"):
             fp4kit.plot.error_against_scale(x[0, :16], recipe)

@@ -76,6 +76,11 @@ class ConversionReport:
     done: tuple[Done, ...]
     doubts: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the destination, the format and how many jobs took each action, in one line."""
+        counts = ", ".join(f"{count} {action}" for action, count in sorted(self.actions.items()))
+        return f"ConversionReport({str(self.destination)!r}: {self.plan.format_name}; {counts})"
+
     @property
     def files(self) -> tuple[Path, ...]:
         """The paths of the files that were written; () if the result is a directory.

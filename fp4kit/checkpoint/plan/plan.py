@@ -132,6 +132,11 @@ class Plan:
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
     input_scaled: frozenset[str] = frozenset()
 
+    def __repr__(self) -> str:
+        """Return the source, the format and the number of converted tensors, in one line."""
+        counts = f"{len(self.converted)} of {len(self.tensors)} tensors converted"
+        return f"Plan({str(self.source.root)!r} to {self.format_name}; {counts})"
+
     @lazy_property
     def layers_of_forms(self) -> dict[Container, list[str]]:
         """Container -> names of the layers that are written in it. Several containers make a mixed checkpoint."""

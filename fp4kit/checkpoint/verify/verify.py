@@ -132,6 +132,11 @@ class VerifyReport:
     changed: tuple[tuple[str, int], ...]
     issues: tuple[Issue, ...]
 
+    def __repr__(self) -> str:
+        """Return the checkpoint and the numbers of its layers, errors and warnings, in one line."""
+        counts = f"{len(self.layers)} layers, errors: {self.errors}, warnings: {len(self.issues) - self.errors}"
+        return f"VerifyReport({str(self.path)!r}: {counts})"
+
     @lazy_property
     def total(self) -> StoredCounts:
         """The counts of stored values, summed over all layers."""
