@@ -168,8 +168,8 @@ def specification() -> Iterator[None]:
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """Return the result of an operation from the first engine that supports the call.
 
-    Host engines run in IEEE arithmetic. If all engines decline the call, raise NotImplementedError with the last
-    engine's reason.
+    Host engines run in IEEE arithmetic. Where specification_only is set, the specification is the only host engine. If
+    all engines decline the call, raise NotImplementedError with the last engine's reason.
 
     op: the public function that error messages name. operation: the name of the engine's function. on_device: whether
     the arrays are CuPy arrays. arguments: those of the engine's function.

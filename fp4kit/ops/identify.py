@@ -336,9 +336,9 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
     """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that reproduce q.
 
-    Variations with only a Hadamard transform come first, then those with stochastic rounding. Hadamard transforms are
-    tried only if the length of the quantized axis is a multiple of HADAMARD_BLOCK. Stochastic rounding is not tried for
-    integer elements and for 4over6.
+    Only candidates that can give the tensor scale of q are tried. Variations with only a Hadamard transform come first,
+    then those with stochastic rounding. Hadamard transforms are tried only if the length of the quantized axis is a
+    multiple of HADAMARD_BLOCK. Stochastic rounding is not tried for integer elements and for 4over6.
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]

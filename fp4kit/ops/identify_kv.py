@@ -257,7 +257,8 @@ def _sample(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Return the slots to compare, and the reference values of their tokens: about SAMPLE elements at most.
 
-    Raise ValueError unless there is one slot per token and one of them is not negative.
+    Raise ValueError unless there is one slot per token and one of them is not negative. Raise it also if the sampled
+    keys or values are all zero.
     """
     tokens, H, D = references[0].shape
     if len(slots) != tokens:

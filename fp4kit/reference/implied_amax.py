@@ -197,8 +197,8 @@ def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) ->
     """Return the TensorScale with which elements are encoded if the user passes the tensor scale.
 
     Its field `decode` is the given scale. Its field `encode` follows from the implied amax, or is 1 / scale if no amax
-    gives the scale. Then the field `amax` is UNKNOWN. Fields that the recipe does not read are 1; so are all fields if
-    scale is None.
+    gives the scale. Then the field `amax` is UNKNOWN. For a custom recipe, `encode` is the scale's reciprocal (see
+    reciprocal_of_scale). Fields that the recipe does not read are 1; so are all fields if scale is None.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)

@@ -245,7 +245,8 @@ def _check_sum(what: str, found: str, written: Any) -> None:
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
     """Return {array name: metadata} of the file, whose fields are those of _facts.
 
-    Raise CheckpointError if the file was not written by save, or if a field is missing or has the wrong type.
+    Raise CheckpointError if the file was not written by save or has another version, or if a field is missing or has
+    the wrong type.
     """
     if ENTRY not in file.metadata:
         raise CheckpointError(

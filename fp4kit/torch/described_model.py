@@ -125,7 +125,8 @@ def _is_transposed(module: torch.nn.Module) -> bool:
     """Return whether a module stores its stacks of experts as (E, K, N).
 
     A module of transformers says so. For other modules, the orientation in which the shapes of gate_up_proj and
-    down_proj fit together decides; (E, N, K) if both fit.
+    down_proj fit together decides. Return False, for (E, N, K), if both orientations fit or neither does, and if the
+    module does not have both stacks.
     """
     stated = getattr(module, "is_transposed", None)
     if isinstance(stated, bool):

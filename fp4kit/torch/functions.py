@@ -47,9 +47,9 @@ def named_recipe(recipe: str | Recipe) -> str:
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     """Return an amax as a tensor on the device of x, or None if none is given. A tensor is returned unchanged.
 
-    A single number is transferred without waiting for the device. Sequences are converted to float64 first, because
-    PyTorch's default dtype would round them. Raises TypeError, which names the argument, for a bool, a complex number
-    or a string.
+    A single number becomes float32, and is transferred without waiting for the device. A list or tuple becomes float64,
+    because PyTorch's default dtype would round it. Raises TypeError, which names the argument, for a bool, a complex
+    number or a string.
     """
     if given is None or isinstance(given, Tensor):
         return given

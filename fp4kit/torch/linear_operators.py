@@ -210,7 +210,8 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
     """Return one gradient per argument of linear; only x and a float w have gradients that are not None.
 
-    A gradient that autograd does not need is None, too.
+    A gradient that autograd does not need is None, too. If the setting `backward` is "quantized", the functions of
+    parts compute the gradients. Otherwise, they are float32 products of grad with the dequantized w and x.
 
     Args:
         ctx: the context that save_inputs filled.

@@ -230,6 +230,8 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
 def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
     """Yield a message for each wrong dtype or shape among the tensors that a layer has. Missing tensors are ignored.
 
+    Without codes, or if their rank is wrong, nothing else is checked, because N and K are unknown.
+
     If the codes are missing or have a wrong rank, the other tensors are not checked.
 
     parts: suffix -> (safetensors dtype, shape).
@@ -324,6 +326,8 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
     """Yield a finding for every tensor scale that is unusable, and for every fused layer whose tensor scales differ.
+
+    Fused layers are checked only if engines contains "vLLM".
 
     layers: the names of the quantized layers.
     scales: tensor name -> stored value.

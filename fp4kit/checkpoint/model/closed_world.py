@@ -672,6 +672,9 @@ _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
     """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
 
+    It is refused if it is malformed, names an unknown class, has scales that are not declared as swizzled, or
+    contradicts the layer. Without a layer, the last is not checked.
+
     Args:
         key: the name of the tensor.
         text: the entry.

@@ -37,7 +37,9 @@ def swapped_layers(
 ) -> list[Weight]:
     """Return the layers whose nibbles seem to be swapped, about which SWAPPED_NIBBLES warns.
 
-    Only single layers of 4-bit codes are examined, and at most 512 per number of columns.
+    Only single layers of 4-bit codes are examined, and at most 512 per number of columns. They are compared with the
+    norms and unquantized weights of as many columns. If there are none, or fewer than 128 columns, they are not
+    examined.
 
     Args:
         weights: the weights of a model.

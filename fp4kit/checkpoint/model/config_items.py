@@ -85,7 +85,7 @@ _MIXED = "MIXED_PRECISION"
 def _algorithm(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it (see Check).
 
-    It is refused if it is unknown, or if a layer is of a kind other than the algorithm's.
+    It is refused if it is unknown, or if a layer is of a kind or has blocks of a size other than the algorithm's.
     """
     name = str(value).upper()
     if name == _MIXED:

@@ -83,7 +83,11 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
     """Yield the misfits of the layers of one module.
 
-    The most frequent length of an axis counts as right. If two are equally frequent, the larger one does.
+    The most frequent length of an axis counts as right. If two are equally frequent, the larger one does. The config's
+    hidden_size counts like one more layer if some layer has this length.
+
+    q_proj also misfits if it has neither as many rows as o_proj has columns, nor twice as many. If the config has
+    v_head_dim, this is not checked, and keys and values may differ in size.
 
     Args:
         layers: name of a layer in the module, such as "q_proj" -> layer.

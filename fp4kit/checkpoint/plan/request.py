@@ -198,8 +198,8 @@ class Request:
             config: the content of the model's config.json.
 
         Raises:
-            CheckpointError: if no loader can read this recipe and format for this model, or if the container does not
-                support a requested input scale.
+            CheckpointError: if no loader can read this recipe and format for this model; if the container does not
+                support a requested input scale; or if split_max_size is given and the model is not a GGUF file.
         """
         if gguf.is_gguf_config(config):
             return self._gguf_form()

@@ -290,7 +290,8 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     """Return the name of the container ``form`` in loaders/, such as "modelopt NVFP4".
 
     Model-Optimizer's NVFP4 has two names there: with and without input scales. The ``quant_algo`` of the config
-    decides. If the config has none, the name with input scales is returned if most layers have input scales.
+    decides. If the config has none, the name with input scales is returned if most layers have input scales. The config
+    also tells the NVFP4 experts of DeepSeek-V4 and the FP8 blocks of "FP8_PB_WO", which look like other containers.
 
     weights: the layers of the checkpoint.
     config: the content of config.json.
