@@ -95,8 +95,8 @@ def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
 def run(text: str, *arrays: Array) -> list[Array]:
     """Run the call that a text describes on the given arrays, and return its results as a list.
 
-    Raises what the call raises. A Quantized is returned as its arrays that are not None. XLA's threads flush subnormal
-    numbers, but fp4kit's functions restore IEEE arithmetic during a call.
+    Raises what the call raises. A Quantized is returned as its arrays that are not None. A 0-d array as seed is passed
+    as an int. XLA's threads flush subnormal numbers, but fp4kit's functions restore IEEE arithmetic during a call.
 
     text: the JSON that `traced` writes: [function, {argument: a value, or a reference to one of the arrays}].
     arrays: NumPy or CuPy arrays, or arrays that NumPy can read.

@@ -56,9 +56,10 @@ def quantize_kv(
         cache.
 
     Raises:
-        TypeError: cache is not a KVCache, or keys or values have a dtype other than these three.
-        ValueError: shapes do not fit, a slot is out of range or occurs twice, a scale is not positive and finite, the
-            cache is read-only, or the recipe is unknown or makes no such blocks.
+        TypeError: cache is not a KVCache, keys or values have a dtype other than these three, slots are not integers,
+            or a scale is not a number.
+        ValueError: shapes or devices do not fit, a slot is out of range or occurs twice, a scale is not positive and
+            finite, the cache is read-only, or the recipe is unknown or makes no such blocks.
 
     Numerics:
         Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe.
@@ -119,7 +120,8 @@ def dequantize_kv(
         The pair (keys, values) of new arrays (tokens, heads, head_dim), NumPy or CuPy as the cache.
 
     Raises:
-        TypeError: cache is not a KVCache, or dtype is none of the three.
+        TypeError: cache is not a KVCache, dtype is none of the three, slots are not integers, or a scale is not a
+            number.
         ValueError: a slot is out of range, a scale is not positive and finite, or the recipe is unknown or makes no
             such blocks.
 

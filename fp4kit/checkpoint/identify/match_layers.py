@@ -348,6 +348,8 @@ def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer |
     There are two exceptions: block scales with a shape that the container does not allow, and a missing tensor scale.
     Then the parts are returned as the file stores them, so that ``explain`` can find the fault.
 
+    FP8 with float scales, or with blocks of several rows, is returned as Fp8Layer, everything else as StoredLayer.
+
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
     """
     form = weight.container
