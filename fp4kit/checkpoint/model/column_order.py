@@ -109,7 +109,7 @@ def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
 
     Return False if the columns have equal sizes, so that their order cannot be told.
 
-    sizes: the sizes of the layer's columns. references: profiles.
+    sizes: the sizes of the layer's columns. references: profiles, at least one.
     """
     profile = next((found for _, found in _if_varied("", sizes)), None)
     if profile is None:

@@ -130,7 +130,7 @@ def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) 
 
 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return a warning if an output head is quantized though the config ties it to the embedding; "" otherwise.
+    """Return a message if an output head is quantized though the config ties it to the embedding; "" otherwise.
 
     Args:
         weights: the weights of a model.

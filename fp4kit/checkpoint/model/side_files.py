@@ -130,7 +130,8 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> AuxiliaryFiles:
     """Decide for each file in a model directory that is not part of the model whether a conversion copies it.
 
-    Return the files to copy and the skipped files. Both are empty if ``root`` is a file.
+    Return the files to copy and the skipped files. Both are empty if ``root`` is a file. Files that the conversion
+    handles itself or writes anew are in neither.
 
     Args:
         root: the model directory, or a file.

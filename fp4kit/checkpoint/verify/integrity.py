@@ -77,11 +77,15 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield warnings about layers that contradict the configs or the other layers.
+    """Yield an issue for each of these contradictions of layers to the configs or to other tensors.
 
     - A config declares factors per column (AWQ), and no layer has them.
     - A few layers lack the tensor scale that all others have.
-    - Layers seem to be transposed.
+    - Layers seem to lack rows or columns, or to be transposed.
+    - The nibbles of a layer seem to be swapped.
+    - The head is quantized although the config ties it to the embedding.
+
+    The last is an error, all others are warnings.
     """
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
