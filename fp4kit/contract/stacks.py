@@ -26,6 +26,8 @@ def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
 def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[str, Any]:
     """Return tensors with each of the named stacks split into its matrices. The matrices share the stack's memory.
 
+    Matrix e of the stack "P.L" is named "P.e.L". If the name has no dot, matrix e of "L" is named "L.e".
+
     stacks: names of tensors; those that `tensors` lacks, or that have not three axes, are left as they are.
     """
     names = [name for name in stacks if name in tensors and len(tensors[name].shape) == 3]

@@ -172,7 +172,7 @@ def _reach_of(
     Args:
         form: the container, which determines element and scale format.
         scales: as stored, one scale per block.
-        tensor_scale: the factor to multiply by on decode; None stands for 1.
+        tensor_scale: the factor to multiply by on decode; None, NaN and infinity count as 1.
         counted: a mask of the blocks that count; None for all.
     """
     values = np.abs(scales_of(form, scales).astype(np.float64))

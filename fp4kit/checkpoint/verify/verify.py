@@ -402,7 +402,8 @@ def _recipe_of_file(model: Checkpoint) -> str | None:
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     """Return a warning for every file of the source whose size or header differs from the manifest's record of it.
 
-    Return [] if the manifest records no source.
+    A file that is recorded and missing, or present and not recorded, counts too. Return [] if the manifest records no
+    source.
     """
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
