@@ -113,7 +113,7 @@ def markdown(record: Record) -> str:
 def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASONS) -> list[str]:
     """Return the Markdown section on rows that miss their target: the reason, and the other designs that were tried.
 
-    Return an empty list if no row misses its target.
+    Return an empty list if no row misses its target. Rows that no entry of ``reasons`` covers get "No reason is known."
     """
     found: dict[Reason | None, list[BenchmarkRow]] = {}
     for row in rows:

@@ -483,7 +483,10 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
-    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements and whole rows of blocks."""
+    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements and whole rows of blocks.
+
+    block_rows: the number of rows of a block. Each part except the last has a multiple of it.
+    """
     step = max((1 << 20) // max(shape[1], 1) // block_rows, 1) * block_rows
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
@@ -499,7 +502,7 @@ def bytes_of(columns: slice, r: Recipe) -> slice:
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the part of a matrix's tensor amaxes for some rows and blocks, or None for None.
+    """Return the part of a matrix's tensor amaxes for some rows and blocks, or None for None. One amax is kept whole.
 
     amax: one amax per tensor, per row or per block; None for a recipe without a tensor scale.
     """

@@ -55,7 +55,7 @@ class KernelCall(NamedTuple):
         return "-".join(filter(None, parts))
 
     def run(self, place: Place = lambda a: a) -> list[Any]:
-        """Make the call and return its arrays."""
+        """Make the call and return its arrays. place: moves each input array, for example to a device."""
         with np.errstate(all="ignore"):
             return self.make(place, self)
 

@@ -25,7 +25,13 @@ from fp4kit.storage.errors import CheckpointError
 
 
 def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
-    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Errors are those of Contract.of."""
+    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Errors are those of Contract.of.
+
+    A .json file, or the contract file of a directory, is loaded, and ``source`` is not used. For any other checkpoint,
+    the contract is inferred.
+
+    source: the model that the checkpoint was made from; None if it is not at hand.
+    """
     place = Path(path)
     if place.suffix == ".json":
         return _loaded(place)

@@ -81,7 +81,8 @@ def q8_0_values(info: Info) -> np.ndarray:
 def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, np.ndarray]:
     """Return the unquantized tensors of a small model by their llama.cpp names.
 
-    Layer 0 is dense, layer 1 has experts. The experts' down projections have K = 96, which is not a multiple of 64.
+    Layer 0 is dense, layer 1 has experts, or only their router if ``experts`` is False. The experts' down projections
+    have K = 96, which is not a multiple of 64. Matrices have the given dtype; norms and the router are float32.
     """
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (96, HIDDEN), "output.weight": (96, HIDDEN)}
     for i in range(LAYERS):

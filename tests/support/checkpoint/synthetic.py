@@ -152,7 +152,7 @@ def _base(head: bool = True) -> Tensors:
 def dense(root: Path, index: bool = True) -> Tensors:
     """Write a Qwen3-like model with a tied head. Its 2 shards separate gate from up and q from k.
 
-    The down projections have K = 80, which is not a multiple of 32.
+    The down projections have K = 80, which is not a multiple of 32. If ``index`` is False, no index is written.
     """
     tensors = _base(head=False)
     for i in range(2):
