@@ -111,7 +111,7 @@ def compare_recipes(
         A RecipeComparison.
 
     Raises:
-        TypeError: recipes is a single string, or x has an unsupported dtype.
+        TypeError: recipes is not a list or tuple of recipes, such as a single string, or x has an unsupported dtype.
         ValueError: there are fewer than two recipes, or x or tensor_amax does not fit one of them.
 
     Numerics:

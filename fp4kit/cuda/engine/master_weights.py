@@ -103,6 +103,7 @@ class DeviceStages:
         """Return one Quantized per matrix, whose arrays are views of the buffers packed and scales.
 
         Args:
+            shapes: the rows and columns (M, K) of each matrix, also for the columnwise copies.
             axis: the quantized axis: -1 for the rowwise results, 0 for the columnwise copies.
         """
         views, r = [], self._recipe

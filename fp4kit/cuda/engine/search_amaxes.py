@@ -59,6 +59,7 @@ def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: 
         amaxes: the amaxes; each covers an equal number of consecutive rows of x.
         tensor: the tensor amaxes; each covers an equal number of consecutive rows of x. None without a tensor scale.
         out: float32 in the shape of amaxes.
+        terms: the weights of elements and the power of errors in the loss.
         factors: the multiples, float32.
     """
     check_count(x.size)

@@ -191,8 +191,11 @@ def cast_shard(
 
     Args:
         packed: contiguous, beginning at a multiple of 8 bytes.
-        block_amax: the amaxes of all blocks of the matrix. tensor_amax: its tensor amax; None without a tensor scale.
+        block_amax: the amaxes of all blocks of the matrix.
+        tensor_amax: the tensor amax of the matrix; None without a tensor scale.
         factors: float32 scratch memory with one element per block in the rows of blocks of factor_rows.
+        shape: the rows and columns (M, K) of the matrix.
+        start: the index of the shard's first element in the flattened matrix.
     """
     M, K = shape
     end, device = start + x.size, x.device.id
