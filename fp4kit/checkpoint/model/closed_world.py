@@ -259,28 +259,32 @@ def rest_of_kv(name: str) -> bool:
 
 
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
-    """Yield one warning that names the NVFP4 layers without a tensor scale, if fewer than half of them have none.
+    """Yield one warning that names NVFP4 layers without a tensor scale, or with one, if most other layers differ.
 
-    Only layers of GGUF and torchao are counted, because these formats allow NVFP4 layers without a tensor scale.
-    Layers of mlx-lm are not counted, although they may have none: mlx-lm stores tensor scales only for experts.
+    Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
+    scale. Stacks of mlx-lm are not counted, because mlx-lm stores tensor scales for experts and for no other layers.
 
     Args:
         weights: the quantized layers of a checkpoint.
     """
     found = [w for w in weights if w.container is not None and w.container.kind == "nvfp4" and _may_lack_scale(w)]
     without = [weight.name for weight in found if TENSOR_SCALE not in weight.parts]
-    if 0 < 2 * len(without) < len(found):
-        have = f"{len(found) - len(without)} of {len(found)} NVFP4 layers have one"
-        yield (
-            f"{listed(without)}: no tensor scale, but {have}; if it was lost, values are wrong; run fp4kit verify with"
-            " --source"
-        )
+    have = [weight.name for weight in found if TENSOR_SCALE in weight.parts]
+    end = "values are wrong; run fp4kit verify with --source"
+    if 0 < len(without) < len(have):
+        counts = f"{len(have)} of {len(found)} NVFP4 layers have one"
+        yield f"{listed(without)}: no tensor scale, but {counts}; if it was lost, {end}"
+    elif 0 < len(have) < len(without):
+        counts = f"{len(without)} of {len(found)} NVFP4 layers have none"
+        yield f"{listed(have)}: has a tensor scale, but {counts}; if it belongs to another layer, {end}"
 
 
 def _may_lack_scale(weight: Weight) -> bool:
-    """Return whether a layer is in GGUF or torchao, whose NVFP4 layers may have no tensor scale."""
+    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale (see lost_tensor_scales)."""
     form = weight.container
-    return form is not None and (form.in_blocks or form.method == "torchao")
+    if form is None or (form.format == "mlx" and len(weight.shape) > 2):
+        return False
+    return form.in_blocks or form.method == "torchao" or form.format == "mlx"
 
 
 def adapter_trouble(name: str) -> str:

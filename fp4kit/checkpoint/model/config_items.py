@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from fp4kit.arguments import is_one_of
 from fp4kit.checkpoint.containers.container import COLUMN_SCALE, Container
 from fp4kit.checkpoint.model.declarations import KEYS, declared, sections, with_declaration
 from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
@@ -125,10 +126,10 @@ def _group_size(value: Any, layers: _Layers) -> str:
 
     It is refused if there are 4-bit or MXFP8 layers, but none has blocks of this width. None is accepted.
     """
-    sizes = {form.block[1] for form in layers.forms.values() if form.kind in _MX_KINDS}
+    sizes = sorted({form.block[1] for form in layers.forms.values() if form.kind in _MX_KINDS})
     if value is None or not sizes or value in sizes:
         return ""
-    return f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sorted(sizes)))}"
+    return f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sizes))}"
 
 
 def _block_size(value: Any, layers: _Layers) -> str:
@@ -199,7 +200,7 @@ def _format(value: Any, layers: _Layers) -> str:
     """
     if value in ("mixed-precision", None, "dense"):
         return ""
-    if value not in _FORMATS:
+    if not is_one_of(value, _FORMATS):
         return f"is {brief(value)}, which fp4kit does not know"
     other = sorted(layers.kinds - set(_FORMATS[value]))
     return f"is {brief(value)}, but there are layers of {', '.join(other)}" if other else ""
@@ -250,7 +251,7 @@ def _group(group: Any, layers: _Layers) -> str:
     if unknown:
         return f"with the key {shown(unknown[0])}, which fp4kit does not know"
     form = group.get("format")
-    if form is not None and form not in _FORMATS:
+    if form is not None and not is_one_of(form, _FORMATS):
         return f"with the format {brief(form)}, which fp4kit does not know"
     targets = group.get("targets")
     if targets is not None and not _is_list_of_names(targets):
@@ -422,7 +423,9 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
         that fits is enough. A layer for which no entry declares a format of weights is accepted.
         layers: the quantized layers of the checkpoint.
     """
-    of_names, of_types = (value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))
+    of_names, of_types = found = [value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")]
+    if wrong := next((one for one in found if not isinstance(one, Mapping)), None):
+        return f"has the entry {brief(wrong)} for layers, where an object is needed"
     for name, form in layers.forms.items():
         specs = [spec for pattern, spec in of_names.items() if fnmatchcase(name, pattern) or pattern == name]
         specs = specs or [*of_types.values(), value.get("global_quant_config")]
@@ -503,7 +506,8 @@ def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
     if known is None:
         return bits in (None, form.element.bits)
-    if bits is not None and form.kind not in _AUTO_ROUND_KINDS.get((known, bits), ()):
+    kinds = _AUTO_ROUND_KINDS.get((known, bits), ()) if isinstance(bits, int) else ()
+    if bits is not None and form.kind not in kinds:
         return False
     return form.kind not in _MX_KINDS or entry.get("group_size") in (None, -1, 0, form.group_size)
 

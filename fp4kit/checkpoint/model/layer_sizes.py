@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import shown
-from fp4kit.storage.safetensors_file import TensorEntry
 
 _N, _K = 0, 1
 # Other names of layers -> the names that _AXES uses.
@@ -111,22 +110,6 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
         needed = output.shape[_K]
         if query.shape[_N] not in (needed, 2 * needed):  # a gate of the output doubles the rows
             yield Misfit(query, _N, needed, ("o_proj",))
-
-
-def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning per layer whose bias has another length than the layer has rows.
-
-    Args:
-        weights: the weights of a model.
-        tensors: name -> header entry, for the tensors of the model.
-    """
-    for weight in weights:
-        bias = tensors.get(f"{weight.name}.bias")
-        if bias is not None and len(weight.shape) == 2 and len(bias.shape) == 1 and bias.shape[0] != weight.shape[0]:
-            yield (
-                f"{shown(weight.name)} {list(weight.shape)}: has {weight.shape[0]} rows, but its bias has"
-                f" {bias.shape[0]} entries; take the layer from another copy of the model"
-            )
 
 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fp4kit.checkpoint.model import layer_sizes
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
+from fp4kit.checkpoint.model.unlike_layers import unfit_biases, unlike_layers
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
@@ -126,7 +127,7 @@ def all_doubts(
 def doubtful_layers(
     weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
 ) -> Iterator[str]:
-    """Yield warnings about layers that seem to lack rows or columns, or to be stored transposed.
+    """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed.
 
     Args:
         weights: the weights of a model.
@@ -136,7 +137,9 @@ def doubtful_layers(
     weights = [*weights]
     cut = layer_sizes.misfits(weights, config)
     yield from (misfit.text for misfit in cut)
-    yield from layer_sizes.unfit_biases(weights, {name: entry for name, (_, entry) in tensors.items()})
+    entries = {name: entry for name, (_, entry) in tensors.items()}
+    yield from unfit_biases(weights, entries)
+    yield from unlike_layers(weights, entries)
     names = {misfit.weight.name for misfit in cut}
     yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
 

@@ -12,6 +12,7 @@ import pytest
 import synthetic
 from changed_bytes import change
 
+from fp4kit import quantize
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.container import MODELOPT_MXFP4
 from fp4kit.checkpoint.model.statistics import LARGEST_REACH, doubt_about, reach_and_lost_blocks
@@ -115,6 +116,21 @@ def test_scales_of_gguf_layers(tmp_path: Path) -> None:
     (tmp_path / "turned.gguf").write_bytes(data[: at + 3] + bytes([data[at + 3] | 128]) + data[at + 4 :])
     found = [issue for issue in verify(tmp_path / "turned.gguf").issues if issue.severity == "error"]
     assert [issue.subject for issue in found] == ["blk.0.attn_q"] and "a positive finite number" in found[0].text
+
+
+def test_one_layer_of_mlx_with_a_tensor_scale(tmp_path: Path) -> None:
+    tensors = {}
+    for layer in range(3):
+        module = f"model.layers.{layer}.mlp.down_proj"
+        q = quantize(synthetic.random(module, (64, 64)), "nvfp4-mlx-cpu")
+        tensors |= {f"{module}.weight": q.packed.view(np.uint32), f"{module}.scales": q.block_scale}
+    config = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
+    synthetic.write_model(tmp_path / "m", config, tensors)
+    assert not make_plan(tmp_path / "m", format="bf16").warnings
+    tensors["model.layers.1.mlp.down_proj.global_scale"] = np.array(3, np.float32)
+    synthetic.write_model(tmp_path / "other", config, tensors)
+    (text,) = make_plan(tmp_path / "other", format="bf16").warnings
+    assert text.startswith("model.layers.1.mlp.down_proj: has a tensor scale, but 2 of 3 NVFP4 layers have none; if")
 
 
 def _position_of_scale(path: Path) -> int:
