@@ -1,8 +1,8 @@
 """List what each engine was observed to do with each container.
 
 A row of RUNS is (containers, families of models, engine, status, how, note). ``how`` is "run" if the engine was run on
-a CPU with a small model of the family, and "read" if its source was read. The engines have the versions in
-``engines.VERSIONS``. If two rows cover the same container, family and engine, the later row holds.
+a CPU with a small model of the family, "read" if its source was read, and "" if the status is "unknown". The engines
+have the versions in ``engines.VERSIONS``. If two rows cover the same container, family and engine, the later row holds.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that p
 _NO_MODELOPT = "the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it"
 _AS_ALONE = "each layer loads as in a checkpoint with its container alone"
 _MIXABLE = "some versions load only layers in NVFP4, W4A16_NVFP4 and FP8, and take all others for unquantized"
+_SGLANG_CT = "not tried; alone, MXFP8 layers fail in this format, and so do MXFP4 layers that are no experts"
+_SGLANG_MIXED = "not tried; the engine has a method for MIXED_PRECISION, but in MXFP8 layers it rejects weight_scale"
 _NO_MODELOPT_FP8 = "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights"
 _ROUNDED_SCALES = (
     "the engine rounds scales to the dtype of the model, so that in bfloat16 values are off by up to 2^-9 of their size"
@@ -162,9 +164,11 @@ RUNS: tuple[Row, ...] = (
     (_CT_FP8, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
     ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8, *_CT_FP8), "all", "compressed-tensors", "loads", "run", ""),
     (_CT_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_CT_MIXED, _HF, "SGLang", "unknown", "", _SGLANG_CT),
     (_CT_MIXED, "dense", "transformers", "loads", "run", _AS_ALONE),
     (_CT_MIXED, "all", "compressed-tensors", "loads", "run", _AS_ALONE),
     (_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", _MIXABLE),
+    (_MIXED, _HF, "SGLang", "unknown", "", _SGLANG_MIXED),
     (_MIXED, _HF, "transformers", "fails", "read", _NO_MODELOPT),
     (_MIXED, "dense moe deepseek_v3", "transformers", "fails", "run", _NO_MODELOPT),
     (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
