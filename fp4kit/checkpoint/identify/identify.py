@@ -117,15 +117,14 @@ class CheckpointVerdict:
 
     @property
     def is_clean(self) -> bool:
-        """True if every layer has a counterpart in the source, and recipe and method of every layer are known.
+        """True if every layer has a counterpart in the source, and recipe or method of every layer are known.
 
-        A layer counts if the verdict on its format explains it without a mishap, or if it is recognized as the result
-        of a method with calibration data, such as GPTQ. A mishap is a fault that happened to a layer's bytes after the
-        recipe had made them. False if there are no quantized layers.
+        A layer counts if a recipe or rule explains it without a mishap, or if it is recognized as the result of a
+        method with calibration data, such as GPTQ. A mishap is a fault that happened to a layer's bytes after the
+        recipe had made them. Layers may have different recipes. False if there are no quantized layers.
         """
-        other = {id(layer) for layer in self.exceptions}
-        known = (x.explanation.method or (x.explanation.recognized and id(x) not in other) for x in self.layers)
-        return bool(self.layers) and not self.unpaired and all(known)
+        known = all(layer.explanation.recognized for layer in self.layers)
+        return bool(self.layers) and not self.unpaired and known
 
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
