@@ -13,6 +13,7 @@ from fp4kit.arguments import as_index, as_shape
 from fp4kit.call import checks
 from fp4kit.formats import PairedMicroexponents
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import has_tall_scales
 
 
 def check_castable(op: str, r: Recipe) -> None:
@@ -66,6 +67,8 @@ def square_block(op: str, r: Recipe, length: int) -> int:
     two axes; `length` is the length of the axis that is not the quantized one.
     """
     rows, size = r.block or (1, 1)
+    if has_tall_scales(r):
+        raise ValueError(f"{op}: {r.id} has float32 scales; needs block scales of one byte, such as nvfp4-te-2d's")
     if rows != size or size == 1:
         raise ValueError(f"{op}: {r.id} has {rows}x{size} blocks; needs square blocks, such as nvfp4-te-2d's 16x16")
     if length % size:

@@ -25,9 +25,11 @@ from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMa
 from fp4kit.cpu.own_format import Tables, tables_of
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import with_row_blocks
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import EncodeOptions
 from fp4kit.reference.stochastic import RandomBytes, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
@@ -213,6 +215,7 @@ def quantize_matrix(
     if recipe.tensor_scaling == "block":
         factors = tensor.decode if recipe.apply == "divide" else tensor.encode
         given = _Scales(TensorScale(*(part[:1, :1] for part in tensor)), options.block_amax, factors)
+    recipe = with_row_blocks(recipe)
     for rows, columns in _encode(x, recipe, kernels_of(recipe), given, packed, scales, options):
         blocks = blocks_of(columns, recipe)
         specification.quantize_matrix(
@@ -424,12 +427,13 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
     size = r.block_size if r.tensor_scaling == "block" else SEGMENT
     if mask is not None or x.shape[1] % size or (size != 16 and size % SEGMENT) or size > PANEL_COLUMNS:
         return None
-    parts = []
-    for rows in _row_slices(x.shape):
-        blocks = np.empty((rows.stop - rows.start, x.shape[1] // size), np.float32)
-        if largest(x[rows], blocks, size) is None:
+    parts, height = [], r.block_rows
+    for rows in _row_slices(x.shape, height):
+        blocks = np.empty((-(-(rows.stop - rows.start) // height), x.shape[1] // size), np.float32)
+        if largest(x[rows], blocks, size, height) is None:
             return None
-        parts.append(blocks if r.tensor_scaling == "block" else blocks.max(axis=1))
+        per_row = spread_rows(blocks, r, rows.stop - rows.start)
+        parts.append(per_row if r.tensor_scaling == "block" else blocks.max(axis=1))
     return np.concatenate(parts)
 
 

@@ -16,7 +16,8 @@ from fp4kit.formats import ElementFormat
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
-NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that give a number even for a NaN amax
+# tensor rules that give a number even for a NaN amax
+NEVER_NAN = ("te_primary_weight", "compressed_tensors", "fp8_transformers")
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:

@@ -153,6 +153,8 @@ TENSOR_RULES: dict[str, str] = {
     "fp8_modelopt": "float",
     "fp8_comfy_kitchen": "float",
     "fp8_deepseek": "float",
+    "fp8_transformers": "float",
+    "fp8_deepgemm": "float",
     "int_modelopt": "integer",
     "int4_qat": "integer",
     "vllm": "E4M3",

@@ -43,6 +43,7 @@ PRODUCER_NAMES = {
     "deepseek": "DeepSeek-V4",
     "fp-quant": "FP-Quant",
     "nunchaku": "Nunchaku (SVDQuant)",
+    "transformers": "transformers (Hugging Face)",
     "qat": "Integer QAT flags",
 }
 
@@ -232,6 +233,21 @@ def faking(r: Recipe) -> Recipe:
     """
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
+
+
+@lru_cache(256)
+def with_row_blocks(r: Recipe) -> Recipe:
+    """Return r with blocks of one row if it has float32 scales of blocks of several rows; otherwise r itself.
+
+    Such scales are stored once per row of elements. So under given amaxes or scales, both recipes give equal codes and
+    values. Only the computation of amaxes needs the blocks of r.
+    """
+    return replace(r, block=(1, r.block_size)) if has_tall_scales(r) else r
+
+
+def has_tall_scales(r: Recipe) -> bool:
+    """Return whether blocks of several rows have float32 scales, as in FP8 with 128x128 blocks."""
+    return r.tensor_scaling == "block" and r.block_rows > 1
 
 
 @lru_cache(256)

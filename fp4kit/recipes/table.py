@@ -32,6 +32,7 @@ from fp4kit.recipes import (
     sglang,
     te,
     torchao,
+    transformers,
     triton_kernels,
     vllm,
 )
@@ -41,7 +42,7 @@ from fp4kit.recipes.versions import Versions
 _PRODUCERS = (
     *(ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx),
     *(vllm, triton_kernels, quark, auto_round, fouroversix, sglang, deepgemm, qwix),
-    *(comfy_kitchen, mslk, aiter, deepseek, fp_quant, nunchaku),
+    *(comfy_kitchen, mslk, aiter, deepseek, fp_quant, nunchaku, transformers),
 )
 _FORMATS = ("NVFP4", "NVINT4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
@@ -94,7 +95,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (192, 'nvfp4-te')
+        (194, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

@@ -186,7 +186,7 @@ def _check_block(r: Any) -> None:
 
     - A block needs a block_rule or tensor_scaling "block", and tensor_scaling "block" needs a block.
     - Its columns must be a multiple of the codes that share bytes, and even with amax_nan "lanes".
-    - It must have one row if each row or each block has a tensor scale.
+    - It must have one row if each row has a tensor scale.
     """
     if r.block is None:
         if r.tensor_scaling == "block":
@@ -203,12 +203,8 @@ def _check_block(r: Any) -> None:
         _refuse(
             r, "block", "needs an even number of columns, because amax_nan 'lanes' separates even from odd elements"
         )
-    if rows > 1 and r.tensor_scaling in ("row", "block"):
-        _refuse(
-            r,
-            "block",
-            f"needs blocks of one row, because with tensor_scaling {r.tensor_scaling!r} each row has its own scale",
-        )
+    if rows > 1 and r.tensor_scaling == "row":
+        _refuse(r, "block", "needs blocks of one row, because with tensor_scaling 'row' each row has its own scale")
 
 
 def _check_block_rule(r: Any) -> None:

@@ -60,8 +60,9 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
     """Return the amaxes of a matrix from which the recipe's tensor rule makes its tensor scales: float32.
 
-    The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block. Without a tensor
-    scale, it is the amax of the matrix, (). An empty matrix gives 0.
+    The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block. The amax of a
+    block of several rows is repeated for each of its rows. Without a tensor scale, the result is the amax of the
+    matrix, (). An empty matrix gives 0.
 
     FlashInfer leaves the tensor amax to its caller, so it defines no effect of infinite and NaN elements. For its
     recipes (amax_nan "lanes") such elements are left out. For other recipes amax_nan decides about NaN.
@@ -75,7 +76,8 @@ def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> n
     for rows, columns in tiles(x.shape, recipe.block):
         a = np.abs(widen(x[rows, columns], recipe, hadamard))
         if recipe.tensor_scaling == "block":
-            out[rows, columns.start // size : columns.stop // size] = block_amax(a, recipe)
+            blocks = slice(columns.start // size, columns.stop // size)
+            out[rows, blocks] = spread_rows(block_amax(a, recipe), recipe, len(a))
         elif recipe.tensor_scaling == "row":
             combine(out[rows], reduce_amax(a, recipe, axis=1)[:, None], out=out[rows])
         else:

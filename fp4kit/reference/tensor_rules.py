@@ -206,6 +206,32 @@ def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
     return encode_scale, ONE / encode_scale
 
 
+def tensor_fp8_transformers(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of transformers for FP8.
+
+        encode = (1 / amax) * 448, or 1 if amax is 0 or NaN
+        decode = 1 / encode
+
+    The quotient and the product are rounded one after the other, as PyTorch computes 448 / amax. An infinite amax gives
+    encode = 0 and decode = inf. Source: transformers integrations/finegrained_fp8.py Fp8Quantize.
+    """
+    encode_scale = np.where(amax > 0, ONE / np.where(amax > 0, amax, ONE) * recipe.element.max, ONE)
+    return encode_scale, ONE / encode_scale
+
+
+def tensor_fp8_deepgemm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of DeepGEMM for FP8.
+
+        decode = max(amax, 1e-4) / 448
+        encode = 1 / decode
+
+    An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. Source: DeepGEMM deep_gemm/utils/math.py
+    per_block_cast_to_fp8.
+    """
+    decode_scale = np.maximum(amax, np.float32(1e-4)) / recipe.element.max
+    return ONE / decode_scale, decode_scale
+
+
 def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Model-Optimizer for integers.
 

@@ -152,8 +152,7 @@ import numpy as np, fp4kit
 before = set(sys.modules)
 x = np.ones((32, 128), np.float32)
 for name in fp4kit.recipes():
-    if "int4-qat" not in name:
-        fp4kit.fake_quantize(x, name)
+    fp4kit.fake_quantize(x, name)
 for name in ("nvfp4-te-2d", "nvfp4-te", "mxfp4-flashinfer"):
     q = fp4kit.quantize(x, name, rounding="stochastic", seed=1)
     str(q), repr(q), q._repr_html_(), q[16:], q.equals(q), q.dequantize(), q.to("numpy")

@@ -193,7 +193,7 @@ WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its 
         "int4-qat",
         {"block": (2, 32)},
         V,
-        "needs blocks of one row, because with tensor_scaling 'block'",
+        "fake_rule is 'int4_qat'; needs blocks of one row, with one scale each",
     ),
     "integers": ("mxfp4-ocp", {"element": INT8}, V, "element is INT8; block_rule 'e8m0_floor' needs a float format"),
     "elements up to 7": ("nvfp4-te", {"element": E1M2}, V, "block_rule 'te' is for elements up to 6"),

@@ -49,9 +49,11 @@ def significant(amax):
 def test_an_amax_is_found_if_one_exists(r, dtype, amaxes):
     """The implied amax gives the tensor scale, bit for bit.
 
-    Every bfloat16 and float16 amax, and random float32 amaxes, are tried.
+    Every bfloat16 and float16 amax, and random float32 amaxes, are tried. A scale of 0 is left out if only tiny amaxes
+    give it, because then no amax is implied.
     """
     scale = decode_scale(amaxes, r, dtype)
+    scale = scale[(scale != 0) | (decode_scale(0, r, dtype) == 0)]
     found = implied_amax(scale, r, dtype)
     assert found.dtype == np.float32 and found.shape == scale.shape
     assert not np.any(found == UNKNOWN)

@@ -171,12 +171,15 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
     x: the source (N, K).
     amaxes: amaxes of groups of layers that may share the layer's scale. They are used only for one scale per tensor.
     """
+    if x.shape[1] % r.length_multiple:
+        return False
     own = layer.amaxes(x)
     shared = [np.float32(max(a, own.max(initial=0))) for a in amaxes] if layer.scaling == "tensor" else []
     for amax in [None, *shared]:
         with np.errstate(all="ignore"):
             q = quantize(np.ascontiguousarray(x), r, tensor_amax=amax)
-        scales = np.asarray(q.tensor_scale, np.float32).reshape(layer.scales.shape)
+        scales = np.asarray(q.tensor_scale, np.float32)
+        scales = (scales[:: r.block_rows] if r.block else scales).reshape(layer.scales.shape)
         if np.array_equal(scales, layer.scales) and np.array_equal(q.packed, layer.codes):
             return True
     return False

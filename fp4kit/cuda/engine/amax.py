@@ -20,6 +20,7 @@ from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import has_tall_scales
 
 AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has its own amax)
 # Maps the amax_nan of a recipe to the elements that count for the amax of a row or block. Infinity counts for these
@@ -39,10 +40,41 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
     r = call.recipe
     if call.tensor_amax is not None or r.tensor_scaling == "none":
         return call.tensor_amax
-    rows, counted, by_row = tensor_amax_operands(x, r)
     if columnwise and call.mask is not None and x.size:
-        return amax_hadamard(x.reshape(-1, x.shape[-1]), counted, call.mask)
-    return matrix.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
+        return amax_hadamard(x.reshape(-1, x.shape[-1]), matrix.COUNTED[r.amax_nan], call.mask)
+    return computed_tensor_amax(x, r, call.mask)
+
+
+def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
+    """Return the tensor amaxes of contiguous x in their canonical shape, computed from x.
+
+    If blocks of several rows have float32 scales, the amax of a block is repeated for each of its rows.
+
+    mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
+    """
+    shape = tensor_amax_shape(x.shape, r)
+    if not has_tall_scales(r):
+        return matrix.amax(*tensor_amax_operands(x, r), mask).reshape(shape)
+    rows, blocks = x.shape[-2] if x.ndim > 1 else 1, shape[-1]
+    amaxes = _tall_maxima(x, r, mask)
+    stretched = imports.cupy().broadcast_to(amaxes[:, :, None], (*amaxes.shape[:2], r.block_rows, blocks))
+    per_row = stretched.reshape(len(amaxes), amaxes.shape[1] * r.block_rows, blocks)[:, :rows]
+    return imports.cupy().ascontiguousarray(per_row).reshape(shape)
+
+
+def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
+    """Return the amaxes of blocks of several rows: float32 (matrices, ceil(M / block rows), K / block).
+
+    The amax of each row of a block is computed first, then the amax over the rows of the block.
+
+    x: contiguous (..., M, K). mask: the sign mask of a Hadamard transform that is applied first; None for none.
+    """
+    *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
+    B, tall, blocks = prod(lead), -(-M // r.block_rows), K // r.block_size
+    per_row = imports.cupy().zeros((B, tall * r.block_rows, blocks), np.float32)
+    if x.size:
+        per_row[:, :M] = matrix.amax(*block_amax_operands(x, r), mask).reshape(B, M, blocks)
+    return amax_columns(per_row.reshape(B * tall, r.block_rows, blocks)).reshape(B, tall, blocks)
 
 
 def empty_amax() -> Any:
@@ -51,7 +83,10 @@ def empty_amax() -> Any:
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the AmaxOperands for the tensor amaxes of x: one for the whole array, or one per row or block."""
+    """Return the AmaxOperands for the tensor amaxes of x: one for the whole array, or one per row or block.
+
+    The recipe must not have float32 scales of blocks of several rows, for which use computed_tensor_amax.
+    """
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
@@ -60,7 +95,7 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the AmaxOperands for the block amaxes of x. The recipe must have blocks of one row."""
+    """Return the AmaxOperands for the amaxes of x in blocks of one row, which have the columns of the recipe's."""
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
 
@@ -71,8 +106,7 @@ def clip_amax(call: Call) -> Any:
     is the amax of the whole array.
     """
     with imports.making_current(call.x.device.id):
-        x = imports.cupy().ascontiguousarray(call.moved)
-        return matrix.amax(*tensor_amax_operands(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
+        return computed_tensor_amax(imports.cupy().ascontiguousarray(call.moved), call.recipe)
 
 
 def amax(call: Call) -> Any:
@@ -82,6 +116,9 @@ def amax(call: Call) -> Any:
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
+        if has_tall_scales(call.recipe):
+            amaxes = _tall_maxima(x, call.recipe)
+            return amaxes.reshape(*x.shape[:-2], *amaxes.shape[1:] if x.ndim > 1 else amaxes.shape[2:])
         if needs_block_kernel(call.recipe):
             return _block_maxima(x, call.recipe)
         rows, shape = amax_operands(call, x)

@@ -5,17 +5,18 @@ One launch clips all arrays whose x have one dtype and whose gradients have one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine.amax import tensor_amax_operands
-from fp4kit.cuda.engine.group import amax_launches, clear, contiguous_or_copy, cut, launch_all
+from fp4kit.cuda.engine.group import clear, contiguous_or_copy, cut, launch_all, tensor_amax_launches
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
+from fp4kit.quantized.part_shapes import tensor_amax_shape
 
 
 class ClipGroup:
@@ -52,14 +53,14 @@ class ClipGroup:
         """
         given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in nonempty]
         computed = [i for i, amax in enumerate(given) if amax is None]
-        operands = [tensor_amax_operands(xs[i], nonempty[i][0].recipe) for i in computed]
-        shapes = [(x.shape[0] if by_row else 1,) for x, _, by_row in operands]
+        shapes = [(prod(tensor_amax_shape(xs[i].shape, nonempty[i][0].recipe)),) for i in computed]
         self._vector = imports.cupy().zeros(sum(shape[0] for shape in shapes), np.float32)
         for i, amax in zip(computed, cut(self._vector, shapes), strict=True):
             given[i] = amax
-        self._launches: list[GroupedLaunch] = amax_launches(
-            [*zip(operands, shapes, strict=True)], [given[i] for i in computed]
-        )
+        self._launches: list[Callable[[], None]] = []
+        if computed:
+            r = nonempty[computed[0]][0].recipe
+            self._launches += tensor_amax_launches([xs[i] for i in computed], [given[i] for i in computed], r)
         return given
 
     def clip(self) -> list[Any]:

@@ -13,6 +13,7 @@ from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.cuda.launch.matrix import dequantize_matrix
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.quantized.container import Quantized
+from fp4kit.recipes.schema import with_row_blocks
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
@@ -46,7 +47,8 @@ def _dequantize_matrices(q: Quantized, moved: Any) -> None:
     B = prod(moved.shape[:-2]) if moved.ndim > 2 and separate else 1
     packed, values = as_aligned(q.packed).reshape(B, -1), moved.reshape(B, -1)
     scales = None if q.block_scale is None else as_aligned(q.block_scale).reshape(B, -1)
+    recipe = with_row_blocks(q.recipe)
     for i in range(B):
         scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor_arrays)
-        arrays = (packed[i], None if scales is None else scales[i], q.recipe, q.scale_layout, scale, amax)
+        arrays = (packed[i], None if scales is None else scales[i], recipe, q.scale_layout, scale, amax)
         dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))

@@ -9,6 +9,7 @@ AmaxOperands are defined in amax.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from fp4kit.call.parse import Call, Declined, check_codes, declined_as_error
 from fp4kit.cuda.engine.amax import (
     AmaxOperands,
     amax_operands,
+    computed_tensor_amax,
     needs_block_kernel,
     plain_amax_operands,
     tensor_amax_operands,
@@ -33,6 +35,8 @@ from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import has_tall_scales
 
 ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax, and the shape of the result
 
@@ -69,6 +73,30 @@ def amax_launches(
                 )
             )
     return found
+
+
+def tensor_amax_launches(
+    xs: Sequence[Any], outs: Sequence[Any], r: Recipe, mask: int | None = None
+) -> Sequence[Callable[[], None]]:
+    """Return the launches that compute the tensor amaxes of arrays: one per dtype.
+
+    If blocks of several rows have float32 scales, there are several launches per array instead.
+
+    Args:
+        xs: the arrays, contiguous.
+        outs: the arrays to write the amaxes to, which must hold zeros before each launch.
+        r: the recipe.
+        mask: the sign mask of a Hadamard transform to apply first; None for no transform.
+    """
+    if has_tall_scales(r):
+        return [partial(_write_tensor_amax, x, out, r, mask) for x, out in zip(xs, outs, strict=True)]
+    operands = [(tensor_amax_operands(x, r), out.shape) for x, out in zip(xs, outs, strict=True)]
+    return amax_launches(operands, outs, mask)
+
+
+def _write_tensor_amax(x: Any, out: Any, r: Recipe, mask: int | None) -> None:
+    """Compute the tensor amaxes of an array, and write them to out. The other arguments are as above."""
+    out[...] = computed_tensor_amax(x, r, mask).reshape(out.shape)
 
 
 def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
@@ -153,7 +181,7 @@ class Group:
         self._values: list[Any] = []
         # The launches that write values. The key is True for kernels that compute the amaxes themselves.
         self._launches_of_values: dict[bool, list[GroupedLaunch]] = {}
-        self._amax_launches: list[GroupedLaunch] | None = None
+        self._amax_launches: Sequence[Callable[[], None]] | None = None
         self.vector: Any = None
         with self._device:
             arrays = [call.moved for call in calls] if stack is None else [stack]
@@ -259,10 +287,7 @@ class Group:
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
-            operands = [
-                (tensor_amax_operands(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)
-            ]
-            self._amax_launches = amax_launches(operands, self.amaxes, self._mask)
+            self._amax_launches = tensor_amax_launches(self._xs, self.amaxes, self.recipe, self._mask)
         clear(self.vector)
         return launch_all(self._copies, self._amax_launches)
 

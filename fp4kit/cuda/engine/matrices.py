@@ -16,6 +16,7 @@ from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
+from fp4kit.recipes.schema import with_row_blocks
 
 # In arrays of up to this many elements, the quantize kernel itself computes the tensor amax (with_kernel_amax), which
 # saves two launches: one that clears the amax and one that computes it. Device time in us, bfloat16 to nvfp4-te (H200,
@@ -30,12 +31,14 @@ SEED_GROUP = 16  # consecutive elements whose random bytes come from one block o
 def launch_request(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
     """Return the LaunchRequest of a call, with the shape of the whole array as one matrix of joined rows.
 
+    Its recipe has blocks of one row if there is one float32 scale per block, because the amaxes are computed before.
+
     values: True if fake-quantized values are wanted instead of codes. columns: True if blocks lie along the columns.
     """
     x = call.x if columns else call.moved
     K = x.shape[-1]
     return LaunchRequest(
-        call.recipe,
+        with_row_blocks(call.recipe),
         x.dtype,
         (prod(x.shape[:-1]), K),
         "linear" if values else call.layout,

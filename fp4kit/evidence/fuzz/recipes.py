@@ -94,11 +94,11 @@ def _pick(rng: Rng, choices: Any) -> Any:
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random block shape as {field: value}, or {} if the recipe has no blocks.
 
-    Blocks of several rows need one factor for all their rows: no tensor scale per row or block, and no fake rule.
+    Blocks of several rows need one factor for all their rows: no tensor scale per row, and no fake rule.
     """
     if r.block is None:
         return {}
-    one_row = r.fake_rule or r.search or r.tensor_scaling in ("row", "block")
+    one_row = r.fake_rule or r.search or r.tensor_scaling == "row"
     square = _pick(rng, ((16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64)))
     columns = (16, 32, 64, 128, 8, 2)[: 5 if r.search else 6]
     return {"block": (1, _pick(rng, columns)) if one_row or rng.random() < 0.5 else square}
@@ -231,7 +231,9 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
     if r.tensor_rule is None or r.four_over_six:
         return {}
     if r.scale is None:
-        return {"tensor_rule": _pick(rng, ("fp8_modelopt", "int_modelopt", "int4_qat"))}
+        return {
+            "tensor_rule": _pick(rng, ("fp8_modelopt", "fp8_transformers", "fp8_deepgemm", "int_modelopt", "int4_qat"))
+        }
     return {"tensor_rule": _pick(rng, TENSOR_RULES)}
 
 

@@ -59,13 +59,13 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements.
+    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements, or of at most four large blocks.
 
     The number of columns is a multiple of the block and of ``multiple``. The number of blocks is often odd.
     """
     while True:
         rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)
-        if rows * columns <= MAX_ELEMENTS:
+        if rows * columns <= max(MAX_ELEMENTS, 4 * r.block_rows * r.block_size):
             return rows, columns
 
 
@@ -162,9 +162,9 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
     """Return blocks whose amax is at most ULPS bit patterns from a value at which the recipe's block scale changes.
 
-    For recipes without blocks and for fake quantizers, return those of _near_powers.
+    For recipes without block scales and for fake quantizers, return those of _near_powers.
     """
-    if r.fake_only or r.block is None:
+    if r.fake_only or r.scale is None:
         return _near_powers(rng, shape, dtype, r)
     rows, columns = _blocks(shape, r)
     tensor = _finite(np.exp2(rng.uniform(-12, 12)), dtype) if r.tensor_scaling == "tensor" else None

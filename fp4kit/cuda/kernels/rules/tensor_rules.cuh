@@ -170,6 +170,22 @@ struct tensor_fp8_deepseek {
   }
 };
 
+struct tensor_fp8_transformers {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = amax > 0.0f ? 1.0f / amax * max_of<typename R::Element>() : 1.0f;
+    return {encode, 1.0f / encode, amax};
+  }
+};
+
+struct tensor_fp8_deepgemm {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = (is_nan(amax) ? amax : fmaxf(amax, 1e-4f)) / max_of<typename R::Element>();
+    return {1.0f / decode, decode, amax};
+  }
+};
+
 struct tensor_int_modelopt {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {

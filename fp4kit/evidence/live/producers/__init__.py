@@ -16,6 +16,7 @@ NAMES = (
     "sglang",
     "te",
     "torchao",
+    "transformers",
     "triton_kernels",
     "vllm",
 )
