@@ -32,11 +32,12 @@ def recipes() -> Iterator[Recipe]:
         "mxfp8-comfy-kitchen",
         block_rule="e8m0_comfy_kitchen",
         decode_rule="e8m0_flashinfer_api",
+        stochastic_float16=True,
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_mxfp8",
         exact="codes, scales and decoded values of the eager back end, where scale byte 0 means 0; except that -0 in a "
-        "block of zeros keeps its sign. Not its stochastic rounding. Differs from mxfp8-modelopt only for blocks with "
-        "scale byte 0, infinities or NaN",
+        "block of zeros keeps its sign. Stochastic rounding gives ComfyUI's codes for its random bytes. Differs from "
+        "mxfp8-modelopt only for blocks with scale byte 0, infinities or NaN",
     )
     for element, name in ((E4M3, "fp8-comfy-kitchen"), (E5M2, "fp8-comfy-kitchen-e5m2")):
         yield Recipe(
@@ -49,9 +50,10 @@ def recipes() -> Iterator[Recipe]:
             tensor_rule="fp8_comfy_kitchen",
             decode_rule="fp8_comfy_kitchen",
             round_scaled=True,
+            stochastic_float16=True,
             amax_nan="propagate",
             source=f"{_SOURCE} quantize_per_tensor_fp8, with ComfyUI's scale amax / {element.max:g}",
             exact="codes, scales and decoded values of the eager back end. The reciprocal of the scale is rounded to "
             "the dtype of x, and so are its products with elements. In float16, ComfyUI limits this reciprocal to "
-            "65504; fp4kit does not",
+            "65504; fp4kit does not. Stochastic rounding gives comfy-kitchen's codes for given random bytes",
         )

@@ -18,7 +18,7 @@ from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
+from fp4kit.reference.stochastic import RandomBytes, encode_stochastic, encode_stochastic_float16
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 from fp4kit.reference.trace import show, untraced
 
@@ -192,8 +192,9 @@ def encode_elements(
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
         scaled = show("scaled element without NaN", np.where(np.isnan(scaled), recipe.element.max, scaled))
     if random is not None:
-        random = show("random byte", random)
-        return show("code", encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape)), recipe.element)
+        random = show("random byte", random).reshape(blocks.shape)
+        rounded = encode_stochastic_float16 if recipe.stochastic_float16 else encode_stochastic
+        return show("code", rounded(scaled, recipe.element, random), recipe.element)
     if recipe.narrow:
         scaled = show("scaled element, limited below", np.maximum(scaled, -recipe.element.max))
     if isinstance(recipe.element, PairedMicroexponents):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit.formats import ElementFormat
+from fp4kit.reference.arith import log2
 from fp4kit.reference.codec import encode_magnitude
 from fp4kit.rounding import exponent_field, power_of_two
 
@@ -114,3 +115,38 @@ def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> 
     t = a + random.astype(np.float32) * np.float32(1 / 256) * step
     codes = encode_magnitude(t, fmt, "rz") | np.where(np.signbit(x), np.uint8(fmt.sign_bit), np.uint8(0))
     return np.where(nan, np.uint8(fmt.nan_code), codes)
+
+
+def encode_stochastic_float16(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
+    """Return the codes of float32 x, rounded up or down at random by arithmetic in float16: uint8, in the shape of x.
+
+        a = H(min(|x|, max))
+        e = max(floor(H(log2(a))), emin)
+        n = floor(H((a - p) / step + random / 256)), with p = 2^e, or p = 0 if floor(H(log2(a))) is below emin
+        value = min(p + n * step, max), step = 2^(e - mantissa bits)
+
+    H rounds to float16. So codes equal those of encode_stochastic, with two exceptions. For a just below a large power
+    of two, H(log2(a)) may be the exponent of that power. Then n is -1 or 0. For subnormal values, H may round
+    up a number just below an integer. If a is 0, the code is 0 without sign. NaN becomes the format's nan_code.
+
+    fmt: E4M3 or E5M2.
+    random: uint8, one byte per element.
+
+    Source: comfy-kitchen backends/eager/quantization.py stochastic_rounding_fp8, and ComfyUI comfy/float.py.
+    """
+    nan = np.isnan(x)
+    a = _half(np.minimum(np.where(nan, np.float32(0), np.abs(x)), fmt.max))
+    exponent = np.floor(_half(log2(a)))
+    is_normal = exponent >= fmt.emin
+    exponent = np.maximum(exponent, np.float32(fmt.emin)).astype(np.int32)
+    step = power_of_two(exponent - fmt.mantissa_bits)
+    base = np.where(is_normal, power_of_two(exponent), np.float32(0))
+    count = np.floor(_half((a - base) / step + random.astype(np.float32) * np.float32(1 / 256)))
+    codes = encode_magnitude(base + count * step, fmt)
+    codes = codes | np.where(np.signbit(x) & (a > 0), np.uint8(fmt.sign_bit), np.uint8(0))
+    return np.where(nan, np.uint8(fmt.nan_code), codes)
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    """Return float32 x rounded to float16, as float32."""
+    return x.astype(np.float16).astype(np.float32)

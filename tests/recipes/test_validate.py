@@ -341,6 +341,12 @@ WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its 
     ),
     "fake round_scaled": ("mxfp4-modelopt-fake", {"round_scaled": True}, V, "has no effect with fake_rule"),
     "narrow floats": ("nvfp4-te", {"narrow": True}, V, "narrow is True; element is E2M1; needs an integer"),
+    "float16 of integers": (
+        "int8-modelopt",
+        {"stochastic_float16": True},
+        V,
+        "stochastic_float16 is True; needs float elements under rules of a producer; element is INT8",
+    ),
     "sign of integers": ("int8-modelopt", {"sign": "negative"}, V, "needs 'signbit' for INT8"),
     "static without blocks": ("fp8-modelopt", {"static": True}, V, "static is True; needs block scales"),
     "NaN that is none": (

@@ -15,8 +15,8 @@ import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.codec import decode
-from fp4kit.reference.stochastic import encode_stochastic, stream_bytes
+from fp4kit.reference.codec import decode, encode
+from fp4kit.reference.stochastic import encode_stochastic, encode_stochastic_float16, stream_bytes
 
 
 def philox(counter, key):
@@ -105,7 +105,8 @@ def test_byte_0_rounds_toward_zero(name):
     assert_same_bits(zeros, fp4kit.quantize(x, replace(RECIPES[name], rounding="rz")))
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+# In float16, a magnitude just below a power of two may become the second value below it.
+@pytest.mark.parametrize("name", [name for name in STOCHASTIC if not RECIPES[name].stochastic_float16])
 def test_stochastic_rounding_gives_a_neighbour(name):
     down = fp4kit.quantize(ORDINARY, name, rounding="stochastic", seed=np.zeros(ORDINARY.shape, np.uint8))
     q = fp4kit.quantize(ORDINARY, name, rounding="stochastic", seed=3)
@@ -151,3 +152,46 @@ def test_stochastic_rounding_of_specials():
         random = np.full(len(x), byte, np.uint8)
         assert encode_stochastic(x, E2M1, random).tolist() == [7, 15, 7, 15, 0, 8, 7, 7]
         assert encode_stochastic(x * 100, E4M3, random).tolist() == [0x7E, 0xFE, 0x7E, 0xFE, 0, 0x80, 0x7F, 0x7F]
+
+
+def in_float16(x, random, fmt):
+    """Return x rounded stochastically by comfy-kitchen's formulas, every step a NumPy operation in float16.
+
+    x: float16, at most fmt.max in magnitude.
+    """
+    half, emin, steps = np.float16, np.float16(fmt.emin), np.float16(2**fmt.mantissa_bits)
+    a = np.abs(x)
+    with np.errstate(all="ignore"):
+        exponent = np.floor(np.log2(a.astype(np.float64)).astype(np.float32).astype(half))
+        is_normal = exponent >= emin
+        power = np.exp2(np.where(is_normal, exponent, emin).astype(np.float32)).astype(half)
+        scaled = np.where(is_normal, (a / power - half(1)) * steps, a / half(2.0 ** (fmt.emin - fmt.mantissa_bits)))
+        mantissa = np.floor(scaled + random.astype(half) * half(1 / 256)) / steps
+        values = np.where(is_normal, power * (half(1) + mantissa), half(2.0**fmt.emin) * mantissa)
+    assert scaled.dtype == mantissa.dtype == values.dtype == half
+    return np.where(a == 0, half(0), np.copysign(np.minimum(values, half(fmt.max)), x))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_rounding_in_float16(fmt, either_engine):
+    """All float16 numbers up to the largest value, with eight random bytes, get the codes of comfy-kitchen."""
+    x = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
+    x = x[x <= fmt.max][: (x <= fmt.max).sum() // 64 * 64].reshape(-1, 64)
+    name = "fp8-comfy-kitchen" + "-e5m2" * (fmt == E5M2)
+    exact = changed = 0
+    for byte in (0, 1, 2, 63, 127, 128, 254, 255):
+        for signed in (x, -x):
+            random = np.full(x.shape, byte, np.uint8)
+            expected = encode(in_float16(signed, random, fmt).astype(np.float32), fmt)
+            assert_same_bits(encode_stochastic_float16(signed.astype(np.float32), fmt, random), expected)
+            found = fp4kit.quantize(signed, name, tensor_amax=fmt.max, rounding="stochastic", seed=random)
+            assert_same_bits(found.packed, expected)
+            changed += int((encode_stochastic(signed.astype(np.float32), fmt, random) != expected).sum())
+            exact += expected.size
+    assert 0 < changed < exact / 50  # mostly numbers just below a power of two
+    assert encode_stochastic_float16(np.float32([np.nan, np.inf, -1e9, -0.0]), fmt, np.zeros(4, np.uint8)).tolist() == [
+        fmt.nan_code,
+        fmt.max_code,
+        fmt.max_code | 128,
+        0,
+    ]

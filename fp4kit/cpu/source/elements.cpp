@@ -8,11 +8,11 @@ namespace {
 
 // The properties of an arithmetic of elements that affect stochastic rounding. Arithmetics that differ only in nearest
 // rounding, or in how they treat signs, share one compiled function.
-template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes>
+template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes, bool in_float16>
 struct Stochastic {
   using Format = F;
   static constexpr bool kDivide = divides, kCompare = false, kFlush = flushes, kRoundScaled = rounds_scaled,
-                        kThenEncode = then_encodes;
+                        kThenEncode = then_encodes, kStochasticFloat16 = in_float16;
 };
 
 // Return the function that encodes with stochastic rounding, or nullptr for integer formats, which have no stochastic
@@ -22,8 +22,9 @@ constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
     return nullptr;
   else
-    return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode>, In,
-                           true>;
+    return encode_elements<
+        Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode, E::kStochasticFloat16>,
+        In, true>;
 }
 
 // The fields of an entry that depend on the input type, indexed by InputKind.

@@ -139,6 +139,13 @@ static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tenso
   return signed_code;
 }
 
+// Return the code of a scaled element y, rounded stochastically with a random byte.
+template <class E>
+static __forceinline__ u32 stochastic_code(float y, u32 random) {
+  if constexpr (E::kStochasticFloat16) return encode_stochastic_float16<typename E::Format>(y, random);
+  return encode_stochastic<typename E::Format>(y, random);
+}
+
 // Return the code of the element with these bits; a 4-bit code is in the last four bits. `random` is the element's
 // random byte, which only stochastic rounding uses.
 template <class E, class In, bool kStochastic, Method kMethod>
@@ -151,7 +158,7 @@ static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode
   if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.value);
   const float y = scaled<E, In, Method::general>(x, factor, tensor_encode);
   if constexpr (kStochastic)
-    return encode_stochastic<Format>(y, random);
+    return stochastic_code<E>(y, random);
   else if constexpr (Format::kIsInteger)
     return encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y);
   else if constexpr (E::kRounding == Rounding::rn) {

@@ -55,7 +55,7 @@ def test_draws_reach_everything() -> None:
 
 
 def test_few_products_are_refused() -> None:
-    report = fuzz.run(None, 600, 1, cases=120, pool=replace(SMALL_PRODUCTS, faults=False))
+    report = fuzz.run(None, 600, 1, cases=180, pool=replace(SMALL_PRODUCTS, faults=False))
     assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 10_000
 
 

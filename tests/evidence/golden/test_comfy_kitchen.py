@@ -36,3 +36,24 @@ def test_other_shapes_are_padded_with_zeros(recipe, size, part, golden):
         key = f"{name}/{recipe}_37x90"
         assert np.array_equal(codes, golden.get("comfy_kitchen", f"{key}/{part}")), key
         assert scales.tobytes() == golden.get("comfy_kitchen", f"{key}/scales_blocked").tobytes(), key
+
+
+def random_bytes(seed, shape):
+    """Return the random bytes of ComfyUI for a seed: the lowest byte of each word of PyTorch's generator MT19937."""
+    words = np.frombuffer(np.random.RandomState(seed).bytes(4 * np.prod(shape)), np.uint32)
+    return words.astype(np.uint8).reshape(shape)
+
+
+def test_stochastic_rounding(golden, either_engine):
+    """ComfyUI's stochastic MXFP8 with seed 1 equals the recipe with ComfyUI's random bytes; NaN has any sign."""
+    prefixes = groups(golden, "comfy_kitchen", "/codes")
+    prefixes = [prefix for prefix in prefixes if prefix.endswith("/mxfp8_sr_seed1")]
+    assert len(prefixes) == 19
+    for prefix in prefixes:
+        x = golden.input(prefix.split("/")[0])
+        seed = random_bytes(1, x.shape)
+        q = fp4kit.quantize(x, "mxfp8-comfy-kitchen", rounding="stochastic", seed=seed)
+        codes, scales = (golden.get("comfy_kitchen", f"{prefix}/{part}") for part in ("codes", "scales"))
+        assert np.array_equal(q.block_scale, scales), prefix
+        both_nan = (q.packed & 0x7F == 0x7F) & (codes & 0x7F == 0x7F)
+        assert ((q.packed == codes) | both_nan).all(), prefix

@@ -91,11 +91,6 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
-// Return log2(x), computed in float64 and rounded to float32.
-FP4KIT_DEVICE float float32_log2(float x) {
-  return static_cast<float>(log2(static_cast<double>(x)));
-}
-
 // Return ceilf(float32_log2(x)) without a logarithm, for x > 0. The result equals that of the float64 logarithm for all
 // positive float32 values.
 //

@@ -226,6 +226,27 @@ FP4KIT_DEVICE float round_to(float x) {
   return T::widen(T::narrow(x));
 }
 
+// Return log2(x), computed in float64 and rounded to float32.
+FP4KIT_DEVICE float float32_log2(float x) {
+  return static_cast<float>(log2(static_cast<double>(x)));
+}
+
+// Return the code of x, rounded stochastically with a random byte by arithmetic in float16. It gives the results of
+// encode_stochastic_float16 in reference/stochastic.py.
+template <class F>
+FP4KIT_DEVICE u32 encode_stochastic_float16(float x, u32 random) {
+  if (is_nan(x)) return F::kNanCode;
+  const float a = round_to<Float16>(fminf(magnitude_of(x), max_of<F>()));
+  if (a == 0.0f) return 0u;
+  const float exponent = floorf(round_to<Float16>(float32_log2(a)));
+  const bool is_normal = exponent >= static_cast<float>(F::kEmin);
+  const u32 power = static_cast<u32>((is_normal ? static_cast<i32>(exponent) : F::kEmin) + 127) << 23;
+  const float step = float_of(power - (static_cast<u32>(F::kMantissaBits) << 23));
+  const float base = is_normal ? float_of(power) : 0.0f;
+  const float count = floorf(round_to<Float16>((a - base) / step + static_cast<float>(random) * (1.0f / 256.0f)));
+  return encode_magnitude<F, Rounding::rn>(base + count * step) | (sign_of(x) ? F::kSignBit : 0u);
+}
+
 // Return x rounded to float32 by rounding to odd. The 24 bits of the result suffice to round on to 8 or 11 bits with
 // the same result as rounding x itself.
 FP4KIT_DEVICE float round_to_odd(double x) {

@@ -88,6 +88,7 @@ template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
   const float y = scaled_element<R, In>(x, f);
+  if constexpr (R::kStochastic && R::kStochasticFloat16) return encode_stochastic_float16<typename R::Element>(y, byte);
   if constexpr (R::kStochastic) return encode_stochastic<typename R::Element>(y, byte);
   const u32 code = encode_element<R>(y);
   if constexpr (R::kRepacked) return repacked<R, In>(code, y, f.value);

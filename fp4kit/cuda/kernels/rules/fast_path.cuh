@@ -30,8 +30,8 @@ struct FastPath {
                                       (R::kRounding == Rounding::rnw && !kClamp);
   // A smallest normal exponent above 0 is excluded, because encode_magnitude_stochastic cannot represent its powers of
   // two.
-  static constexpr bool kRoundingFits =
-      R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kTiesToEven || kShrinksTies || kGrowsTies;
+  static constexpr bool kRoundingFits = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 && !R::kStochasticFloat16
+                                                       : kTiesToEven || kShrinksTies || kGrowsTies;
   // True if the sign of a zero product is known. It is not known if rounding to float16 can make -0, or if a 16-bit
   // subnormal can be flushed to -0: such a -0 looks like an element -0.
   static constexpr bool kZeroSignKnown = (!R::kRoundScaled || In::kIsBfloat16) && !(kIs16Bit && R::kFlush);
