@@ -24,8 +24,8 @@ def register(subparsers: Any) -> None:
             ("fp4kit compare Llama-NVFP4 Llama-other", "show where two quantized models differ"),
             ("fp4kit compare Llama Llama-NVFP4", "show what quantization changed"),
         ),
-        description="Compare the configs, metadata, tensors and quantized layers of two checkpoints. Exit codes: 0"
-        " equal, 1 different, 2 error.",
+        description="Compare the configs, metadata, tensors and quantized layers of two checkpoints. Layers of a"
+        " model directory and a GGUF file are paired by llama.cpp's names. Exit codes: 0 equal, 1 different, 2 error.",
     )
     add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
     add_path(parser, "b", metavar="B", help="the model directory, .safetensors or .gguf file to compare with A")

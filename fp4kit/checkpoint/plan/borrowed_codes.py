@@ -59,7 +59,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
         raise CheckpointError(
             "--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"
         )
-    names, origins = _Names(model if _is_file(model) else donor), _origins(donor)
+    names, origins = GgufNames(model if _is_file(model) else donor, "--codes"), _origins(donor)
     found = {names.of(donor, layer): origin for layer, origin in origins.items()}
     taken = dict(weights)
     with Readers() as readers:
@@ -156,28 +156,29 @@ def _in_order(
     return rows if order is None else (in_closest_order(weight, rows[0], order, readers),)
 
 
-class _Names:
+class GgufNames:
     """Translate layer names of a model directory to those of a GGUF file, with the gguf package's name map.
 
     Args:
         file: the one of the two models that is a GGUF file. Its architecture selects the name map.
+        op: the option or command, with which messages begin.
 
     Raises:
         CheckpointError: if the gguf package is missing or does not know the architecture.
     """
 
-    def __init__(self, file: Source) -> None:
+    def __init__(self, file: Source, op: str) -> None:
         try:
             import gguf
         except ImportError:
             raise CheckpointError(
-                '--codes: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'
+                f'{op}: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'
             ) from None
         architecture = file.config[ARCHITECTURE]
         number: Any = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}.get(architecture)
         if number is None:
             raise CheckpointError(
-                f"--codes: the gguf package does not know the architecture {shown(repr(architecture))}; update gguf"
+                f"{op}: the gguf package does not know the architecture {shown(repr(architecture))}; update gguf"
             )
         self._config = file.config
         self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))

@@ -2,7 +2,7 @@
 
 Tensors are compared by name: presence, dtype, shape and bytes. If a layer is quantized in at least one checkpoint, its
 codes, scales and decoded values are compared as well, and the SQNR is computed. ``compare_configs.py`` compares configs
-and metadata.
+and metadata. Between a model directory and a GGUF file, layers correspond by llama.cpp's names (``gguf_pairs.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.compare_configs import ConfigDifference, compare_configs
+from fp4kit.checkpoint.verify.gguf_pairs import gguf_pairs
 from fp4kit.storage.safetensors_file import TensorEntry
 
 
@@ -33,7 +34,8 @@ class TensorDifference:
     """Describe one tensor that differs between checkpoints a and b.
 
     name: the name of the tensor.
-    kind: "missing" (only in a), "extra" (only in b), "dtype", "shape" or "bytes".
+    kind: "missing" (only in a), "extra" (only in b), "dtype", "shape", "bytes", or "values" for a layer of a model
+        directory and a GGUF file.
     detail: what differs, as text.
     """
 
@@ -100,7 +102,9 @@ def compare_checkpoints(
             prevent the decoding of layers; those that match a glob do not.
 
     Returns:
-        A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
+        A CheckpointComparison. Between a model directory and a GGUF file, the tensors of layers that both have are
+        described by ``layers``, or by one entry of ``tensors`` if neither has quantized the layer. The SQNR of a layer
+        is 10 log10(sum a^2 / sum (a - b)^2) over its values.
 
     Raises:
         CheckpointError: a or b does not exist or is malformed, or their configs are nested too deeply to compare.
@@ -116,11 +120,37 @@ def compare_checkpoints(
             found = _header_difference(name, left, right) or _byte_difference(name, left, right, readers)
             differences += [found] if found else []
             tick(left.tensors[name][1].nbytes if name in left.tensors else 0)
-        changed = {difference.name for difference in differences}
-        pairs = () if refused else _changed_layers(left, right, changed)
-        layers = tuple(_layer_difference(*pair, readers) for pair in pairs)
-    same = len(left.tensors) - sum(d.kind != "extra" for d in differences)
-    return CheckpointComparison(same, tuple(differences), layers, configs, refused)
+        same = len(left.tensors) - sum(d.kind != "extra" for d in differences)
+        shared = None if refused else gguf_pairs(a, b, readers)
+        if shared is not None:
+            layers = _shared_layers(shared, differences, readers)
+            same += len(shared) - len(layers) - sum(d.kind == "values" for d in differences)
+        else:
+            changed = {difference.name for difference in differences}
+            pairs = () if refused else _changed_layers(left, right, changed)
+            layers = [_layer_difference(*pair, readers) for pair in pairs]
+    return CheckpointComparison(same, tuple(differences), tuple(layers), configs, refused)
+
+
+def _shared_layers(
+    pairs: list[tuple[str, Origin, Origin]], differences: list[TensorDifference], readers: Readers
+) -> list[LayerDifference]:
+    """Return the differences of the layers of a model directory and a GGUF file that at least one has quantized.
+
+    pairs: the result of gguf_pairs. differences: the differences of tensors, from which those of the layers in
+    ``pairs`` are removed. A layer that neither has quantized gets one entry, if its values differ.
+    """
+    found = [_layer_difference(*pair, readers) for pair in pairs]
+    described = {name for layer in found for name in layer.tensors}
+    differences[:] = [difference for difference in differences if difference.name not in described]
+    layers = []
+    for layer, (_, *sides) in zip(found, pairs, strict=True):
+        if any(side.weight.container is not None for side in sides):
+            layers.append(layer)
+        elif layer.values:
+            detail = f"{layer.values} of {layer.elements} values differ"
+            differences.append(TensorDifference(layer.name, "values", detail))
+    return layers
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
@@ -206,7 +236,7 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
     name: the layer's name for the result.
     a, b: the rows of the layer in each checkpoint.
     """
-    height = max(o.weight.container.block[0] for o in (a, b) if o.weight.container is not None)
+    height = max((o.weight.container.block[0] for o in (a, b) if o.weight.container is not None), default=1)
     found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
     codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
     pair = (_tensor_scale(a, readers), _tensor_scale(b, readers))

@@ -1,0 +1,49 @@
+"""Pair the layers of a model directory with those of a GGUF file, whose names and row orders differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp4kit.checkpoint.containers.container import CT_NVFP4, GGUF_NVFP4
+from fp4kit.checkpoint.identify.match_layers import Origin, origins
+from fp4kit.checkpoint.model.model_files import Source, open_source
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import Rows
+from fp4kit.checkpoint.plan.borrowed_codes import GgufNames
+from fp4kit.checkpoint.plan.row_orders import in_closest_order
+from fp4kit.storage.gguf_file import is_gguf
+
+
+def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str, Origin, Origin]] | None:
+    """Return (name in the directory, rows in a, rows in b) for every layer that a directory and a GGUF file share.
+
+    Rows of q and k in the GGUF file are reordered if that brings their values closer to those of the directory. Layers
+    of other shapes, and layers whose names the gguf package does not map, are left out.
+
+    Return None unless one of a and b is a GGUF file and the other is not.
+
+    Raises:
+        CheckpointError: if the gguf package is missing or does not know the architecture, or if a or b is malformed.
+    """
+    a, b = Path(a), Path(b)
+    if is_gguf(a) == is_gguf(b):
+        return None
+    if is_gguf(a):
+        return [(name, file, own) for name, own, file in _pairs(open_source(b), open_source(a), readers)]
+    return list(_pairs(open_source(a), open_source(b), readers))
+
+
+def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[str, Origin, Origin]]:
+    """Yield (name in the directory, its rows there, its rows in the GGUF file) for the layers that both have."""
+    names, stored = GgufNames(file, "compare"), origins(file, GGUF_NVFP4)
+    for layer, own in origins(directory, CT_NVFP4).items():
+        name = names.of(directory, layer)
+        other = stored.get(name) if name is not None else None
+        if other is None or other.shape != own.shape:
+            continue
+        order = names.order(own.weight, directory)
+        if order is not None:
+            rows = Rows(other.weight, other.expert, other.span)
+            other = Origin(*in_closest_order(own.weight, rows, order, readers))
+        yield layer[0], own, other
