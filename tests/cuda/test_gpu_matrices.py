@@ -13,7 +13,9 @@ from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy
 
 import fp4kit
 from fp4kit.cuda.launch.dispatch import has_patch_kernel
+from fp4kit.formats import E4M3
 from fp4kit.recipes import RECIPES
+from fp4kit.recipes.rules import BLOCK_RULES
 
 pytestmark = ON_GPU
 SUPPORTED = [r.id for r in RECIPES.values() if not r.fake_only and has_patch_kernel(r)]
@@ -31,6 +33,16 @@ def test_every_recipe_both_ways(name) -> None:
     dtype = DTYPES[SUPPORTED.index(name) % 3]
     check_both(blocks(dtype, 160, 416), name)
     check(blocks(dtype, 96, 288), name, axis=0)
+
+
+@pytest.mark.parametrize(
+    "name", [r.id for r in RECIPES.values() if r.scale == E4M3 and BLOCK_RULES[r.block_rule].reads_amax]
+)
+def test_factors_that_do_not_follow_from_the_scale_code(name) -> None:
+    for scale in (1, 2.0**-20, 2.0**20):
+        x = (blocks(np.float32, 32, 64) * scale).astype(np.float32)
+        check(x, name)
+        check(x, name, axis=0)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te-2d", *exhaustive(["nvfp4-te-2d", "mxfp4-ocp"])])

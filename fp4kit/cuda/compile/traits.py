@@ -10,6 +10,7 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E5M2, Codebook, ElementFormat, is_same
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.recipes.schema import then_encodes
 
 # The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
@@ -70,10 +71,11 @@ def _constant(name: str, value: object) -> str:
 def has_table(r: Recipe) -> bool:
     """Return whether kernels look up the factor of a block in a table, by the code of its block scale.
 
-    They do so for recipes with E4M3 scales of blocks of one row, because there the factor depends only on the code and
-    on the one tensor scale.
+    They do so for recipes with E4M3 scales of blocks of one row, if the factor depends only on the code and on the one
+    tensor scale.
     """
-    return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
+    one_scale = r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
+    return one_scale and not (r.block_rule and BLOCK_RULES[r.block_rule].reads_amax)
 
 
 def _recipe_facts(r: Recipe) -> dict[str, object]:
