@@ -127,7 +127,7 @@ class Unit:
             zero, and their results are added in float32, rounded to nearest even. It is a multiple of the step's k.
         order: None for a matrix unit. "exact", "float64", "float32-blocks" or "dequantized" for the orders that
             fp4kit.matmul describes; the other fields besides id and checked are then None.
-        checked: what was compared with hardware, or "no".
+        checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -206,7 +206,7 @@ class Unit:
 
 KINDS = ("float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4")
 
-_NO = "no; the model is MMA-Sim's, whose authors tested it on hardware"
+_NO = "no; compared only with MMA-Sim, whose authors tested their model on this hardware"
 _HOPPER_16 = DotAdd(k=16, fraction_bits=25, output_bits=23, zero_exponent=-133)
 _AMPERE_16 = DotAdd(k=8, fraction_bits=24, output_bits=23, zero_exponent=-132)
 _BLACKWELL_8 = DotAdd(k=32, fraction_bits=25, output_bits=23, zero_exponent=-133)
@@ -230,8 +230,8 @@ UNITS: Mapping[str, Unit] = {
             float16=_HOPPER_16,
             bfloat16=_HOPPER_16,
             fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
-            checked="on an H100: cuBLASLt's FP8 products with fast accumulation, those with slow accumulation as"
-            " promote=128, and mma.sync of bfloat16",
+            checked="on an H100: cuBLASLt's E4M3 products with fast accumulation, those with slow accumulation as"
+            " promote=128, and mma.sync of bfloat16 and float16; E5M2 only with MMA-Sim",
         ),
         Unit(
             "sm89",
@@ -324,7 +324,9 @@ def units() -> tuple[Unit, ...]:
         >>> import fp4kit
         >>> [u.id for u in fp4kit.units()][:3]
         ['sm100', 'sm90', 'sm89']
-        >>> [u.id for u in fp4kit.units() if u.checked.startswith("on")]
+        >>> [u.id for u in fp4kit.units() if not u.checked.startswith("no")]
         ['sm90']
+        >>> fp4kit.unit("sm80").checked
+        'no; compared only with MMA-Sim, whose authors tested their model on this hardware'
     """
     return tuple(UNITS.values())

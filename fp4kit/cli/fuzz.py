@@ -147,6 +147,8 @@ def _print(out: Output, report: fuzz.Report, options: str) -> None:
     options: the options that must be given again to reproduce a failure.
     """
     out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), rows(report))
+    if report.sums:
+        out.table(("unit", "#sums"), [(unit, f"{number:,}") for unit, number in report.sums.most_common()])
     reasons = report.reasons.most_common()
     for reason, number in reasons[:_SHOWN]:
         out.verbatim(f"{number:6} {reason}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -54,6 +58,34 @@ def test_terms_that_lose_bits(kind) -> None:
 def test_sums_at_the_bounds_of_fast_ways(spread) -> None:
     for a, b, c in at_bounds(np.random.default_rng(spread), spread):
         both(a, b, c=c)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp4-block16"])
+def test_scales_of_every_way(kind) -> None:
+    """Scales at the bounds of the ways of matmul_vnni.h have the bits of the specification, in any mixture of panels.
+
+    In the steps of K, scales are powers of two that lie close together, zeros among them; farther apart; and of any
+    code. Some rows are zero, and some have NaN as a scale of zeros.
+    """
+    rng = np.random.default_rng(10)
+    for spreads in ((3, 3), (3, 5), (5, 9), (11, 12)):
+        operands = [drawn(rng, kind, n, 256) for n in (9, 67)]
+        for q, spread in zip(operands, spreads, strict=True):
+            scales, one = q.block_scale, 0x38 if kind == "nvfp4" else 127
+            step = 64 // q.recipe.block_size
+            places = [rng.integers(0, width + 1, scales.shape) for width in (3, spread, spread)]
+            places[1][: len(places[1]) // 2] %= 4  # in the first panels only, scales lie close together
+            exact = rng.integers(0, 8, scales.shape) if kind == "nvfp4" else 0
+            per_binade = 8 if kind == "nvfp4" else 1
+            scales[:] = rng.integers(0, 256, scales.shape)
+            scales[:, :step] = (one + per_binade * (places[0] - 2))[:, :step]
+            scales[:, step : 2 * step] = (one + per_binade * (places[1] - 6))[:, step : 2 * step]
+            scales[:, 2 * step : 3 * step] = (one + per_binade * (places[2] - 6) + exact)[:, 2 * step : 3 * step]
+            scales[1::4, : 2 * step : 3] = 0
+            q.packed[2::9] = 0
+            scales[2::18, 0] = 255
+            q.packed[3::4] = 0x77  # the largest elements
+        both(*operands, alpha=1)
 
 
 @pytest.mark.exhaustive
@@ -181,6 +213,46 @@ def test_threads_change_nothing() -> None:
 def test_recorded_products(case) -> None:
     dtype = ml_dtypes.bfloat16 if case.d.dtype.itemsize == 2 else np.float32
     assert_same_bits(fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, out_dtype=dtype), case.d.view(dtype))
+
+
+MEMORY = """
+import sys
+import ml_dtypes, numpy as np
+import fp4kit
+
+def field(name):
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith(name))
+
+def operands(kind, *shapes):
+    rng = np.random.default_rng(0)
+    if kind != "nvfp4":
+        return [rng.integers(0, 100, shape, np.uint8).view(ml_dtypes.float8_e4m3fn) for shape in shapes]
+    packed = [rng.integers(0, 256, (rows, K // 2), np.uint8) for rows, K in shapes]
+    scales = [rng.integers(0x20, 0x60, (rows, K // 16), np.uint8) for rows, K in shapes]
+    parts = zip(packed, scales, shapes)
+    return [fp4kit.Quantized(x, s, np.float32(1), None, shape, np.dtype("f4"), 1, "nvfp4-te") for x, s, shape in parts]
+
+M, N, K = map(int, sys.argv[1:])
+for kind, unit in (("nvfp4", "sm100"), ("e4m3", "sm90")):
+    a, b = operands(kind, (M, K), (N, K))
+    fp4kit.matmul(*operands(kind, (2, 64), (2, 64)), unit=unit)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    before = field("VmRSS")
+    d = fp4kit.matmul(a, b, unit=unit)
+    print(field("VmHWM") - before - d.nbytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("shape", [(1024, 1024, 1024), *exhaustive([(4096, 64, 65536), (4096, 16384, 64)])], ids=str)
+def test_memory_beyond_inputs_and_output(shape) -> None:
+    """A product takes at most 64 MiB of memory besides its operands and its result, at its peak."""
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY, *map(str, shape)], capture_output=True, text=True, check=True, timeout=600
+    )
+    assert all(int(line) <= 64 << 20 for line in run.stdout.split()) and len(run.stdout.split()) == 2
 
 
 def test_the_engine_does_it(monkeypatch) -> None:

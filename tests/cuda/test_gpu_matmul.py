@@ -177,6 +177,46 @@ def test_large_products(kind, unit) -> None:
         np.testing.assert_array_equal(gpu[:, columns], fp4kit.matmul(a, taken(b, columns), unit=unit).view(np.uint32))
 
 
+class Peak(cupy.cuda.MemoryHook if DEVICES else object):
+    """Count the bytes that CuPy's memory pool gives out while the hook is active. `peak` is their largest sum."""
+
+    name = "peak"
+
+    def __init__(self) -> None:
+        self.sizes, self.peak = {}, 0
+
+    def malloc_postprocess(self, **block) -> None:
+        self.sizes[block["mem_ptr"]] = block["mem_size"]
+        self.peak = max(self.peak, sum(self.sizes.values()))
+
+    def free_postprocess(self, **block) -> None:
+        self.sizes.pop(block["mem_ptr"], None)
+
+
+# Square products of every kind of kernel, and two NVFP4 products with a long K and a large result.
+MEMORY = [
+    *(
+        (kind, unit, (1024, 1024, 1024))
+        for kind, unit in (("nvfp4", "sm100"), ("mxfp4", "sm100"), ("mx-e4m3", "sm100"))
+    ),
+    *((kind, "sm90", (1024, 1024, 1024)) for kind in ("bf16", "e4m3")),
+    ("nvfp4", "sm100", (4096, 64, 65536)),
+    ("nvfp4", "sm100", (4096, 65536, 64)),
+]
+
+
+@gpu_only
+@pytest.mark.parametrize(("kind", "unit", "shape"), MEMORY, ids=str)
+def test_memory_beyond_inputs_and_output(kind, unit, shape) -> None:
+    """A product takes at most 64 MiB of device memory besides its operands and its result."""
+    M, N, K = shape
+    rng = np.random.default_rng(7)
+    a, b = (moved(drawn(rng, kind, rows, K)) for rows in (M, N))
+    with Peak() as hook:
+        d = fp4kit.matmul(a, b, unit=unit)
+    assert d.nbytes <= hook.peak <= d.nbytes + (64 << 20)
+
+
 def taken(x, rows):
     """Return the given rows of an operand, a matrix."""
     if not isinstance(x, Quantized):
@@ -220,6 +260,26 @@ def fp8_matrix(torch, generator, rows, columns, codes):
         return torch.randn(rows, columns, device="cuda", generator=generator).to(torch.float8_e4m3fn)
     drawn_codes = torch.randint(0, 254, (rows, columns), device="cuda", generator=generator)
     return (drawn_codes + (drawn_codes >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+@gpu_only
+@pytest.mark.skipif(not on_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+def test_products_of_e5m2_and_e4m3(shape, fast) -> None:
+    """torch._scaled_mm of an E5M2 and an E4M3 matrix gives the bits of the unit sm90; of two E5M2 it computes none."""
+    torch = pytest.importorskip("torch")
+    M, N, K = shape
+    generator = torch.Generator("cuda").manual_seed(M + N + K)
+    one, sm90 = torch.ones((), device="cuda"), fp4kit.unit("sm90")
+    for dtypes in ((torch.float8_e5m2, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.float8_e5m2)):
+        a, b = (
+            torch.randn(rows, K, device="cuda", generator=generator).to(dtype)
+            for rows, dtype in zip((M, N), dtypes, strict=True)
+        )
+        theirs = torch._scaled_mm(a, b.T, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        ours = fp4kit.matmul(a, b, unit=sm90 if fast else replace(sm90, promote=128))
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 MMA = r"""

@@ -81,6 +81,58 @@ void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64
   sums = _mm512_load_ps(found);
 }
 
+// Return the exponent of a power of two.
+int exponent_of(double power) {
+  return static_cast<int>(__double_as_longlong(power) >> 52) - 1023;
+}
+
+// Return the entries of a table of 256 entries for 32 codes. An instruction looks up six bits of a code in 64 entries;
+// bits 6 and 7 choose among the results. The table is aligned to 64 bytes.
+__m512i looked_up(const u16* table, __m512i codes) {
+  __m512i quarters[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const u16* entries = table + 64 * i;
+    quarters[i] = _mm512_permutex2var_epi16(_mm512_load_si512(entries), codes, _mm512_load_si512(entries + 32));
+  }
+  const __mmask32 odd = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
+  const __mmask32 upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(128));
+  const __m512i low = _mm512_mask_mov_epi16(quarters[0], odd, quarters[1]);
+  const __m512i high = _mm512_mask_mov_epi16(quarters[2], odd, quarters[3]);
+  return _mm512_mask_mov_epi16(low, upper, high);
+}
+
+// Store the transpose of 16 lines of 16 words: word i of line l becomes to[i][l]. T: a type of 4 bytes.
+template <class T>
+void transpose(const __m512i* lines, T (*to)[kProductLanes]) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_epi32(lines[2 * i], lines[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32(lines[2 * i], lines[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+      b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+    }
+  }
+  // b[4i + j] holds words j, 4 + j, 8 + j and 12 + j of lines 4i to 4i + 3.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88),
+                  odd_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xDD);
+    const __m512i even_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
+    const __m512i odd_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xDD);
+    _mm512_store_si512(to[j], _mm512_shuffle_i32x4(even_low, even_high, 0x88));
+    _mm512_store_si512(to[4 + j], _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+    _mm512_store_si512(to[8 + j], _mm512_shuffle_i32x4(even_low, even_high, 0xDD));
+    _mm512_store_si512(to[12 + j], _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD));
+  }
+}
+
 // ---- products whose terms are single products ----
 
 constexpr i64 kLanesDepth = 256;  // largest number of elements of K that are decoded at once
@@ -107,15 +159,16 @@ struct LaneColumns {
   alignas(64) float values[kLanesDepth][kProductLanes];
   alignas(64) i32 pairs[kLanesDepth / 2][kProductLanes];
 
-  // Store the lines of a panel of columns: the first `depth` elements of each.
+  // Store the lines of a panel of columns: the first `depth` elements of each, and at most 28 more.
   void transpose(const LaneLine* lines, i64 depth) {
-    for (i64 i = 0; i < depth; i += 2) {
-#pragma GCC unroll 16
-      for (int lane = 0; lane < kProductLanes; ++lane) {
-        values[i][lane] = lines[lane].values[i];
-        values[i + 1][lane] = lines[lane].values[i + 1];
-        std::memcpy(&pairs[i / 2][lane], lines[lane].exponents + i, sizeof(i32));
-      }
+    __m512i rows[kProductLanes];
+    for (i64 i = 0; i < depth; i += 16) {
+      for (int lane = 0; lane < kProductLanes; ++lane) rows[lane] = _mm512_load_si512(lines[lane].values + i);
+      ::transpose(rows, values + i);
+    }
+    for (i64 i = 0; i < depth; i += 32) {
+      for (int lane = 0; lane < kProductLanes; ++lane) rows[lane] = _mm512_load_si512(lines[lane].exponents + i);
+      ::transpose(rows, pairs + i / 2);
     }
   }
 };
@@ -139,9 +192,6 @@ struct LaneDecoder {
       table[code] = static_cast<u16>(bits >> 16);
     }
   }
-
-  // Return the exponent of a power of two.
-  static int exponent_of(double power) { return static_cast<int>(__double_as_longlong(power) >> 52) - 1023; }
 
   // Decode `depth` elements of a row of the operand, from element k of K on. Elements from element `length` of K on are
   // zeros. k and x.block are multiples of 16.
@@ -185,30 +235,20 @@ struct LaneDecoder {
       halves = _mm256_maskz_loadu_epi16(exist, codes + 2 * k);
       if (!is_bfloat16) return _mm512_cvtph_ps(halves);
     } else if (x.code_bits == 8) {
-      halves = looked_up(_mm_maskz_loadu_epi8(exist, codes + k));
+      halves = looked_up_sixteen(_mm_maskz_loadu_epi8(exist, codes + k));
     } else {
       const auto pairs_exist = static_cast<__mmask16>((1u << (count + 1) / 2) - 1);
       const __m128i pairs = _mm_maskz_loadu_epi8(pairs_exist, codes + k / 2), low = _mm_set1_epi8(15);
       const __m128i second = _mm_and_si128(_mm_srli_epi16(pairs, 4), low);
-      halves = looked_up(_mm_unpacklo_epi8(_mm_and_si128(pairs, low), second));
+      halves = looked_up_sixteen(_mm_unpacklo_epi8(_mm_and_si128(pairs, low), second));
     }
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
   }
 
-  // Return the entries of the table for sixteen codes. An instruction looks up six bits of a code in 64 entries; bits 6
-  // and 7 choose among the results.
-  __m256i looked_up(__m128i codes) const {
+  // Return the entries of the table for sixteen codes.
+  __m256i looked_up_sixteen(__m128i codes) const {
     const __m512i index = _mm512_castsi256_si512(_mm256_cvtepu8_epi16(codes));
-    __m512i quarters[4];
-    for (int i = 0; i < 4; ++i) {
-      const u16* entries = table + 64 * i;
-      quarters[i] = _mm512_permutex2var_epi16(_mm512_load_si512(entries), index, _mm512_load_si512(entries + 32));
-    }
-    const __mmask32 odd = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
-    const __mmask32 upper = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
-    const __m512i low = _mm512_mask_mov_epi16(quarters[0], odd, quarters[1]);
-    const __m512i high = _mm512_mask_mov_epi16(quarters[2], odd, quarters[3]);
-    return _mm512_castsi512_si256(_mm512_mask_mov_epi16(low, upper, high));
+    return _mm512_castsi512_si256(looked_up(table, index));
   }
 };
 
@@ -271,23 +311,24 @@ struct LaneTask {
       }
     }
     const auto& sums = call.promote ? m.totals : m.sums;
-    for (int p = 0; p < panels; ++p) {
-      for (i64 r = 0; r < rows; ++r) put_lanes(call, first_row + r, first + p * kProductLanes, sums[p][r]);
+    for (i64 r = 0; r < rows; ++r) {
+      for (int p = 0; p < panels; ++p) put_lanes(call, first_row + r, first + p * kProductLanes, sums[p][r]);
     }
   }
 
   // Add decoded elements, which begin at element k of K, to the sums of kLanesBlock rows and one panel. `row` is the
   // first of the rows, and `first` the first column of the panel.
-  void add_steps(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k, i64 depth,
-                 float (*sums)[kProductLanes], float (*totals)[kProductLanes]) const {
-    // The sum of a step fits 31 bits, because a term is less than 4 * 2^fraction_bits.
-    const bool is_small = i64{4} * (call.step + 1) << call.fraction_bits < i64{1} << 31;
+  //
+  // GCC keeps an array of vectors in registers only if every loop over it is unrolled.
+  __attribute__((noinline)) void add_steps(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,
+                                           i64 depth, float (*sums)[kProductLanes],
+                                           float (*totals)[kProductLanes]) const {
+    __mmask16 exist[kLanesBlock];
+    for (int r = 0; r < kLanesBlock; ++r) exist[r] = row + r < call.rows ? lanes_from(call, first) : 0;
+    const bool is_small = i64{4} * (call.step + 1) << call.fraction_bits <= i64{1} << 31;
     for (i64 i = 0; i < depth; i += call.step) {
-      if (is_small) {
-        add_step<true>(a, b, row, first, k, i, sums);
-      } else {
-        add_step<false>(a, b, row, first, k, i, sums);
-      }
+      is_small ? add_step<true>(a, b, row, first, k, i, exist, sums)
+               : add_step<false>(a, b, row, first, k, i, exist, sums);
       const i64 done = k + i + call.step;
       if (call.promote && (done % call.promote == 0 || done >= call.length)) {
         for (int r = 0; r < kLanesBlock; ++r) {
@@ -298,108 +339,172 @@ struct LaneTask {
     }
   }
 
-  // Add one step, which begins at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: whether
-  // the sum of a step fits 32 bits. The other arguments are those of add_steps.
+  // Return the number of products whose sum fits 32 bits: a step, or a part of it. A term is less than
+  // 4 * 2^fraction_bits.
+  i64 chunk() const {
+    return i64{4} * call.step << call.fraction_bits <= i64{1} << 31 ? call.step : std::min(call.step, kLanesChunk);
+  }
+
+  // Add one step, which begins at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: true if
+  // the sum of a step, with C, fits 32 bits. exist[r]: the lanes of row r that exist. The other arguments are those of
+  // add_steps.
   template <bool kSmall>
-  void add_step(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k, i64 i,
-                float (*c)[kProductLanes]) const {
-    __m512i exponents[kLanesBlock], totals[kLanesBlock], others[kLanesBlock];
-    __m512 sums[kLanesBlock], inverses[kLanesBlock];
-    __mmask16 slow[kLanesBlock];
-    unsigned any = 0;
-    const __mmask16 lanes = lanes_from(call, first);
+  __attribute__((always_inline)) inline void add_step(const LaneLine* a, const LaneColumns& b, i64 row, i64 first,
+                                                      i64 k, i64 i, const __mmask16* exist,
+                                                      float (*c)[kProductLanes]) const {
+    __m512i exponents[kLanesBlock], totals[kLanesBlock];
+    __m512 inverses[kLanesBlock], sums[kLanesBlock];
     find_exponents(a, b, i, exponents);
+    __m512i most = _mm512_setzero_si512();
+#pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) {
-      sums[r] = _mm512_load_ps(c[r]);
-      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(sums[r]), _mm512_set1_epi32(0x7FFFFFFF));
-      const __m512i own = _mm512_sub_epi32(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(127));
-      const __m512i largest = _mm512_max_epi32(exponents[r], own);
-      const __m512i above = _mm512_sub_epi32(largest, _mm512_set1_epi32(kLowest));
-      const __mmask16 exist = row + r < call.rows ? lanes : static_cast<__mmask16>(0);
-      slow[r] = _mm512_mask_cmpgt_epu32_mask(exist, above, _mm512_set1_epi32(kHighest - kLowest));
-      any |= slow[r];
+      const __m512i above = above_lowest(exponents[r], c[r]);
+      most = _mm512_mask_max_epu32(most, exist[r], most, above);
       // 2^(fraction_bits - largest), by which terms become integers
-      const __m512i biased = _mm512_sub_epi32(_mm512_set1_epi32(127 + call.fraction_bits), largest);
+      const __m512i biased = _mm512_sub_epi32(_mm512_set1_epi32(127 + call.fraction_bits - kLowest), above);
       inverses[r] = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
-      totals[r] = others[r] = _mm512_setzero_si512();
+      totals[r] = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(c[r]), inverses[r]));
     }
-    if (kSmall || call.step <= kLanesChunk) {
+    if (kSmall) {
       add_terms(a, b, i, call.step, inverses, totals);
     } else {
-      add_terms(a, b, i, kLanesChunk, inverses, totals);
-      add_terms(a, b, i + kLanesChunk, call.step - kLanesChunk, inverses, others);
+      add_chunks(a, b, i, inverses, totals, sums);
     }
-    const __m512i kept = _mm512_set1_epi32(-1 << (23 - call.output_bits));
+#pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) {
-      const __m512i own = _mm512_cvttps_epi32(_mm512_mul_ps(sums[r], inverses[r]));
-      __m512 total;
-      if (kSmall) {
-        total = _mm512_cvt_roundepi32_ps(_mm512_add_epi32(totals[r], own), kTowardZero);
-      } else {
-        __m512d halves[2];
-        for (int v = 0; v < 2; ++v) {
-          halves[v] = _mm512_add_pd(integer_half_of(totals[r], v), integer_half_of(own, v));
-          if (call.step > kLanesChunk) halves[v] = _mm512_add_pd(halves[v], integer_half_of(others[r], v));
-        }
-        total = truncated(halves[0], halves[1]);
-      }
-      total = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(total), kept));
+      if (kSmall) sums[r] = _mm512_cvt_roundepi32_ps(totals[r], kTowardZero);
       const __m512i unit = _mm512_sub_epi32(_mm512_set1_epi32(254 << 23), _mm512_castps_si512(inverses[r]));
-      _mm512_store_ps(c[r], _mm512_mul_ps(total, _mm512_castsi512_ps(unit)));
+      const __m512i kept = _mm512_set1_epi32(-1 << (23 - call.output_bits));
+      const __m512i sum = _mm512_and_si512(_mm512_castps_si512(sums[r]), kept);
+      sums[r] = _mm512_mul_ps(_mm512_castsi512_ps(sum), _mm512_castsi512_ps(unit));
     }
-    if (any) add_slow_lanes(slow, exponents, sums, row, first, k + i, c);
+    if (is_extreme(most)) add_slow_lanes(a, b, row, first, k, i, c, sums);
+#pragma GCC unroll 4
+    for (int r = 0; r < kLanesBlock; ++r) _mm512_store_ps(c[r], sums[r]);
+  }
+
+  // Store in `sums` the sums of a step, with C, truncated toward zero to float32. They are integers, whose terms of C
+  // are in `totals`, and may have more than 32 bits. The other arguments are those of add_step.
+  __attribute__((always_inline)) inline void add_chunks(const LaneLine* a, const LaneColumns& b, i64 i,
+                                                        const __m512* inverses, __m512i* totals, __m512* sums) const {
+    __m512i wrong = _mm512_setzero_si512();  // the sign bit of a lane is set if a sum does not fit 32 bits
+    const i64 count = chunk();
+    __m512i own[kLanesBlock];
+#pragma GCC unroll 4
+    for (int r = 0; r < kLanesBlock; ++r) own[r] = totals[r];
+    for (i64 j = i; j < i + call.step; j += count) {
+      __m512i terms[kLanesBlock];
+#pragma GCC unroll 4
+      for (int r = 0; r < kLanesBlock; ++r) terms[r] = _mm512_setzero_si512();
+      add_terms(a, b, j, std::min(count, i + call.step - j), inverses, terms);
+#pragma GCC unroll 4
+      for (int r = 0; r < kLanesBlock; ++r) {
+        const __m512i sum = _mm512_add_epi32(totals[r], terms[r]);
+        // (total ^ sum) & (term ^ sum)
+        wrong = _mm512_or_si512(wrong, _mm512_ternarylogic_epi32(totals[r], terms[r], sum, 0x42));
+        totals[r] = sum;
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kLanesBlock; ++r) sums[r] = _mm512_cvt_roundepi32_ps(totals[r], kTowardZero);
+    if (_mm512_movepi32_mask(wrong)) add_wide(a, b, i, inverses, own, sums);
+  }
+
+  // Return how far the largest exponent of a step is above kLowest, for the sums c of a row. exponents: the largest
+  // exponents of the products.
+  static __m512i above_lowest(__m512i exponents, const float* c) {
+    const __m512i bits = _mm512_slli_epi32(_mm512_load_si512(c), 1);  // without the sign
+    const __m512i products = _mm512_add_epi32(exponents, _mm512_set1_epi32(127));
+    const __m512i largest = _mm512_max_epi32(products, _mm512_srli_epi32(bits, 24));
+    return _mm512_sub_epi32(largest, _mm512_set1_epi32(127 + kLowest));
+  }
+
+  // Return the lanes with a largest exponent for which float32 does not compute the terms. above: from above_lowest.
+  static __mmask16 is_extreme(__m512i above) {
+    return _mm512_cmpgt_epu32_mask(above, _mm512_set1_epi32(kHighest - kLowest));
+  }
+
+  // Store in `sums` the sums of a step as integers, truncated toward zero to float32, for kLanesBlock rows. They may
+  // have more than 32 bits. own: the terms of C. The other arguments are those of add_step.
+  __attribute__((noinline)) void add_wide(const LaneLine* a, const LaneColumns& b, i64 i, const __m512* inverses,
+                                          const __m512i* own, __m512* sums) const {
+    const i64 count = chunk();
+    __m512d totals[kLanesBlock][2];
+    for (int r = 0; r < kLanesBlock; ++r) {
+      for (int v = 0; v < 2; ++v) totals[r][v] = integer_half_of(own[r], v);
+    }
+    for (i64 j = i; j < i + call.step; j += count) {
+      __m512i terms[kLanesBlock] = {};
+      add_terms(a, b, j, std::min(count, i + call.step - j), inverses, terms);
+      for (int r = 0; r < kLanesBlock; ++r) {
+        for (int v = 0; v < 2; ++v) totals[r][v] = _mm512_add_pd(totals[r][v], integer_half_of(terms[r], v));
+      }
+    }
+    for (int r = 0; r < kLanesBlock; ++r) sums[r] = truncated(totals[r][0], totals[r][1]);
   }
 
   // Store in `exponents` the largest exponents of the products of a step, for kLanesBlock rows.
-  void find_exponents(const LaneLine* a, const LaneColumns& b, i64 i, __m512i* exponents) const {
+  __attribute__((always_inline)) inline void find_exponents(const LaneLine* a, const LaneColumns& b, i64 i,
+                                                            __m512i* exponents) const {
     __m512i pairs[kLanesBlock];
+#pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) pairs[r] = _mm512_set1_epi16(-0x8000);
-    for (i64 j = i; j < i + call.step; j += 2) {
-      const __m512i columns = _mm512_load_si512(b.pairs[j / 2]);
-      for (int r = 0; r < kLanesBlock; ++r) {
-        i32 pair;
-        std::memcpy(&pair, a[r].exponents + j, sizeof pair);
-        pairs[r] = _mm512_max_epi16(pairs[r], _mm512_adds_epi16(columns, _mm512_set1_epi32(pair)));
+    for (i64 j = i; j < i + call.step; j += 4) {
+      const auto pairs_of_columns = b.pairs + j / 2;
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) {
+        const __m512i columns = _mm512_load_si512(pairs_of_columns[n]);
+#pragma GCC unroll 4
+        for (int r = 0; r < kLanesBlock; ++r) {
+          i32 pair;
+          std::memcpy(&pair, a[r].exponents + j + 2 * n, sizeof pair);
+          pairs[r] = _mm512_max_epi16(pairs[r], _mm512_adds_epi16(columns, _mm512_set1_epi32(pair)));
+        }
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) {
-      const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(pairs[r], 16), 16);
-      exponents[r] = _mm512_max_epi32(even, _mm512_srai_epi32(pairs[r], 16));
+      exponents[r] = _mm512_srai_epi32(_mm512_max_epi16(pairs[r], _mm512_slli_epi32(pairs[r], 16)), 16);
     }
   }
 
   // Add to `totals` the terms of `count` products, from decoded element i on, as integers, for kLanesBlock rows.
-  static void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count, const __m512* inverses,
-                        __m512i* totals) {
+  __attribute__((always_inline)) static inline void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count,
+                                                              const __m512* inverses, __m512i* totals) {
     __m512i sums[kLanesBlock];
+#pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) sums[r] = totals[r];
     for (i64 j = i; j < i + count; j += 4) {
 #pragma GCC unroll 4
-      for (i64 n = j; n < j + 4; ++n) {
-        const __m512 column = _mm512_load_ps(b.values[n]);
+      for (int n = 0; n < 4; ++n) {
+        const __m512 column = _mm512_load_ps(b.values[j + n]);
 #pragma GCC unroll 4
         for (int r = 0; r < kLanesBlock; ++r) {
-          const __m512 product = _mm512_mul_ps(column, _mm512_set1_ps(a[r].values[n]));
+          const __m512 product = _mm512_mul_ps(column, _mm512_set1_ps(a[r].values[j + n]));
           sums[r] = _mm512_add_epi32(sums[r], _mm512_cvttps_epi32(_mm512_mul_ps(product, inverses[r])));
         }
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) totals[r] = sums[r];
   }
 
-  // Replace the sums of the lanes in `slow` after the step that begins at element k of K. If all products and C are
-  // zero, the sum is +0; otherwise it is added term by term. before: the sums before the step. exponents: the largest
-  // exponents of the products.
-  void add_slow_lanes(const __mmask16* slow, const __m512i* exponents, const __m512* before, i64 row, i64 first, i64 k,
-                      float (*c)[kProductLanes]) const {
-    for (int r = 0; r < kLanesBlock; ++r) {
-      if (!slow[r]) continue;
-      const __mmask16 empty = _mm512_mask_cmplt_epi32_mask(slow[r], exponents[r], _mm512_set1_epi32(kNoExponent / 2));
-      const __mmask16 zeros = _mm512_mask_cmp_ps_mask(empty, before[r], _mm512_setzero_ps(), _CMP_EQ_OQ);
-      const __mmask16 replaced = slow[r] & static_cast<__mmask16>(~zeros);
-      __m512 sums = _mm512_mask_mov_ps(_mm512_load_ps(c[r]), zeros, _mm512_setzero_ps());
-      replace_lanes(*this, replaced, row + r, first, k, before[r], sums);
-      _mm512_store_ps(c[r], sums);
+  // Replace in `sums`, the sums after a step, the lanes whose exponents are extreme. If all products of a lane and its
+  // C are zero, its sum is +0; otherwise it is added term by term. c: the sums before the step. The other arguments are
+  // those of add_step.
+  __attribute__((noinline)) void add_slow_lanes(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,
+                                                i64 i, const float (*c)[kProductLanes], __m512* sums) const {
+    __m512i exponents[kLanesBlock];
+    find_exponents(a, b, i, exponents);
+    for (int r = 0; r < kLanesBlock && row + r < call.rows; ++r) {
+      const __mmask16 extreme = is_extreme(above_lowest(exponents[r], c[r]));
+      const __mmask16 slow = extreme & lanes_from(call, first);
+      const __m512 before = _mm512_load_ps(c[r]);
+      const __mmask16 empty = _mm512_mask_cmplt_epi32_mask(slow, exponents[r], _mm512_set1_epi32(kNoExponent / 2));
+      const __mmask16 zeros = _mm512_mask_cmp_ps_mask(empty, before, _mm512_setzero_ps(), _CMP_EQ_OQ);
+      sums[r] = _mm512_mask_mov_ps(sums[r], zeros, _mm512_setzero_ps());
+      const __mmask16 replaced = slow & static_cast<__mmask16>(~zeros);
+      if (replaced) replace_lanes(*this, replaced, row + r, first, k + i, before, sums[r]);
     }
   }
 

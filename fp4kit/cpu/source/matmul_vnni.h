@@ -1,12 +1,15 @@
 // Products of block-scaled E2M1 matrices as Blackwell's FP4 instructions add them, with AVX-512 VNNI. matmul.h computes
 // them on other processors.
 //
-// Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product. Usually no
-// term of a step loses bits when it is shifted to the largest exponent. Then the sum of the terms and of C is exact in
-// double, and it is truncated once. If exponents do not prove this for a lane, that lane is added term by term.
+// Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product. The scales of
+// a row or column in a step are integers, too, in units of a power of two. Usually no term of a step loses bits when it
+// is shifted to the largest exponent. Then the exact sum of the terms is added to C, and truncated once. If exponents
+// do not prove this for a lane, that lane is added term by term.
 //
 // E8M0 scales of neighboring groups usually differ by a few powers of two. Then elements are shifted by the difference,
 // and all products of a step are one integer dot product.
+//
+// GCC keeps an array of vectors in registers only if every loop over it is unrolled.
 #pragma once
 
 #include "matmul_avx512.h"
@@ -17,127 +20,196 @@ namespace {
 
 constexpr int kVnniLanes = kProductLanes;              // number of columns of a panel
 constexpr int kVnniPanels = 16;                        // largest number of panels of a task
-constexpr int kVnniBlock = 4;                          // number of rows that are multiplied at once with a panel
+constexpr int kVnniBlock = 4;                          // number of rows that are multiplied at once
+constexpr int kVnniWidth = 2;                          // number of panels that are multiplied at once
 constexpr i64 kVnniRows = 128;                         // largest number of rows of a task
 constexpr int kVnniStep = 64;                          // number of elements of K per step
 constexpr int kVnniSteps = kProductDepth / kVnniStep;  // largest number of steps that are decoded at once
 constexpr int kVnniGroups = kProductDepth / 16;        // largest number of groups that are decoded at once
-
-// The range of the exponents of the scales of one row or panel in one step. Scales of zero do not count. If no scale
-// counts, lowest is larger than highest. NaN makes the range wider than any that the fast way takes.
-struct ScaleRange {
-  int lowest, highest;
-
-  // Return the power of two by which scales in this range become integers.
-  double unit() const { return double_power(3 - std::min(std::max(lowest, -500), 500)); }
-
-  // Extend the range by another one.
-  void add(ScaleRange other) {
-    lowest = std::min(lowest, other.lowest);
-    highest = std::max(highest, other.highest);
-  }
-};
-// The largest range for which the sum of a step fits 32 bits, if scales are integers in units of 2^(lowest - 3).
-constexpr int kIntegerRange = 10;
-constexpr ScaleRange kNoScale{1000, -1000}, kNanScale{-2000, 2000};
+static_assert(kVnniGroups == 32 && kVnniSteps == 8);   // a vector holds the scales of a line as 16-bit integers
 
 // The largest difference of the exponents of a line's scales in a step that its elements can take over. Shifted by it,
 // elements are at most 96 in units of 1/2. Elements of columns are stored with the offset kOffset, as unsigned bytes.
 constexpr int kMostShift = 3, kOffset = 96;
+// The largest difference of the exponents of scales in a step for which 16 bits hold the scales of a line as integers,
+// and the largest sum of two differences for which 16 bits hold the products of such integers.
+constexpr int kLineSpread = 11, kPairSpread = 7;
+// The limits for exponents of scales: 2^exponent / 32 is a normal float. Lines with scales beyond, and with NaN, have
+// kWideExponent as their highest exponent, so that they are added term by term. It is above kNoScale, because NaN times
+// zero is NaN.
+constexpr int kScaleLimit = 110, kWideExponent = 30000;
+// The exponent of a group that does not count, because it is zero: as the lowest one, and negated as the highest.
+constexpr int kNoScale = 10000;
 
-// The value and the range of every scale code of an operand. Values are multiplied by `factor`. are_powers is true if
-// all values are powers of two, zero or NaN.
-struct ScaleTable {
-  double values[256];
-  ScaleRange ranges[256];
-  bool are_powers = true;
+// The range of the exponents of scales in one step. Scales of groups that are zero do not count. If no scale counts,
+// lowest is larger than highest.
+struct ScaleRange {
+  int lowest = kNoScale, highest = -kNoScale;
 
-  ScaleTable(const ProductOperand& x, double factor) {
-    for (int code = 0; code < 256; ++code) {
-      const double value = x.scale_values[code];
-      const int exponent = static_cast<int>(__double_as_longlong(x.scale_powers[code]) >> 52) - 1023;
-      values[code] = value * factor;
-      ranges[code] = value == 0 ? kNoScale : value != value ? kNanScale : ScaleRange{exponent, exponent};
-      are_powers = are_powers && (value == 0 || value != value || value == x.scale_powers[code]);
-    }
+  // Extend the range by another one.
+  void add(int other_lowest, int other_highest) {
+    lowest = std::min(lowest, other_lowest);
+    highest = std::max(highest, other_highest);
   }
 };
 
-// The scales of one line (a row or a column) in at most kVnniSteps steps. Groups beyond K have the scale 0.
-//
-// A step is uniform if its scales are powers of two whose exponents differ by at most kMostShift. Then all its groups
-// have the smallest of these scales, and the elements of each group are shifted left by `shifts` bits instead.
-struct LineScales {
-  double values[kVnniGroups];
-  u8 shifts[kVnniGroups];
-  ScaleRange ranges[kVnniSteps];  // the ranges of the scales before shifting
-  bool is_uniform[kVnniSteps];
+// What every scale code of an operand means: (exponent + kBias) << 4 | significand, where the value is
+// significand * 2^(exponent - 3). The significand of zero is 0. Other values, such as NaN, have kSpecial.
+struct ScaleTable {
+  static constexpr int kBias = 256;
+  static constexpr u16 kSpecial = (kBias + 2000) << 4 | 8;
+  alignas(64) u16 entries[256];
 
-  // Decode the scales of `steps` steps of line `line` of an operand, from element k of K on. `length` is the number of
-  // elements from there on; no scale exists if it is 0 or less.
-  void decode(const ProductOperand& x, const ScaleTable& table, i64 line, i64 k, i64 length, int steps) {
-    const u8* codes = x.scales + line * x.scales_step + k / x.block;
-    const int shift = __builtin_ctz(x.block) - 4;
-    for (int step = 0; step < steps; ++step) {
-      int lowest[4];
-      ScaleRange range = kNoScale;
-      double smallest = 0;
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const int g = 4 * step + i;
-        const bool exists = 16 * g < length;
-        const u8 code = exists ? codes[g >> shift] : 0;
-        const ScaleRange own = exists ? table.ranges[code] : kNoScale;
-        values[g] = exists ? table.values[code] : 0;
-        lowest[i] = own.lowest;
-        shifts[g] = 0;
-        if (own.lowest < range.lowest) smallest = values[g];
-        range.add(own);
-      }
-      ranges[step] = range;
-      is_uniform[step] = table.are_powers && range.highest - range.lowest <= kMostShift;
-      if (!is_uniform[step]) continue;
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        if (values[4 * step + i] != 0) shifts[4 * step + i] = static_cast<u8>(lowest[i] - range.lowest);
-        values[4 * step + i] = smallest;
-      }
+  explicit ScaleTable(const ProductOperand& x) {
+    for (int code = 0; code < 256; ++code) {
+      const double value = x.scale_values[code], significand = value * over(3, x.scale_powers[code]);
+      const int exponent = exponent_of(x.scale_powers[code]);
+      const bool is_usual = significand >= 1 && significand <= 15 && significand == static_cast<int>(significand);
+      const int entry = (exponent + kBias) << 4 | (is_usual ? static_cast<int>(significand) : 0);
+      entries[code] = value == 0 ? 0 : is_usual ? static_cast<u16>(entry) : kSpecial;
     }
+  }
+
+  // Return the entries of 32 codes.
+  __m512i of(__m256i codes) const { return looked_up(entries, _mm512_cvtepu8_epi16(codes)); }
+};
+
+// The scales of one line (a row or a column) in at most kVnniSteps steps, in units of 2^(lowest - 3) of each step.
+// Groups that are zero have the scale 0.
+struct LineScales {
+  alignas(64) int16_t integers[kVnniGroups];
+  alignas(32) u8 shifts[kVnniGroups];  // the exponent of each scale minus the lowest one of the step
+  alignas(32) i32 lowest[kVnniSteps], highest[kVnniSteps];
+  alignas(32) float units[kVnniSteps];
+  unsigned may_shift;  // a bit per step: whether its scales are powers of two, and its shifts are at most kMostShift
+
+  // Decode the scales of a line of an operand from element k of K on, whose codes begin at `elements`. `length` is the
+  // number of elements from there on; no scale exists if it is 0 or less.
+  void decode(const ProductOperand& x, const ScaleTable& table, i64 line, i64 k, i64 length, const u8* elements) {
+    const int groups = static_cast<int>(std::min<i64>((std::max<i64>(length, 0) + 15) / 16, kVnniGroups));
+    const int shift = __builtin_ctz(x.block) - 4;
+    const __mmask32 exist = groups < 32 ? (1u << groups) - 1 : ~0u;
+    const int count = (groups + (1 << shift) - 1) >> shift;  // number of scale codes
+    const __mmask32 codes_exist = count < 32 ? (1u << count) - 1 : ~0u;
+    const __m256i codes = _mm256_maskz_loadu_epi8(codes_exist, x.scales + line * x.scales_step + k / x.block);
+    __m512i entries = table.of(codes);
+    if (shift) entries = _mm512_permutexvar_epi16(_mm512_srl_epi16(iota(), _mm_cvtsi32_si128(shift)), entries);
+    const __m512i significands = _mm512_and_si512(entries, _mm512_set1_epi16(15));
+    const __m512i exponents = _mm512_sub_epi16(_mm512_srli_epi16(entries, 4), _mm512_set1_epi16(ScaleTable::kBias));
+    const __mmask32 special = _mm512_cmpgt_epi16_mask(exponents, _mm512_set1_epi16(1000));
+    const __mmask32 scaled = _mm512_mask_test_epi16_mask(exist, significands, significands);
+    const __mmask32 nonzero = nonzero_groups(elements, std::max<i64>(length, 0));
+    const __mmask32 counts = scaled & (special | nonzero);
+    const __m512i low = least_of_step(_mm512_mask_mov_epi16(_mm512_set1_epi16(kNoScale), counts, exponents));
+    const __m512i negative = _mm512_sub_epi16(_mm512_setzero_si512(), exponents);
+    const __m512i minus_high = least_of_step(_mm512_mask_mov_epi16(_mm512_set1_epi16(kNoScale), counts, negative));
+    const __m512i differences = _mm512_maskz_sub_epi16(counts, exponents, low);
+    _mm512_store_si512(integers, _mm512_maskz_sllv_epi16(counts, significands, differences));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(shifts), _mm512_cvtepi16_epi8(differences));
+    const __mmask32 other = _mm512_mask_cmpneq_epi16_mask(counts, significands, _mm512_set1_epi16(8));
+    const __mmask32 far = _mm512_mask_cmpgt_epi16_mask(counts, differences, _mm512_set1_epi16(kMostShift));
+    // Only a scale of 0 makes nonzero elements zero, and shifting keeps no scale of 0.
+    const __mmask32 fixed = other | far | (nonzero & ~scaled);
+    may_shift = 0;
+    for (int step = 0; step < kVnniSteps; ++step) may_shift |= (fixed >> 4 * step & 15 ? 0u : 1u) << step;
+
+    const __m256i lows = _mm256_cvtepi16_epi32(_mm512_cvtepi64_epi16(low));
+    const __m256i highs =
+        _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtepi16_epi32(_mm512_cvtepi64_epi16(minus_high)));
+    const __mmask8 wide =
+        _mm256_cmpgt_epi32_mask(highs, _mm256_min_epi32(_mm256_add_epi32(lows, _mm256_set1_epi32(kLineSpread)),
+                                                        _mm256_set1_epi32(kScaleLimit))) |
+        _mm256_cmplt_epi32_mask(lows, _mm256_set1_epi32(-kScaleLimit));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lowest), lows);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(highest),
+                       _mm256_mask_mov_epi32(highs, wide, _mm256_set1_epi32(kWideExponent)));
+    // Without scales and for lines that are added term by term, any finite unit will do.
+    const __m256i above = _mm256_add_epi32(lows, _mm256_set1_epi32(kScaleLimit));
+    const __mmask8 usual = _mm256_cmple_epu32_mask(above, _mm256_set1_epi32(2 * kScaleLimit));
+    const __m256i fields = _mm256_add_epi32(_mm256_maskz_mov_epi32(usual, lows), _mm256_set1_epi32(127 - 3));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(units), _mm256_slli_epi32(fields, 23));
+  }
+
+  // Return the integers from 0 to 31.
+  static __m512i iota() {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(1)), 16));
+  }
+
+  // Return, for every group, the least of the four integers of its step.
+  static __m512i least_of_step(__m512i x) {
+    x = _mm512_min_epi16(x, _mm512_rol_epi64(x, 16));
+    return _mm512_min_epi16(x, _mm512_rol_epi64(x, 32));
+  }
+
+  // Return the groups that have an element other than zero, as a mask. `length` elements exist.
+  static __mmask32 nonzero_groups(const u8* codes, i64 length) {
+    __mmask32 found = 0;
+    for (int i = 0; i < 4; ++i) {
+      const i64 bytes = std::min<i64>(std::max<i64>((length + 1) / 2 - 64 * i, 0), 64);
+      const __mmask64 exist = bytes < 64 ? (u64{1} << bytes) - 1 : ~u64{0};
+      const __m512i x = _mm512_maskz_loadu_epi8(exist, codes + 64 * i);
+      found |= static_cast<__mmask32>(_mm512_test_epi64_mask(x, _mm512_set1_epi8(0x77))) << 8 * i;
+    }
+    return found;
   }
 };
 
 // The decoded elements of a panel of columns, for at most kProductDepth elements of K. A word holds four elements of
-// one lane, in units of 1/2, shifted by LineScales::shifts, each plus kOffset. `scales` holds the scale of each group,
-// and `ranges` the range of each step.
+// one lane, in units of 1/2, each plus kOffset. A word of `pairs` holds the scales of groups 2i and 2i + 1, in units
+// of `units` of the step.
+//
+// A step is shifted if LineScales::may_shift of all lanes. Then elements are shifted left by LineScales::shifts, and
+// the scales of all groups are 8.
 struct VnniColumns {
   alignas(64) u32 words[kProductDepth / 4][kVnniLanes];
-  alignas(64) double scales[kVnniGroups][kVnniLanes];
-  alignas(64) i32 integers[kVnniGroups][kVnniLanes];  // scales as integers in steps with a small range
-  alignas(64) float units[kVnniSteps][kVnniLanes];    // the scale of each step that is uniform in all lanes
+  alignas(64) i32 pairs[kVnniGroups / 2][kVnniLanes];
+  alignas(64) float units[kVnniSteps][kVnniLanes];
+  alignas(64) i32 lowest[kVnniSteps][kVnniLanes], highest[kVnniSteps][kVnniLanes];  // of the scales before shifting
   ScaleRange ranges[kVnniSteps];
-  bool is_uniform[kVnniSteps];  // whether the step is uniform in all lanes
+  int spreads[kVnniSteps];  // the largest difference of the exponents of a lane's scales, after shifting
+  unsigned shifted;         // a bit per step
 };
 
-// The decoded elements of one row, for at most kProductDepth elements of K. A word holds four elements, in units of
-// 1/2, shifted by LineScales::shifts, as signed bytes. `scales` holds a quarter of the scale of each group, because
+// The decoded elements of kVnniBlock rows, for at most kProductDepth elements of K. A word holds four elements, in
+// units of 1/2, as signed bytes. The other fields are like those of VnniColumns. Units are divided by 4, because
 // products are in units of 1/4.
-struct VnniRow {
-  alignas(64) i32 words[kProductDepth / 4];
-  i32 corrections[kVnniGroups];      // -kOffset times the sum of a group's elements
-  i32 step_corrections[kVnniSteps];  // the sum of the corrections of a step
-  i32 integers[kVnniGroups];         // scales as integers in steps with a small range
-  double scales[kVnniGroups];
-  float units[kVnniSteps];  // a quarter of the scale of each uniform step
+struct VnniRows {
+  alignas(64) i32 words[kVnniBlock][kProductDepth / 4];
+  i32 corrections[kVnniBlock][kVnniGroups];      // -kOffset times the sum of a group's elements
+  i32 step_corrections[kVnniBlock][kVnniSteps];  // the sum of the corrections of a step
+  i32 pairs[kVnniBlock][kVnniGroups / 2];
+  float units[kVnniBlock][kVnniSteps];
+  i32 lowest[kVnniBlock][kVnniSteps], highest[kVnniBlock][kVnniSteps];
   ScaleRange ranges[kVnniSteps];
-  bool is_uniform[kVnniSteps];
+  int spreads[kVnniSteps];
+  unsigned shifted;
 };
 
-// Rows that are multiplied at once with a panel, and what holds for all of them in each step.
-struct VnniRows {
-  VnniRow rows[kVnniBlock];
-  ScaleRange ranges[kVnniSteps];
-  bool is_uniform[kVnniSteps];
-};
+// Store what holds for all `count` lines of a panel or of a block of rows, in `to`. To: VnniColumns or VnniRows.
+template <class To>
+void combine_scales(To& to, LineScales* lines, int count, int steps) {
+  to.shifted = ~0u;
+  for (int line = 0; line < count; ++line) to.shifted &= lines[line].may_shift;
+  for (int step = 0; step < steps; ++step) {
+    ScaleRange range;
+    int spread = 0;
+    for (int line = 0; line < count; ++line) {
+      range.add(lines[line].lowest[step], lines[line].highest[step]);
+      spread = std::max(spread, lines[line].highest[step] - lines[line].lowest[step]);
+    }
+    to.ranges[step] = range;
+    const bool is_shifted = to.shifted >> step & 1;
+    to.spreads[step] = is_shifted ? 0 : spread;
+    for (int line = 0; line < count; ++line) {
+      if (is_shifted) {
+        for (int g = 4 * step; g < 4 * step + 4; ++g) lines[line].integers[g] = 8;
+      } else {
+        std::memset(lines[line].shifts + 4 * step, 0, 4);
+      }
+    }
+  }
+}
 
 // Decode 64 * `steps` elements, of which `bytes` bytes of codes exist, and store each as a byte: its value in units of
 // 1/2, shifted left by the entry of `shifts` for its group, plus `offset`. Elements beyond the codes are zeros.
@@ -149,15 +221,17 @@ void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int 
     for (int i = 0; i < shift; ++i) shifted = _mm_add_epi8(shifted, shifted);
     tables[shift] = _mm_add_epi8(shifted, _mm_set1_epi8(static_cast<char>(offset)));
   }
-  const __m128i low = _mm_set1_epi8(15);
-  for (int i = 0; i < steps * 2; ++i) {
-    const i64 left = std::max<i64>(bytes - 16 * i, 0);
-    const __mmask16 exists = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(0xFFFF);
-    const __m128i pairs = _mm_maskz_loadu_epi8(exists, codes + 16 * i);
-    const __m128i first = _mm_and_si128(pairs, low), second = _mm_and_si128(_mm_srli_epi16(pairs, 4), low);
-    __m128i* group = reinterpret_cast<__m128i*>(to + 32 * i);
-    _mm_storeu_si128(group, _mm_shuffle_epi8(tables[shifts[2 * i]], _mm_unpacklo_epi8(first, second)));
-    _mm_storeu_si128(group + 1, _mm_shuffle_epi8(tables[shifts[2 * i + 1]], _mm_unpackhi_epi8(first, second)));
+  for (int i = 0; i < steps; ++i) {
+    const i64 left = std::min<i64>(std::max<i64>(bytes - 32 * i, 0), 32);
+    const __mmask32 exist = left < 32 ? (1u << left) - 1 : ~0u;
+    const __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(exist, codes + 32 * i));
+    // The first code of a pair in the low byte, the second in the high one.
+    const __m512i apart = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(15));
+    __m512i table = _mm512_broadcast_i32x4(tables[shifts[4 * i]]);
+    table = _mm512_mask_broadcast_i32x4(table, 0x00F0, tables[shifts[4 * i + 1]]);
+    table = _mm512_mask_broadcast_i32x4(table, 0x0F00, tables[shifts[4 * i + 2]]);
+    table = _mm512_mask_broadcast_i32x4(table, 0xF000, tables[shifts[4 * i + 3]]);
+    _mm512_storeu_si512(to + 64 * i, _mm512_shuffle_epi8(table, apart));
   }
 }
 
@@ -176,9 +250,9 @@ bool uses_vnni(const ProductCall& call) {
 struct VnniTask {
   const ProductCall& call;
 
-  // The memory of a task: the decoded elements of a panel and of all rows, and the sums so far.
+  // The memory of a task: the decoded elements of kVnniWidth panels and of all rows, and the sums so far.
   struct Memory {
-    VnniColumns columns;
+    VnniColumns columns[kVnniWidth];
     VnniRows rows[kVnniRows / kVnniBlock];
     alignas(64) float sums[kVnniPanels][kVnniRows][kVnniLanes];
   };
@@ -192,7 +266,7 @@ struct VnniTask {
   void run(i64 index) const {
     const std::unique_ptr<Memory> memory(new Memory);  // not make_unique, which would set the memory to zeros
     Memory& m = *memory;
-    const ScaleTable a_scales(call.a, 0.25), b_scales(call.b, 1);
+    const ScaleTable a_scales(call.a), b_scales(call.b);
     const i64 first_row = index / across() * kVnniRows, first = index % across() * kVnniPanels * kVnniLanes;
     const i64 rows = std::min(kVnniRows, call.rows - first_row);
     const i64 blocks = (rows + kVnniBlock - 1) / kVnniBlock;
@@ -204,252 +278,322 @@ struct VnniTask {
     for (i64 k = 0; k < call.length; k += kProductDepth) {
       const int steps = static_cast<int>((std::min(kProductDepth, call.length - k) + kVnniStep - 1) / kVnniStep);
       for (i64 i = 0; i < blocks; ++i) decode_rows(m.rows[i], a_scales, first_row + i * kVnniBlock, k, steps);
-      for (int p = 0; p < panels; ++p) {
+      for (int p = 0; p < panels; p += kVnniWidth) {
         const i64 column = first + p * kVnniLanes;
-        decode_columns(m.columns, b_scales, column, k, steps);
+        const int width = std::min(kVnniWidth, panels - p);
+        for (int w = 0; w < width; ++w) decode_columns(m.columns[w], b_scales, column + w * kVnniLanes, k, steps);
         for (i64 i = 0; i < blocks; ++i) {
           const i64 row = first_row + i * kVnniBlock;
-          add_steps(m.rows[i], m.columns, row, column, k, steps, m.sums[p] + i * kVnniBlock);
+          float (*sums)[kVnniRows][kVnniLanes] = m.sums + p;
+          width == kVnniWidth ? add_steps<kVnniWidth>(m.rows[i], m.columns, row, column, k, steps, sums)
+                              : add_steps<1>(m.rows[i], m.columns, row, column, k, steps, sums);
         }
       }
     }
-    for (int p = 0; p < panels; ++p) {
-      for (i64 r = 0; r < rows; ++r) put_lanes(call, first_row + r, first + p * kVnniLanes, m.sums[p][r]);
+    for (i64 r = 0; r < rows; ++r) {
+      for (int p = 0; p < panels; ++p) put_lanes(call, first_row + r, first + p * kVnniLanes, m.sums[p][r]);
     }
   }
 
   // Store in `to` the decoded elements of `steps` steps, from element k of K on, for the panel that begins at column
   // `first`. Elements and scales beyond the operand are zeros.
   void decode_columns(VnniColumns& to, const ScaleTable& table, i64 first, i64 k, int steps) const {
-    for (ScaleRange& range : to.ranges) range = kNoScale;
-    for (bool& is_uniform : to.is_uniform) is_uniform = true;
+    LineScales scales[kVnniLanes];
     for (int lane = 0; lane < kVnniLanes; ++lane) {
-      const bool exists = first + lane < call.columns;
-      const i64 column = exists ? first + lane : 0, length = exists ? call.length - k : 0;
-      LineScales scales;
-      scales.decode(call.b, table, column, k, length, steps);
-      alignas(64) u32 words[kProductDepth / 4];
-      decode_halves(static_cast<const u8*>(call.b.codes) + column * call.b.codes_step + k / 2, length / 2, steps,
-                    scales.shifts, kOffset, reinterpret_cast<u8*>(words));
-      for (int i = 0; i < steps * kVnniStep / 4; ++i) to.words[i][lane] = words[i];
-      for (int g = 0; g < steps * kVnniStep / 16; ++g) to.scales[g][lane] = scales.values[g];
+      const i64 column = first + lane < call.columns ? first + lane : 0;
+      const i64 length = first + lane < call.columns ? call.length - k : 0;
+      scales[lane].decode(call.b, table, column, k, length, codes_of(call.b, column, k));
+    }
+    combine_scales(to, scales, kVnniLanes, steps);
+    alignas(64) u32 words[kVnniLanes][kProductDepth / 4];
+    __m512i lines[kVnniLanes];
+    for (int lane = 0; lane < kVnniLanes; ++lane) {
+      const i64 column = first + lane < call.columns ? first + lane : 0;
+      const i64 length = first + lane < call.columns ? call.length - k : 0;
+      decode_halves(codes_of(call.b, column, k), (length + 1) / 2, steps, scales[lane].shifts, kOffset,
+                    reinterpret_cast<u8*>(words[lane]));
+      lines[lane] = _mm512_load_si512(scales[lane].integers);
       for (int step = 0; step < steps; ++step) {
-        to.ranges[step].add(scales.ranges[step]);
-        to.is_uniform[step] = to.is_uniform[step] && scales.is_uniform[step];
-        to.units[step][lane] = static_cast<float>(scales.values[4 * step]);
+        to.units[step][lane] = scales[lane].units[step];
+        to.lowest[step][lane] = scales[lane].lowest[step];
+        to.highest[step][lane] = scales[lane].highest[step];
       }
     }
-    for (int g = 0; g < steps * kVnniStep / 16; ++g) {
-      if (to.ranges[g / 4].highest - to.ranges[g / 4].lowest > kIntegerRange) continue;
-      const double unit = to.ranges[g / 4].unit();
-      for (int lane = 0; lane < kVnniLanes; ++lane) to.integers[g][lane] = static_cast<i32>(to.scales[g][lane] * unit);
+    transpose(lines, to.pairs);
+    for (int step = 0; step < steps; ++step) {
+      for (int lane = 0; lane < kVnniLanes; ++lane) lines[lane] = _mm512_load_si512(words[lane] + 16 * step);
+      transpose(lines, to.words + 16 * step);
     }
+  }
+
+  // Return the codes of a row of an operand, from element k of K on.
+  static const u8* codes_of(const ProductOperand& x, i64 row, i64 k) {
+    return static_cast<const u8*>(x.codes) + row * x.codes_step + k / 2;
   }
 
   // Store in `to` the decoded elements of `steps` steps of kVnniBlock rows from row `first` on, from element k of K on.
   // Elements and scales beyond the operand are zeros.
-  void decode_rows(VnniRows& to, const ScaleTable& table, i64 first, i64 k, int steps) const {
-    for (int step = 0; step < steps; ++step) {
-      to.ranges[step] = kNoScale;
-      to.is_uniform[step] = true;
-    }
+  __attribute__((target("avx512vnni"))) void decode_rows(VnniRows& to, const ScaleTable& table, i64 first, i64 k,
+                                                         int steps) const {
+    LineScales scales[kVnniBlock];
     for (int r = 0; r < kVnniBlock; ++r) {
-      decode_row(to.rows[r], table, first + r, k, steps);
+      const i64 row = first + r < call.rows ? first + r : 0, length = first + r < call.rows ? call.length - k : 0;
+      scales[r].decode(call.a, table, row, k, length, codes_of(call.a, row, k));
+    }
+    combine_scales(to, scales, kVnniBlock, steps);
+    for (int r = 0; r < kVnniBlock; ++r) {
+      const i64 row = first + r < call.rows ? first + r : 0, length = first + r < call.rows ? call.length - k : 0;
+      decode_halves(codes_of(call.a, row, k), (length + 1) / 2, steps, scales[r].shifts, 0,
+                    reinterpret_cast<u8*>(to.words[r]));
+      std::memcpy(to.pairs[r], scales[r].integers, sizeof to.pairs[r]);
+      std::memcpy(to.lowest[r], scales[r].lowest, sizeof to.lowest[r]);
+      std::memcpy(to.highest[r], scales[r].highest, sizeof to.highest[r]);
       for (int step = 0; step < steps; ++step) {
-        to.ranges[step].add(to.rows[r].ranges[step]);
-        to.is_uniform[step] = to.is_uniform[step] && to.rows[r].is_uniform[step];
+        to.units[r][step] = scales[r].units[step] * 0.25f;
+        const __m512i words = _mm512_load_si512(to.words[r] + 16 * step);
+        __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(kOffset), words);
+        sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_CDAB));
+        sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_BADC));
+        const __m512i groups = _mm512_maskz_compress_epi32(0x1111, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
+        i32* corrections = to.corrections[r] + 4 * step;
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(corrections), _mm512_castsi512_si128(groups));
+        to.step_corrections[r][step] = corrections[0] + corrections[1] + corrections[2] + corrections[3];
       }
     }
   }
 
-  // Store in `to` the decoded elements of `steps` steps of row `row`, as decode_rows does.
-  __attribute__((target("avx512vnni"))) void decode_row(VnniRow& to, const ScaleTable& table, i64 row, i64 k,
-                                                        int steps) const {
-    const i64 length = row < call.rows ? call.length - k : 0;
-    if (row >= call.rows) row = 0;
-    LineScales scales;
-    scales.decode(call.a, table, row, k, length, steps);
-    decode_halves(static_cast<const u8*>(call.a.codes) + row * call.a.codes_step + k / 2, length / 2, steps,
-                  scales.shifts, 0, reinterpret_cast<u8*>(to.words));
-    for (int step = 0; step < steps; ++step) {
-      const __m512i words = _mm512_load_si512(to.words + 16 * step);
-      __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(kOffset), words);
-      sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_CDAB));
-      sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_BADC));
-      const __m512i groups = _mm512_maskz_compress_epi32(0x1111, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
-      i32* corrections = to.corrections + 4 * step;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(corrections), _mm512_castsi512_si128(groups));
-      to.step_corrections[step] = corrections[0] + corrections[1] + corrections[2] + corrections[3];
-      to.ranges[step] = scales.ranges[step];
-      to.is_uniform[step] = scales.is_uniform[step];
-      to.units[step] = static_cast<float>(scales.values[4 * step]);
-    }
-    for (int g = 0; g < steps * kVnniStep / 16; ++g) {
-      to.scales[g] = scales.values[g];
-      if (to.ranges[g / 4].highest - to.ranges[g / 4].lowest > kIntegerRange) continue;
-      to.integers[g] = static_cast<i32>(to.scales[g] * 4 * to.ranges[g / 4].unit());
-    }
-  }
-
-  // How the terms of a step are added: lane by lane where necessary, as doubles, with integer scales, or as one integer
-  // sum of all products, whose scale is that of the step.
-  enum class Way { lanes, doubles, integers, uniform };
-
-  // Return the fastest way that is certain, without a look at single lanes, to be exact for kVnniBlock rows. The
-  // conditions for `doubles` are those of inexact_lanes, except that no sum may be zero. exist[r]: the lanes of row r
-  // whose results exist; the other lanes are ignored.
-  static Way way_of(const VnniRows& a, const VnniColumns& b, int step, const __m512* sums, const __mmask16* exist) {
-    const int highest = a.ranges[step].highest + b.ranges[step].highest;
-    const int lowest = a.ranges[step].lowest + b.ranges[step].lowest;
-    if (highest - lowest > 27 || lowest < -80 || highest > 90 || highest < -80) return Way::lanes;
-    // Bits of positive floats are ordered as the floats are.
-    const i32 least = (highest - 12 + 127) << 23;
-    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), first = _mm512_set1_epi32(least);
-    const __m512i count = _mm512_set1_epi32(((lowest + 28 + 127) << 23) - least);
-    unsigned outside = 0;
+  // Add to `products` the products of kWords words, from word `first` on, for kVnniBlock rows and kWidth panels. Start
+  // from the corrections of entry `index`, of kVnniBlock rows of kCount entries each.
+  template <int kWords, int kWidth, int kCount>
+  __attribute__((target("avx512vnni"), always_inline)) static inline void multiply(
+      const VnniRows& a, const VnniColumns* b, int first, const i32 (&corrections)[kVnniBlock][kCount], int index,
+      __m512i (&products)[kVnniBlock][kWidth]) {
+#pragma GCC unroll 4
     for (int r = 0; r < kVnniBlock; ++r) {
-      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(sums[r]), magnitude);
-      outside |= _mm512_mask_cmpge_epu32_mask(exist[r], _mm512_sub_epi32(bits, first), count);
+#pragma GCC unroll 2
+      for (int w = 0; w < kWidth; ++w) products[r][w] = _mm512_set1_epi32(corrections[r][index]);
     }
-    if (outside) return Way::lanes;
-    if (a.is_uniform[step] && b.is_uniform[step]) return Way::uniform;
-    return highest - lowest <= kIntegerRange ? Way::integers : Way::doubles;
-  }
-
-  // Return the lanes of a row whose sum may not be added exactly in double: a mask of kVnniLanes bits. x, y: the ranges
-  // of the row and of the panel in this step. sums: the sums of the row.
-  static __mmask16 inexact_lanes(ScaleRange x, ScaleRange y, __m512 sums) {
-    const int highest = x.highest + y.highest, lowest = x.lowest + y.lowest;
-    // No term loses bits if the terms' exponents differ by at most F - 8, and C is neither far below nor far above.
-    if (highest - lowest > 27 || lowest < -80 || highest > 90) return 0xFFFF;
-    const __m512d least = _mm512_set1_pd(double_power(std::max(highest - 12, -1000)));
-    const __m512d limit = _mm512_set1_pd(double_power(std::min(lowest + 28, 1000)));
-    unsigned inexact = 0;
-    for (int v = 0; v < 2; ++v) {
-      const __m512d c = half_of(sums, v), magnitude = _mm512_abs_pd(c);
-      const __mmask8 other = _mm512_cmp_pd_mask(c, _mm512_setzero_pd(), _CMP_NEQ_UQ);
-      const __mmask8 fits =
-          _mm512_mask_cmp_pd_mask(_mm512_cmp_pd_mask(magnitude, least, _CMP_GE_OQ), magnitude, limit, _CMP_LT_OQ);
-      inexact |= static_cast<unsigned>(other & static_cast<unsigned char>(~fits)) << (8 * v);
-    }
-    return static_cast<__mmask16>(inexact);
-  }
-
-  // Store in `products` the sums of the products of group g, in units of 1/4, for kVnniBlock rows.
-  __attribute__((target("avx512vnni"), always_inline)) static inline void multiply(const VnniRow* a,
-                                                                                   const VnniColumns& b, int g,
-                                                                                   __m512i* products) {
-    for (int r = 0; r < kVnniBlock; ++r) products[r] = _mm512_set1_epi32(a[r].corrections[g]);
-    add_products<4>(a, b, 4 * g, products);
-  }
-
-  // Add to `products` the products of kWords words, from word `first` on, for kVnniBlock rows.
-  template <int kWords>
-  __attribute__((target("avx512vnni"), always_inline)) static inline void add_products(const VnniRow* a,
-                                                                                       const VnniColumns& b, int first,
-                                                                                       __m512i* products) {
 #pragma GCC unroll 16
-    for (int i = first; i < first + kWords; ++i) {
-      const __m512i word = _mm512_load_si512(b.words[i]);
+    for (int i = 0; i < kWords; ++i) {
+      __m512i columns[kWidth];
+#pragma GCC unroll 2
+      for (int w = 0; w < kWidth; ++w) columns[w] = _mm512_load_si512(b[w].words[first + i]);
 #pragma GCC unroll 4
       for (int r = 0; r < kVnniBlock; ++r) {
-        products[r] = _mm512_dpbusd_epi32(products[r], word, _mm512_set1_epi32(a[r].words[i]));
+        const __m512i row = _mm512_set1_epi32(a.words[r][first + i]);
+#pragma GCC unroll 2
+        for (int w = 0; w < kWidth; ++w) products[r][w] = _mm512_dpbusd_epi32(products[r][w], columns[w], row);
       }
     }
   }
 
-  // Add a uniform step to the sums of kVnniBlock rows and one panel. The sum of all products has less than 24 bits, so
-  // a fused multiply-add toward zero adds it to C and truncates the result.
-  __attribute__((target("avx512vnni"), always_inline)) static inline void add_uniform(const VnniRow* a,
-                                                                                      const VnniColumns& b, int step,
-                                                                                      __m512* sums) {
-    __m512i products[kVnniBlock];
-    for (int r = 0; r < kVnniBlock; ++r) products[r] = _mm512_set1_epi32(a[r].step_corrections[step]);
-    add_products<kVnniStep / 4>(a, b, kVnniStep / 4 * step, products);
-    const __m512 units = _mm512_load_ps(b.units[step]);
-    for (int r = 0; r < kVnniBlock; ++r) {
-      const __m512 unit = _mm512_mul_ps(units, _mm512_set1_ps(a[r].units[step]));
-      sums[r] = _mm512_fmadd_round_ps(_mm512_cvtepi32_ps(products[r]), unit, sums[r], kTowardZero);
+  // Return true if it is certain, without a look at single lanes, that a step loses no bits: no term when it is shifted
+  // to the largest exponent, and not C. The conditions are those of inexact_lanes, except that no sum may be zero.
+  template <int kWidth>
+  static bool is_exact(const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
+    int highest = -kNoScale, lowest = kNoScale;
+    for (int w = 0; w < kWidth; ++w) {
+      highest = std::max(highest, b[w].ranges[step].highest);
+      lowest = std::min(lowest, b[w].ranges[step].lowest);
     }
-  }
-
-  // Add a step to the sums of kVnniBlock rows and one panel, with scales as integers.
-  __attribute__((target("avx512vnni"), always_inline)) static inline void add_integers(const VnniRow* a,
-                                                                                       const VnniColumns& b, int step,
-                                                                                       __m512* sums) {
-    __m512i totals[kVnniBlock];
-    for (int r = 0; r < kVnniBlock; ++r) totals[r] = _mm512_setzero_si512();
+    highest += a.ranges[step].highest;
+    lowest += a.ranges[step].lowest;
+    if (highest - lowest > 27 || lowest < -80 || highest > 90 || highest < -80) return false;
+    // Bits of positive floats are ordered as the floats are. Without the sign, they are doubled.
+    const u32 least = static_cast<u32>(highest - 12 + 127) << 24, end = static_cast<u32>(lowest + 28 + 127) << 24;
+    const __m512i first = _mm512_set1_epi32(static_cast<int>(least));
+    __m512i most = _mm512_setzero_si512();
+#pragma GCC unroll 2
+    for (int w = 0; w < kWidth; ++w) {
 #pragma GCC unroll 4
-    for (int g = 4 * step; g < 4 * step + 4; ++g) {
-      __m512i products[kVnniBlock];
-      multiply(a, b, g, products);
-      const __m512i scales = _mm512_load_si512(b.integers[g]);
       for (int r = 0; r < kVnniBlock; ++r) {
-        const __m512i scale = _mm512_mullo_epi32(scales, _mm512_set1_epi32(a[r].integers[g]));
-        totals[r] = _mm512_add_epi32(totals[r], _mm512_mullo_epi32(products[r], scale));
+        const __m512i bits = _mm512_load_si512(c[w][r]);
+        most = _mm512_max_epu32(most, _mm512_sub_epi32(_mm512_add_epi32(bits, bits), first));
       }
     }
-    for (int r = 0; r < kVnniBlock; ++r) {
-      const __m512d unit = _mm512_set1_pd(0.25 / (a[r].ranges[step].unit() * b.ranges[step].unit()));
-      const __m512d low = _mm512_fmadd_pd(integer_half_of(totals[r], 0), unit, half_of(sums[r], 0));
-      const __m512d high = _mm512_fmadd_pd(integer_half_of(totals[r], 1), unit, half_of(sums[r], 1));
-      sums[r] = truncated(low, high);
+    return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(static_cast<int>(end - least)));
+  }
+
+  // Return the lanes of row r and of a panel in which a step may lose bits. sums: the sums of the row before the step.
+  static __mmask16 inexact_lanes(const VnniRows& a, int r, const VnniColumns& b, int step, __m512 sums) {
+    const __m512i lowest = _mm512_add_epi32(_mm512_load_si512(b.lowest[step]), _mm512_set1_epi32(a.lowest[r][step]));
+    const __m512i highest = _mm512_add_epi32(_mm512_load_si512(b.highest[step]), _mm512_set1_epi32(a.highest[r][step]));
+    // No term loses bits if the terms' exponents differ by at most F - 8, and C is neither far below nor far above.
+    unsigned inexact = _mm512_cmpgt_epi32_mask(_mm512_sub_epi32(highest, lowest), _mm512_set1_epi32(27));
+    inexact |= _mm512_cmplt_epi32_mask(lowest, _mm512_set1_epi32(-80));
+    inexact |= _mm512_cmpgt_epi32_mask(highest, _mm512_set1_epi32(90));
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(sums), _mm512_set1_epi32(0x7FFFFFFF));
+    const __m512i least =
+        _mm512_max_epi32(_mm512_add_epi32(highest, _mm512_set1_epi32(127 - 12)), _mm512_setzero_si512());
+    const __m512i end = _mm512_min_epi32(_mm512_add_epi32(lowest, _mm512_set1_epi32(127 + 28)), _mm512_set1_epi32(255));
+    unsigned outside = _mm512_cmplt_epu32_mask(bits, _mm512_slli_epi32(least, 23));
+    outside |= _mm512_cmpge_epu32_mask(bits, _mm512_slli_epi32(end, 23));
+    return static_cast<__mmask16>(inexact | (outside & _mm512_test_epi32_mask(bits, bits)));
+  }
+
+  // Add a shifted step to the sums c. The sum of all products has less than 24 bits, so a fused multiply-add toward
+  // zero adds it to C and truncates the result.
+  template <int kWidth>
+  __attribute__((target("avx512vnni"), always_inline)) static inline void add_shifted(
+      const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
+    __m512i products[kVnniBlock][kWidth];
+    multiply<kVnniStep / 4>(a, b, kVnniStep / 4 * step, a.step_corrections, step, products);
+#pragma GCC unroll 2
+    for (int w = 0; w < kWidth; ++w) {
+      const __m512 units = _mm512_mul_ps(_mm512_load_ps(b[w].units[step]), _mm512_set1_ps(64));  // scales are 8
+#pragma GCC unroll 4
+      for (int r = 0; r < kVnniBlock; ++r) {
+        const __m512 unit = _mm512_mul_ps(units, _mm512_set1_ps(a.units[r][step]));
+        const __m512 product = _mm512_cvtepi32_ps(products[r][w]);
+        _mm512_store_ps(c[w][r], _mm512_fmadd_round_ps(product, unit, _mm512_load_ps(c[w][r]), kTowardZero));
+      }
     }
   }
 
-  // Add a step to the sums of kVnniBlock rows and one panel, with terms as doubles. The sums must fit for all lanes.
-  __attribute__((target("avx512vnni"), always_inline)) static inline void add_doubles(const VnniRow* a,
-                                                                                      const VnniColumns& b, int step,
-                                                                                      __m512* sums) {
-    __m512d totals[kVnniBlock][2];
-    for (int r = 0; r < kVnniBlock; ++r) {
-      for (int v = 0; v < 2; ++v) totals[r][v] = half_of(sums[r], v);
-    }
-    for (int g = 4 * step; g < 4 * step + 4; ++g) {
-      __m512i products[kVnniBlock];
-      multiply(a, b, g, products);
-      for (int r = 0; r < kVnniBlock; ++r) {
-        for (int v = 0; v < 2; ++v) {
-          const __m512d scale = _mm512_mul_pd(_mm512_set1_pd(a[r].scales[g]), _mm512_load_pd(b.scales[g] + 8 * v));
-          totals[r][v] = _mm512_fmadd_pd(integer_half_of(products[r], v), scale, totals[r][v]);
+  // Add a step to the sums c, with pairs of scales as integers.
+  template <int kWidth>
+  __attribute__((target("avx512vnni"), always_inline)) static inline void add_pairs(const VnniRows& a,
+                                                                                    const VnniColumns* b, int step,
+                                                                                    float (*c)[kVnniRows][kVnniLanes]) {
+    __m512i totals[kVnniBlock][kWidth];
+#pragma GCC unroll 2
+    for (int pair = 0; pair < 2; ++pair) {
+      __m512i first[kVnniBlock][kWidth], second[kVnniBlock][kWidth];
+      const int g = 4 * step + 2 * pair;
+      multiply<4>(a, b, 4 * g, a.corrections, g, first);
+      multiply<4>(a, b, 4 * g + 4, a.corrections, g + 1, second);
+#pragma GCC unroll 2
+      for (int w = 0; w < kWidth; ++w) {
+        const __m512i scales = _mm512_load_si512(b[w].pairs[g / 2]);
+#pragma GCC unroll 4
+        for (int r = 0; r < kVnniBlock; ++r) {
+          const __m512i both = _mm512_mask_mov_epi16(first[r][w], 0xAAAAAAAA, _mm512_slli_epi32(second[r][w], 16));
+          const __m512i scale = _mm512_mullo_epi16(scales, _mm512_set1_epi32(a.pairs[r][g / 2]));
+          totals[r][w] = pair ? _mm512_dpwssd_epi32(totals[r][w], both, scale) : _mm512_madd_epi16(both, scale);
         }
       }
     }
-    for (int r = 0; r < kVnniBlock; ++r) sums[r] = truncated(totals[r][0], totals[r][1]);
+    const __m512i limit = _mm512_set1_epi32(1 << 24);
+    __m512i most = _mm512_setzero_si512();
+#pragma GCC unroll 2
+    for (int w = 0; w < kWidth; ++w) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kVnniBlock; ++r) most = _mm512_max_epu32(most, _mm512_add_epi32(totals[r][w], limit));
+    }
+    const bool is_wide = _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(2 << 24));  // a total has more than 24 bits
+#pragma GCC unroll 2
+    for (int w = 0; w < kWidth; ++w) {
+      const __m512 units = _mm512_load_ps(b[w].units[step]);
+#pragma GCC unroll 4
+      for (int r = 0; r < kVnniBlock; ++r) {
+        const __m512 unit = _mm512_mul_ps(units, _mm512_set1_ps(a.units[r][step]));
+        const __m512 old = _mm512_load_ps(c[w][r]);
+        __m512 sum;
+        if (is_wide) {
+          const __m512d low = _mm512_fmadd_pd(integer_half_of(totals[r][w], 0), half_of(unit, 0), half_of(old, 0));
+          const __m512d high = _mm512_fmadd_pd(integer_half_of(totals[r][w], 1), half_of(unit, 1), half_of(old, 1));
+          sum = truncated(low, high);
+        } else {
+          sum = _mm512_fmadd_round_ps(_mm512_cvtepi32_ps(totals[r][w]), unit, old, kTowardZero);
+        }
+        _mm512_store_ps(c[w][r], sum);
+      }
+    }
   }
 
-  // Add `steps` decoded steps, from element k of K on, to the sums c of kVnniBlock rows and one panel. `row` is the
-  // first of the rows, and `first` the first column of the panel.
-  __attribute__((target("avx512vnni"))) void add_steps(const VnniRows& a, const VnniColumns& b, i64 row, i64 first,
-                                                       i64 k, int steps, float (*c)[kVnniLanes]) const {
-    __m512 sums[kVnniBlock];
-    __mmask16 exist[kVnniBlock];
-    for (int r = 0; r < kVnniBlock; ++r) {
-      sums[r] = _mm512_load_ps(c[r]);
-      exist[r] = row + r < call.rows ? lanes_from(call, first) : static_cast<__mmask16>(0);
-    }
-    for (int step = 0; step < steps; ++step) {
-      const Way way = way_of(a, b, step, sums, exist);
-      if (way == Way::uniform) {
-        add_uniform(a.rows, b, step, sums);
-      } else if (way == Way::integers) {
-        add_integers(a.rows, b, step, sums);
-      } else {
-        __mmask16 inexact[kVnniBlock] = {};
-        __m512 before[kVnniBlock];
+  // Add a step to the sums c, with terms as doubles.
+  template <int kWidth>
+  __attribute__((target("avx512vnni"), noinline)) static void add_doubles(const VnniRows& a, const VnniColumns* b,
+                                                                          int step, float (*c)[kVnniRows][kVnniLanes]) {
+    __m512d totals[kVnniBlock][kWidth][2] = {};
+    for (int g = 4 * step; g < 4 * step + 4; ++g) {
+      __m512i products[kVnniBlock][kWidth];
+      multiply<4>(a, b, 4 * g, a.corrections, g, products);
+      for (int w = 0; w < kWidth; ++w) {
+        const int side = 16 * (g % 2);  // the bits of a pair before the scale of group g
+        const __m512i scales = _mm512_and_si512(
+            _mm512_srl_epi32(_mm512_load_si512(b[w].pairs[g / 2]), _mm_cvtsi32_si128(side)), _mm512_set1_epi32(0xFFFF));
         for (int r = 0; r < kVnniBlock; ++r) {
-          before[r] = sums[r];
-          if (way == Way::lanes) {
-            inexact[r] = exist[r] & inexact_lanes(a.rows[r].ranges[step], b.ranges[step], sums[r]);
+          const __m512i scale = _mm512_mullo_epi32(scales, _mm512_set1_epi32(a.pairs[r][g / 2] >> side & 0xFFFF));
+          for (int v = 0; v < 2; ++v) {
+            totals[r][w][v] =
+                _mm512_fmadd_pd(integer_half_of(products[r][w], v), integer_half_of(scale, v), totals[r][w][v]);
           }
         }
-        add_doubles(a.rows, b, step, sums);
-        for (int r = 0; r < kVnniBlock; ++r) {
-          if (inexact[r]) replace_lanes(*this, inexact[r], row + r, first, k + step * kVnniStep, before[r], sums[r]);
-        }
       }
     }
-    for (int r = 0; r < kVnniBlock; ++r) _mm512_store_ps(c[r], sums[r]);
+    for (int w = 0; w < kWidth; ++w) {
+      for (int r = 0; r < kVnniBlock; ++r) {
+        const __m512 unit = _mm512_mul_ps(_mm512_load_ps(b[w].units[step]), _mm512_set1_ps(a.units[r][step]));
+        __m512d sums[2];
+        for (int v = 0; v < 2; ++v) {
+          sums[v] = _mm512_fmadd_pd(totals[r][w][v], half_of(unit, v), half_of(_mm512_load_ps(c[w][r]), v));
+        }
+        _mm512_store_ps(c[w][r], truncated(sums[0], sums[1]));
+      }
+    }
+  }
+
+  // Add a step to the sums c, which must lose no bits in it.
+  template <int kWidth>
+  __attribute__((target("avx512vnni"), always_inline)) static inline void add_step(const VnniRows& a,
+                                                                                   const VnniColumns* b, int step,
+                                                                                   float (*c)[kVnniRows][kVnniLanes]) {
+    if (kWidth == 2 && (b[0].shifted ^ b[kWidth - 1].shifted) >> step & 1) {
+      add_step<1>(a, b, step, c);
+      add_step<1>(a, b + 1, step, c + 1);
+      return;
+    }
+    int spread = 0;
+    for (int w = 0; w < kWidth; ++w) spread = std::max(spread, b[w].spreads[step]);
+    if (a.shifted >> step & b[0].shifted >> step & 1) {
+      add_shifted<kWidth>(a, b, step, c);
+    } else if (a.spreads[step] + spread <= kPairSpread) {
+      add_pairs<kWidth>(a, b, step, c);
+    } else {
+      add_doubles<kWidth>(a, b, step, c);
+    }
+  }
+
+  // Add `steps` decoded steps, from element k of K on, to the sums of kVnniBlock rows and kWidth panels. `row` is the
+  // first of the rows, and `first` the first column of the panels. all_sums: the sums of the panels, from the first row
+  // of the task on.
+  template <int kWidth>
+  __attribute__((target("avx512vnni"), noinline)) void add_steps(const VnniRows& a, const VnniColumns* b, i64 row,
+                                                                 i64 first, i64 k, int steps,
+                                                                 float (*all_sums)[kVnniRows][kVnniLanes]) const {
+    const auto c = reinterpret_cast<float (*)[kVnniRows][kVnniLanes]>(all_sums[0][row % kVnniRows]);
+    for (int step = 0; step < steps; ++step) {
+      __mmask16 inexact[kVnniBlock][kWidth];
+      __m512 before[kVnniBlock][kWidth];
+      unsigned any = 0;
+      if (!is_exact<kWidth>(a, b, step, c)) {
+        for (int w = 0; w < kWidth; ++w) {
+          for (int r = 0; r < kVnniBlock; ++r) {
+            before[r][w] = _mm512_load_ps(c[w][r]);
+            inexact[r][w] = inexact_lanes(a, r, b[w], step, before[r][w]);
+            any |= inexact[r][w];
+          }
+        }
+      }
+      add_step<kWidth>(a, b, step, c);
+      if (any) replace_inexact<kWidth>(inexact, before, row, first, k + step * kVnniStep, c);
+    }
+  }
+
+  // Replace the sums in the lanes of `inexact` after the step that begins at element k of K. before: the sums before
+  // the step. The other arguments are those of add_steps.
+  template <int kWidth>
+  __attribute__((noinline)) void replace_inexact(const __mmask16 (*inexact)[kWidth], const __m512 (*before)[kWidth],
+                                                 i64 row, i64 first, i64 k, float (*c)[kVnniRows][kVnniLanes]) const {
+    for (int w = 0; w < kWidth; ++w) {
+      for (int r = 0; r < kVnniBlock; ++r) {
+        if (!inexact[r][w]) continue;
+        __m512 sums = _mm512_load_ps(c[w][r]);
+        replace_lanes(*this, inexact[r][w], row + r, first + w * kVnniLanes, k, before[r][w], sums);
+        _mm512_store_ps(c[w][r], sums);
+      }
+    }
   }
 
   // Return the sum of one result after the step that begins at element k of K, computed term by term. c is the sum

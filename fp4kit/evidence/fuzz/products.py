@@ -87,6 +87,12 @@ class DrawnProduct:
     out_dtype: str = "float32"
     swapped: bool = False
 
+    @property
+    def sums(self) -> int:
+        """The number of elements of the result."""
+        a, b = self.a.codes.shape, self.b.codes.shape
+        return prod(max(a[:-2], b[:-2], key=len)) * a[-2] * b[-2]
+
     def __str__(self) -> str:
         """Return the product as one line."""
         c = "" if self.c is None else f" c {self.c.dtype} {self.c.kind}"

@@ -64,6 +64,7 @@ class Report:
 
     Attributes:
         operations: {operation: counts of COUNTED}.
+        sums: {id of a unit: number of sums of matmul compared, equal in every bit}. Variants count for their unit.
         reasons: {why a call was rejected or declined: number of such calls}.
         redrawn: number of variants that Recipe rejected.
         seconds: running time.
@@ -71,6 +72,7 @@ class Report:
     """
 
     operations: dict[str, Counter[str]] = field(default_factory=dict)
+    sums: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     redrawn: int = 0
     seconds: float = 0.0
@@ -88,6 +90,8 @@ class Report:
         counts = self.operations.setdefault(case.operation, Counter())
         counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
         self.redrawn += refused
+        if case.product is not None and verdict.kind == "equal":
+            self.sums[case.product.unit.id] += case.product.sums
         if verdict.kind in ("refused", "declined"):
             counts[verdict.kind] += 1
             self.reasons[f"{verdict.kind}: {verdict.reason}"] += 1
@@ -100,6 +104,7 @@ class Report:
         """
         for operation, counts in other.operations.items():
             self.operations.setdefault(operation, Counter()).update(counts)
+        self.sums.update(other.sums)
         self.reasons.update(other.reasons)
         self.redrawn += other.redrawn
         self.seconds = max(self.seconds, other.seconds)
@@ -121,6 +126,7 @@ class Report:
         counts = {operation: dict(counts) for operation, counts in self.operations.items()}
         return found | {
             "operations": counts,
+            "sums": dict(self.sums),
             "reasons": dict(self.reasons),
             "failures": [asdict(f) for f in self.failures],
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from math import prod
 
 import ml_dtypes
 import numpy as np
@@ -55,8 +57,15 @@ def test_draws_reach_everything() -> None:
 
 
 def test_few_products_are_refused() -> None:
-    report = fuzz.run(None, 600, 1, cases=180, pool=replace(SMALL_PRODUCTS, faults=False))
+    pool = replace(SMALL_PRODUCTS, faults=False)
+    report = fuzz.run(None, 600, 1, cases=180, pool=pool)
     assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 10_000
+    sums = Counter()
+    for number in range(180):
+        p = draw(fuzz.CASES_PER_SEED + number, pool)[0].product
+        a, b = p.a.codes.shape, p.b.codes.shape
+        sums[p.unit.id] += prod(np.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * b[-2]
+    assert report.sums == sums and report.as_json()["sums"] == dict(sums)
 
 
 def test_a_pool_restricts_units() -> None:
