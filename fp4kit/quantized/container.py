@@ -46,6 +46,7 @@ _OTHER_NAMES = {
     "transpose": "call fp4kit.transpose(q)",
     "float": "call q.dequantize()",
 }
+_OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))  # methods that users try
 
 
 @dataclass(frozen=True, eq=False)
@@ -429,7 +430,8 @@ class Quantized:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError for an attribute that does not exist. The message names the one to use, if known."""
-            hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+            usual = "call q.dequantize() for an array of the values" if name in _OF_ARRAYS else ""
+            hint = f"; {found}" if (found := _OTHER_NAMES.get(name, usual)) else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _refuse_arithmetic(self, *others: Any) -> NoReturn:

@@ -109,6 +109,7 @@ ATTRIBUTES = {
     "data": "use q.packed, or q.dequantize() for the values",
     "codes": "use fp4kit.unpack(q.packed), which gives one code per element, or q.packed",
     "T": "call fp4kit.transpose(q)",
+    "mean": "call q.dequantize() for an array of the values",
     "numpy": "call q.to('numpy') to move it, or q.dequantize() for the values",
 }
 

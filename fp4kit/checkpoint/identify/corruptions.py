@@ -441,7 +441,7 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     if within_ulps(stored, right):
         return None
     if within_ulps(stored, inverse):
-        return "tensor scale is inverted: a divisor stands where a multiplier is declared"
+        return "tensor scale is inverted: its reciprocal is stored"
     if within_ulps(stored, ones):
         return f"tensor scale is 1, as if it were missing ({_shown(right)} is needed)"
     if amax is not None and within_ulps(stored, amax):

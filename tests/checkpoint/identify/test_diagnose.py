@@ -206,7 +206,7 @@ ANY = {
     "scales of other blocks": (other_blocks, "block scales are those of other blocks of the same row"),
 }
 TENSOR = {
-    "inverted": "tensor scale is inverted: a divisor stands where a multiplier is declared",
+    "inverted": "tensor scale is inverted: its reciprocal is stored",
     "dropped": "tensor scale is 1, as if it were missing",
     "missing": "tensor scale is missing",
 }

@@ -56,7 +56,7 @@ def swizzled(parts):
     return replace(parts, block_scale=swizzle_scales(parts.block_scale, "swizzled_128x4"))
 
 
-INVERTED = "tensor scale is inverted: a divisor stands where a multiplier is declared"
+INVERTED = "tensor scale is inverted: its reciprocal is stored"
 MISHAPS = (
     (swapped, "nibbles are swapped"),
     (inverted, INVERTED),
