@@ -20,6 +20,7 @@ from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.table import recipe_of
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.kv_four_over_six import codes_vllm_kv
 from fp4kit.reference.tensor_rules import TensorScale
 from fp4kit.types import Array, RecipeId
 
@@ -33,6 +34,7 @@ def quantize_kv(
     recipe: RecipeId | Recipe | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    four_over_six: bool = False,
 ) -> KVCache:
     """Quantize keys and values, and store them in a KV cache at slots, in place.
 
@@ -51,6 +53,8 @@ def quantize_kv(
             nvfp4-flashinfer-kv.
         k_scale: the decode scale of all keys, a positive number, as in checkpoints; it is rounded to float32.
         v_scale: the decode scale of all values.
+        four_over_six: True for vLLM's store with 4over6, which tries two scales per block and keeps the one with the
+            smaller squared error. Needs the recipe nvfp4-vllm-kv. dequantize_kv reads such a cache as any other.
 
     Returns:
         cache.
@@ -60,12 +64,16 @@ def quantize_kv(
             or a scale is not a number.
         ValueError: shapes or devices do not fit, a slot is out of range or occurs twice, a scale is not positive and
             finite, the cache is read-only, or the recipe is unknown or makes no such blocks.
+        ValueError: four_over_six is True for another recipe.
 
     Numerics:
         Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe.
 
     Exact:
         Equals the kernel of the recipe, as recipe.exact says. On a GPU, block scales are computed on the host.
+
+        4over6 was read from vLLM's source, not recorded. It states the kernel with one thread per block. A kernel with
+        two threads per block adds the errors of both halves of the block last.
 
     Source:
         recipe.source.
@@ -82,6 +90,8 @@ def quantize_kv(
     """
     op = "quantize_kv"
     r = kv_recipe(op, cache, recipe)
+    if four_over_six and r.block_rule != "vllm_kv":
+        raise ValueError(f"{op}: four_over_six is True for {r.id}; only vLLM's store has 4over6: pass nvfp4-vllm-kv")
     given: dict[str, Any] = dict(zip(("keys", "values"), import_arrays(op, keys=keys, values=values), strict=True))
     shape = (len(check_slots(op, slots, cache.shape, writes=True)), cache.shape.heads, cache.shape.head_dim)
     scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
@@ -90,7 +100,7 @@ def quantize_kv(
         _check_shape(op, name, x, shape)
         if on_device(x) != on_device(cache.arrays[0]):
             raise ValueError(f"{op}: {name} are on another device than the cache; needs both on one device")
-    k, v = (_quantized(x, r, scale) for x, scale in zip(given.values(), scales, strict=True))
+    k, v = (_quantized(x, r, scale, four_over_six) for x, scale in zip(given.values(), scales, strict=True))
     cache.write(slots, KVParts(k.packed, k.block_scale, v.packed, v.block_scale))
     return cache
 
@@ -199,16 +209,23 @@ def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def _quantized(x: Any, r: Recipe, scale: np.float32) -> Quantized:
+def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Quantized:
     """Return x quantized under a given tensor scale: its block scales follow from the block amaxes and the scale.
 
     If the recipe has no tensor scale, `scale` must be 1, which has no effect.
+
+    four_over_six: True to choose block scales as vLLM's store with 4over6 does.
     """
     if r.tensor_rule is None:
         return quantize(x, r)
     with np.errstate(all="ignore"):
         tensor = TensorScale(np.asarray(ONE / scale), np.asarray(scale), np.asarray(ONE))
-        codes = BLOCK_RULES[str(r.block_rule)].code(to_host(amax(x, r)), tensor, r, x.dtype)
+        amaxes = to_host(amax(x, r))
+        if four_over_six:
+            blocks = np.asarray(to_host(x), np.float32).reshape(*amaxes.shape, NVFP4.block_size)
+            codes = codes_vllm_kv(blocks, amaxes, tensor, r)
+        else:
+            codes = BLOCK_RULES[str(r.block_rule)].code(amaxes, tensor, r, x.dtype)
     return quantize(x, r, block_scale=to_device(codes) if on_device(x) else codes, tensor_scale=scale)
 
 

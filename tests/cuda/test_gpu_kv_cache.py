@@ -42,6 +42,16 @@ def test_caches_on_a_gpu_equal_those_of_numpy(name, recipe):
         assert_same_bits(got.get(), expected)
 
 
+def test_4over6_on_a_gpu_equals_that_of_numpy():
+    host = kv.KV_LAYOUTS["vllm-hnd-swizzled"].zeros(SHAPE)
+    device = kv.KVCache("vllm-hnd-swizzled", cupy.asarray(host.arrays[0]))
+    keys, values = np.random.default_rng(1).standard_normal((2, 24, 2, 64)).astype(ml_dtypes.bfloat16)
+    scales = {"k_scale": 0.0123, "v_scale": 1 / 3, "four_over_six": True}
+    fp4kit.quantize_kv(host, keys, values, np.arange(24), **scales)
+    fp4kit.quantize_kv(device, cupy.asarray(keys), cupy.asarray(values), np.arange(24), **scales)
+    assert_same_bits(device.arrays[0].get(), host.arrays[0])
+
+
 def test_arrays_on_different_devices_are_rejected():
     host = kv.KV_LAYOUTS["vllm-nhd"].zeros(SHAPE)
     device = kv.KVCache("vllm-nhd", cupy.asarray(host.arrays[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -75,6 +76,77 @@ def stated(x, recipe, g):
         codes[i] = [e2m1(element * factor) for element in block]
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     return packed.reshape(*x.shape[:-1], -1), scales.reshape(*x.shape[:-1], -1)
+
+
+def fused(a, b, c):
+    """Return a * b + c of finite numbers, rounded once to float32, nearest even, by comparing exact fractions."""
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    near = F32(float(exact))
+    around = [np.nextafter(near, F32(-np.inf)), near, np.nextafter(near, F32(np.inf))]
+    return min(around, key=lambda one: (abs(Fraction(float(one)) - exact), int(one.view(np.uint32)) & 1))
+
+
+def four_over_six(block, g):
+    """Return the scale byte and the codes of a block as vLLM's kernel with 4over6 computes them."""
+    gs, best = F32(1) / g, None
+    for top in (6, 4):
+        c, byte = e4m3(gs * (np.abs(block).max() * rcp(F32(top))))
+        factor = rcp(c * rcp(gs)) if c else F32(0)
+        codes, error, d = [e2m1(x * factor) for x in block], F32(0), block
+        if factor:
+            q = [F32((-1 if code & 8 else 1) * [0, 0.5, 1, 1.5, 2, 3, 4, 6][code & 7]) for code in codes]
+            d = [fused(value, rcp(factor), -x) for value, x in zip(q, block, strict=True)]
+        for i in range(0, 16, 2):
+            error = error + fused(d[i], d[i], d[i + 1] * d[i + 1])
+        if best is None or error < best[0]:
+            best = error, byte, codes
+    return best[1:]
+
+
+# Blocks, in units of 112, whose two errors under g = 448 differ by the last bit, or not at all.
+CLOSE = [
+    [-18, 18, 0, -3, -6, -3, -3, 9, 12, -3, 3, -15, -6, 9, 18, 3],
+    [-6, -6, 18, -6, -18, 36, 6, 30, 0, 12, 24, -12, 0, -6, 18, 6],
+    [-9, -3, 9, -9, 15, 0, 3, 6, 3, -3, -18, -3, -6, 18, -3, 12],
+    [16, 16, -12, 4, 20, 0, 20, -12, -16, -24, 8, -24, -16, 4, -4, -16],
+]
+
+
+def test_vllm_store_with_4over6():
+    rng, chosen = np.random.default_rng(9), set()
+    for g, dtype in ((F32(0.0123), ml_dtypes.bfloat16), (F32(1 / 3), np.float16), (F32(448), np.float32)):
+        keys = drawn(rng, 4, dtype, spread=1)
+        keys[3, 0] = 112 * np.float32(CLOSE).reshape(-1)
+        cache = kv.KV_LAYOUTS["vllm-hnd-swizzled"].zeros(SHAPE)
+        fp4kit.quantize_kv(cache, keys, keys, np.arange(4), k_scale=g, v_scale=g, four_over_six=True)
+        parts, plain = cache.read(np.arange(4)), stated(keys, "nvfp4-vllm-kv", g)
+        blocks = keys.astype(np.float32).reshape(-1, 16)
+        with np.errstate(all="ignore"):
+            scales, codes = zip(*(four_over_six(block, g) for block in blocks), strict=True)
+        codes = np.array(codes, np.uint8)
+        for got in (parts.k_scales, parts.v_scales):
+            assert_same_bits(got.reshape(-1), np.array(scales, np.uint8))
+        for got in (parts.k_codes, parts.v_codes):
+            assert_same_bits(got.reshape(-1, 8), codes[:, 0::2] | codes[:, 1::2] << 4)
+        chosen |= {*(parts.k_scales != plain[1]).reshape(-1).tolist()}
+    assert chosen == {False, True}, "needs blocks of both scales"
+
+
+def test_4over6_chooses_the_smaller_error_and_leaves_nan_at_six():
+    """The error of most blocks with amax 4 falls; a block with NaN keeps the scale of the plain store."""
+    rng = np.random.default_rng(10)
+    keys = rng.standard_normal((32, 2, 64)).astype(np.float32)
+    keys[0, 0, 5], keys[1, 1, 17] = np.nan, np.inf
+    caches = [kv.KV_LAYOUTS["vllm-nhd"].zeros(SHAPE) for _ in range(2)]
+    for cache, four in zip(caches, (False, True), strict=True):
+        fp4kit.quantize_kv(cache, keys, keys, np.arange(32), k_scale=0.01, v_scale=0.01, four_over_six=four)
+    plain, searched = (cache.read() for cache in caches)
+    for token, block in ((0, (0, 0)), (1, (1, 1))):
+        assert searched.k_scales[token][block] == plain.k_scales[token][block]
+    errors = [
+        np.nansum((fp4kit.dequantize_kv(cache, k_scale=0.01, v_scale=0.01)[0][2:] - keys[2:]) ** 2) for cache in caches
+    ]
+    assert errors[1] < 0.95 * errors[0]
 
 
 def drawn(rng, tokens, dtype, spread=3.0):
@@ -205,6 +277,10 @@ VALUE_ERRORS = {
     "large": (dict(v_scale=1e60), "v_scale is 1e+60"),
     "recipe": (dict(recipe="nvfp4-te"), "nvfp4-te does not fit a KV cache"),
     "format": (dict(recipe="mxfp4"), "mxfp4-ocp does not fit a KV cache"),
+    "4over6": (
+        dict(recipe="nvfp4-flashinfer-kv", four_over_six=True),
+        "four_over_six is True for nvfp4-flashinfer-kv; only vLLM's store has 4over6",
+    ),
     "name": (dict(recipe="nvfp4-kv"), "quantize_kv: no recipe is called 'nvfp4-kv'"),
     "no scale": (dict(recipe="mxfp4-sglang-kv", k_scale=2), "k_scale is 2.0; mxfp4-sglang-kv has no tensor scale"),
 }
