@@ -91,7 +91,7 @@ class DrawnProduct:
     def sums(self) -> int:
         """The number of elements of the result."""
         a, b = self.a.codes.shape, self.b.codes.shape
-        return prod(max(a[:-2], b[:-2], key=len)) * a[-2] * b[-2]
+        return prod(a[:-2] or b[:-2]) * a[-2] * b[-2]
 
     def __str__(self) -> str:
         """Return the product as one line."""
@@ -208,7 +208,7 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
     refused = not wanted or (d.pool.faults and d.chance(0.03))
     u = draw_unit(d, d.pool.units if refused else wanted)
     shape_a, shape_b, lead = _shapes(d, kinds, u)
-    patterns = _patterns(d)
+    patterns = draw_patterns(d)
     a, b = (draw_operand(d, *each) for each in zip(kinds, (shape_a, shape_b), patterns, strict=True))
     return DrawnProduct(
         a,
@@ -245,7 +245,7 @@ def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
     return tuple(each for each in others if hardware & set(_units_for(kind, _operand_kind(each))))
 
 
-def _patterns(d: Picks) -> tuple[str, str]:
+def draw_patterns(d: Picks) -> tuple[str, str]:
     """Return the patterns of two operands: in a quarter of the draws a pair that cancels, otherwise any two."""
     if d.chance(0.25):
         return d.pick(_PAIRS)
