@@ -151,7 +151,7 @@ def test_random_bytes_follow_their_elements(name, small_tiles):
 
     Bytes come from a stream or an array, for stacks and along both axes.
     """
-    x = ordinary(7, (2, 64, 256))
+    x = ordinary(7, (2, 128, 256))
     random = np.random.default_rng(3).integers(0, 256, x.shape, np.uint8)
     for axis, seed in ((-1, 2**63 + 5), (-1, random), (-2, 0), (-2, random)):
         agree(fp4kit.quantize, x, name, axis=axis, rounding="stochastic", seed=seed)
