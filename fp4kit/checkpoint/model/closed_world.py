@@ -38,7 +38,7 @@ from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, comfy_layers
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import parse_object
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
@@ -347,9 +347,10 @@ def is_known_beside(rest: str, entry: TensorEntry) -> bool:
 
     Args:
         rest: the end of the tensor's name, after the layer's name (see layer_above).
-        entry: the tensor's dtype and shape. An ``input_scale`` with two or more axes is not known.
+        entry: the tensor's dtype and shape. A scale of inputs or outputs must have a float dtype and at most one axis.
     """
-    return rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1)
+    is_usual = len(entry.shape) < 2 and entry.dtype in FLOAT_DTYPES
+    return rest in _CARRIED_TENSORS and (rest not in _SCALES_OF_LAYERS or is_usual)
 
 
 def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:

@@ -60,8 +60,8 @@ class Misfit(NamedTuple):
 def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
     """Return the layers whose sizes do not fit the layers beside them; [] if all fit.
 
-    Layers with two misfits are left out, because they are transposed rather than cut. Stacks of experts are left out
-    too.
+    Layers that would fit if they were transposed are left out, because other checks name them. Stacks of experts are
+    left out too.
 
     Args:
         weights: the weights of a model.
@@ -75,8 +75,20 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
         if len(weight.shape) == 2:
             modules[parent].setdefault(_OTHER_NAMES.get(leaf, leaf), weight)
     found = [misfit for layers in modules.values() for misfit in _misfits_of(layers, config)]
-    wrong = Counter(one.weight.name for one in found)
-    return [one for one in found if wrong[one.weight.name] == 1]
+    needed: dict[str, dict[int, int]] = defaultdict(dict)
+    for one in found:
+        needed[one.weight.name].setdefault(one.axis, one.needed)
+    return [one for one in found if not _is_transposed(one.weight.shape, needed[one.weight.name])]
+
+
+def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
+    """Return whether a layer has the lengths that are needed, but on its other axes.
+
+    Args:
+        shape: the shape of the layer.
+        needed: axis -> the length that the layers beside it need, for each axis with another length.
+    """
+    return shape == (needed.get(_K), needed.get(_N))
 
 
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:

@@ -11,53 +11,78 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 _NUMBER = re.compile(r"\d+")
-# part of a layer -> what it is called
-_OPTIONAL = {COLUMN_SCALE: "pre_quant_scale", LOW_RANK_A: "low-rank part", INPUT_SCALE: "input scale"}
-_SCALES = {SCALES: "scales", TENSOR_SCALE: "tensor scale", COLUMN_SCALE: "pre_quant_scale"}
+# part of a layer whose dtype is compared -> what it is called
+_SCALES = {
+    SCALES: "scales",
+    TENSOR_SCALE: "tensor scale",
+    COLUMN_SCALE: "pre_quant_scale",
+    INPUT_SCALE: "input scale",
+}
 
 
 def unlike_layers(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Yield a warning for each tensor that some layers of a kind lack, and for each dtype that few layers have.
 
+    Tensor scales that a format leaves out of some layers are not compared; see closed_world.lost_tensor_scales.
+
     Args:
         weights: the weights of a model.
         tensors: name -> header entry, for the tensors of the model.
     """
-    quantized = [weight for weight in weights if weight.container is not None]
-    kinds: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str], list[Weight]] = defaultdict(list)
     formats: dict[str, list[Weight]] = defaultdict(list)
-    for weight in quantized:
-        assert weight.container is not None
-        kinds[_NUMBER.sub("*", weight.name), weight.container.kind].append(weight)
-        formats[weight.container.name].append(weight)
-    yield from _lacking([*kinds.values()], tensors)
+    for weight in weights:
+        if (form := weight.container) is not None:
+            kinds[_NUMBER.sub("*", weight.name), form.kind, form.format].append(weight)
+            formats[form.name].append(weight)
+    beside: dict[str, set[str]] = defaultdict(set)
+    for name in tensors:
+        parent, _, leaf = name.rpartition(".")
+        beside[parent].add(leaf)
+    for layers in kinds.values():
+        yield from _lacking(layers, {layer.name: _leaves(layer, beside, tensors) for layer in layers})
     for layers in formats.values():
         yield from _dtypes(layers)
 
 
-def _lacking(kinds: Sequence[Sequence[Weight]], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str, TensorEntry]) -> set[str]:
+    """Return the last parts of the names of the tensors in a layer's module, with "bias" for the bias of a stack.
+
+    The tensor scale is left out.
+
+    Args:
+        layer: the layer.
+        beside: module name -> last parts of the names of its tensors.
+        tensors: name -> header entry, for the tensors of the model.
+    """
+    scale = layer.parts.get(TENSOR_SCALE)
+    found = beside.get(layer.name, set()) - ({scale.entry.name.rpartition(".")[2]} if scale else set())
+    return found | ({"bias"} if bias_of(layer, tensors) is not None else set())
+
+
+def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterator[str]:
     """Yield a warning for each tensor that some layers of a kind have and others lack.
 
     Args:
-        kinds: the layers of each kind.
-        tensors: name -> header entry, for the tensors of the model.
+        layers: the layers of one kind.
+        leaves: layer name -> last parts of the names of its tensors.
     """
-    for layers in kinds:
-        have = {what: {layer.name for layer in layers if part in layer.parts} for part, what in _OPTIONAL.items()}
-        have["bias"] = {layer.name for layer in layers if bias_of(layer, tensors) is not None}
-        for what, names in have.items():
-            without = [layer.name for layer in layers if layer.name not in names]
-            if names and without:
-                yield (
-                    f"{listed(without)}: no {what}, but {len(names):,} of {len(layers):,} layers of this kind have one;"
-                    " if it was lost, the model computes other values; take the layers from another copy of the model"
-                )
+    for what in sorted(set().union(*leaves.values())):
+        have = [layer.name for layer in layers if what in leaves[layer.name]]
+        without = [layer.name for layer in layers if what not in leaves[layer.name]]
+        total, end = len(layers), "the model computes other values; take the layers from another copy of the model"
+        if 0 < len(without) <= len(have):
+            counts = f"{len(have):,} of {total:,} layers of this kind have one"
+            yield f"{listed(without)}: no {what}, but {counts}; if it was lost, {end}"
+        elif without:
+            counts = f"{len(without):,} of {total:,} layers of this kind have none"
+            yield f"{listed(have)}: has {what}, but {counts}; if it belongs to another layer, {end}"
 
 
 def _dtypes(layers: Sequence[Weight]) -> Iterator[str]:

@@ -78,7 +78,9 @@ def action_of(weight: Weight, form: Container | None) -> str:
         return DEQUANTIZE
     if have.same_codes(form) and (form.rounds or not is_rounded(weight)):
         return RENAME
-    return {("mxfp4", "nvfp4"): CAST, ("fp8", "mxfp8"): CARRY}.get((have.kind, form.kind), REQUANTIZE)
+    if (have.kind, form.kind) == ("mxfp4", "nvfp4"):  # only a tensor scale brings exponents into the range of E4M3
+        return CAST if form.has_tensor_scale else REQUANTIZE
+    return CARRY if (have.kind, form.kind) == ("fp8", "mxfp8") else REQUANTIZE
 
 
 def is_rounded(weight: Weight) -> bool:

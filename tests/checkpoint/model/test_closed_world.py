@@ -231,6 +231,21 @@ def test_every_command_refuses_an_unknown_tensor_by_name(
     assert inspect_checkpoint(model).unrecognised == (LAYER + suffix,)
 
 
+def test_scales_of_inputs_are_few_floats(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    start = sound("mxfp8-modelopt", "modelopt")
+    for i, (dtype, shape) in enumerate((("F32", ()), ("BF16", (1,)), ("U8", (4,)), ("F32", (2, 2)))):
+        data = bytes({"F32": 4, "BF16": 2, "U8": 1}[dtype] * int(np.prod(shape)))
+        tensors = {**start.tensors, f"{LAYER}.output_scale": (dtype, shape, data)}
+        model = write(tmp_path / str(i), tensors, start.config, start.metadata)
+        if i < 2:
+            (warning,) = make_plan(model, format="bf16").warnings
+            other = LAYER.replace("0", "1")
+            assert warning.startswith(f"{other}: no output_scale, but 1 of 2 layers of this kind have one; if")
+            continue
+        with refused(f"{LAYER}.output_scale ({dtype} {list(shape)}): not known beside a layer of modelopt MXFP8"):
+            make_plan(model, format="bf16")
+
+
 def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
     """--ignore leaves out an unknown tensor and an unknown config key, and the manifest records the patterns.
 

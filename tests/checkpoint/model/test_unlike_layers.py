@@ -52,7 +52,7 @@ def matrix(tensors: synthetic.Tensors) -> None:
         (dict, None),
         (drop("bias", *NAMES), None),
         (drop("bias", NAMES[1]), f"{NAMES[1]}: no bias, but 2 of 3 layers of this kind have one"),
-        (drop("input_scale", *NAMES[:2]), f"{NAMES[0]}, {NAMES[1]}: no input scale, but 1 of 3 layers of this kind"),
+        (drop("input_scale", *NAMES[:2]), f"{NAMES[2]}: has input_scale, but 2 of 3 layers of this kind have none"),
         (cast, f"{NAMES[2]}: tensor scale in BF16, but in F32 in 2 of 3 layers of this format"),
         (matrix, f"{NAMES[0]} [64, 64]: has 64 rows, but its bias is F32 [64, 1]"),
     ],
