@@ -224,8 +224,11 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         if above is not None:
             weight, rest = above
             yield _beside(name, rest, entry, weight)
-        elif rest_of_kv(name):
+        elif rest_of_kv(name) and not _is_integer(entry):
             yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[name.rpartition(".")[2]])
+        elif rest_of_kv(name):
+            what = f"{entry.dtype} {list(entry.shape)}"
+            yield Item(REFUSED, "tensor", name, "a scale of attention or the KV cache, which must be a float", what)
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
             why = "may transform weights or the inputs of quantized layers, which is not supported"
             yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
@@ -350,7 +353,12 @@ def is_known_beside(rest: str, entry: TensorEntry) -> bool:
         entry: the tensor's dtype and shape. A scale of inputs or outputs must have a float dtype and at most one axis.
     """
     is_usual = len(entry.shape) < 2 and entry.dtype in FLOAT_DTYPES
-    return rest in _CARRIED_TENSORS and (rest not in _SCALES_OF_LAYERS or is_usual)
+    return rest in _CARRIED_TENSORS and not _is_integer(entry) and (rest not in _SCALES_OF_LAYERS or is_usual)
+
+
+def _is_integer(entry: TensorEntry) -> bool:
+    """Return whether a tensor holds integers or booleans."""
+    return entry.dtype.startswith(("U", "I", "BOOL"))
 
 
 def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:

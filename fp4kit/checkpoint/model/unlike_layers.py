@@ -48,7 +48,10 @@ def unlike_layers(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry])
     for layers in kinds.values():
         yield from _lacking(layers, {layer.name: _leaves(layer, beside, tensors) for layer in layers})
     for layers in formats.values():
-        yield from _dtypes(layers)
+        for part, what in _SCALES.items():
+            yield from _dtypes(what, {w.name: w.parts[part].entry.dtype for w in layers if part in w.parts})
+        biases = ((w.name, bias_of(w, tensors)) for w in layers)
+        yield from _dtypes("bias", {name: bias.dtype for name, bias in biases if bias is not None})
 
 
 def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str, TensorEntry]) -> set[str]:
@@ -85,20 +88,23 @@ def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterat
             yield f"{listed(have)}: has {what}, but {counts}; if it belongs to another layer, {end}"
 
 
-def _dtypes(layers: Sequence[Weight]) -> Iterator[str]:
-    """Yield a warning for each part whose dtype differs between layers of one container and is a float dtype."""
-    for part, what in _SCALES.items():
-        dtypes = {layer.name: layer.parts[part].entry.dtype for layer in layers if part in layer.parts}
-        counts = Counter(dtypes.values())
-        if len(counts) < 2 or not {*counts} <= {*FLOAT_DTYPES}:
-            continue
-        usual = counts.most_common(1)[0][0]
-        for dtype in (dtype for dtype in counts if dtype != usual):
-            names = [name for name, own in dtypes.items() if own == dtype]
-            yield (
-                f"{listed(names)}: {what} in {dtype}, but in {usual} in {counts[usual]:,} of {len(dtypes):,} layers of"
-                " this format; if the numbers were not converted, values are wrong; run fp4kit verify with --source"
-            )
+def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each float dtype that fewer layers have than the usual one.
+
+    Args:
+        what: the tensor whose dtypes are compared, in words.
+        dtypes: layer name -> dtype of this tensor, for the layers of one container.
+    """
+    counts = Counter(dtypes.values())
+    if len(counts) < 2 or not {*counts} <= {*FLOAT_DTYPES}:
+        return
+    usual = counts.most_common(1)[0][0]
+    for dtype in (dtype for dtype in counts if dtype != usual):
+        names = [name for name, own in dtypes.items() if own == dtype]
+        yield (
+            f"{listed(names)}: {what} in {dtype}, but in {usual} in {counts[usual]:,} of {len(dtypes):,} layers of this"
+            " format; if the numbers were not converted, values are wrong; run fp4kit verify with --source"
+        )
 
 
 def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:

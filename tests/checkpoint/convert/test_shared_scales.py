@@ -162,6 +162,16 @@ def test_a_cast_needs_a_tensor_scale_that_every_loader_can_use(
     assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
 
 
+def test_no_cast_without_a_tensor_scale(tmp_path: Path) -> None:
+    """Containers without tensor scale cannot hold MXFP4's exponents, so layers are quantized again only on request."""
+    config = {"model_type": "llama", "quantization_config": CT}
+    synthetic.write_model(tmp_path / "m", config, mxfp4("model.layers.0.mlp.down_proj", 120, 124))
+    with synthetic.refused("is already quantized as compressed-tensors mxfp4-pack-quantized, and quantizing it as mlx"):
+        convert(tmp_path / "m", tmp_path / "out", "nvfp4-mlx-cpu", format="mlx")
+    report = convert(tmp_path / "m", tmp_path / "out", "nvfp4-mlx-cpu", format="mlx", requantize=True)
+    assert report.actions == {"requantize": 1}
+
+
 def test_exponents_of_exact_casts() -> None:
     """is_exact accepts blocks with exponents from high - 17 to high if the tensor scale 2^(high - 8) is usable.
 

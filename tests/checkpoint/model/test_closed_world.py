@@ -244,6 +244,10 @@ def test_scales_of_inputs_are_few_floats(sound: Callable[[str, str], Sound], tmp
             continue
         with refused(f"{LAYER}.output_scale ({dtype} {list(shape)}): not known beside a layer of modelopt MXFP8"):
             make_plan(model, format="bf16")
+    for name in (f"{LAYER}.k_scale", "model.layers.0.self_attn.attn.k_scale"):
+        tensors = {**start.tensors, name: ("U32", (), bytes(4))}
+        with refused(f"{name} (U32 []): "):
+            make_plan(write(tmp_path / name, tensors, start.config, start.metadata), format="bf16")
 
 
 def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:

@@ -42,8 +42,13 @@ def cast(tensors: synthetic.Tensors) -> None:
     tensors[name] = tensors[name].astype(BF16)
 
 
+def half(tensors: synthetic.Tensors) -> None:
+    name = f"{NAMES[2]}.bias"
+    tensors[name] = tensors[name].view(np.float16)
+
+
 def matrix(tensors: synthetic.Tensors) -> None:
-    tensors[f"{NAMES[0]}.bias"] = np.zeros((64, 1), np.float32)
+    tensors[f"{NAMES[0]}.bias"] = np.zeros((64, 1), BF16)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,8 @@ def matrix(tensors: synthetic.Tensors) -> None:
         (drop("bias", NAMES[1]), f"{NAMES[1]}: no bias, but 2 of 3 layers of this kind have one"),
         (drop("input_scale", *NAMES[:2]), f"{NAMES[2]}: has input_scale, but 2 of 3 layers of this kind have none"),
         (cast, f"{NAMES[2]}: tensor scale in BF16, but in F32 in 2 of 3 layers of this format"),
-        (matrix, f"{NAMES[0]} [64, 64]: has 64 rows, but its bias is F32 [64, 1]"),
+        (half, f"{NAMES[2]}: bias in F16, but in BF16 in 2 of 3 layers of this format"),
+        (matrix, f"{NAMES[0]} [64, 64]: has 64 rows, but its bias is BF16 [64, 1]"),
     ],
 )
 def test_layers_that_differ_from_their_kind(
