@@ -43,7 +43,7 @@ PRODUCER_NAMES = {
     "deepseek": "DeepSeek-V4",
     "fp-quant": "FP-Quant",
     "nunchaku": "Nunchaku (SVDQuant)",
-    "transformers": "transformers (Hugging Face)",
+    "transformers": "transformers",
     "qat": "Integer QAT flags",
 }
 

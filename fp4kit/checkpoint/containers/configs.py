@@ -3,6 +3,7 @@
 Sources:
   modelopt: Model-Optimizer 0.47, modelopt/torch/export quant_utils.py and convert_hf_config.py.
   compressed-tensors: compressed-tensors 0.20, as its own QuantizationConfig writes it.
+  fp8: transformers 5.23, FineGrainedFP8Config.
   sglang-mxfp8: SGLang 0.5.23, fp8.py.
   gpt-oss: transformers 5.23, Mxfp4Config.
   deepseek-v4: the config of the DeepSeek-V4 release.
@@ -17,12 +18,14 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint.containers.container import (
     CT_FP8,
+    CT_FP8_BLOCKS,
     CT_FP8_ROWS,
     CT_MXFP4,
     CT_MXFP8,
     CT_NVFP4,
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
+    FP8_BLOCKS,
     GPT_OSS,
     MODELOPT_AWQ,
     MODELOPT_FP8,
@@ -33,7 +36,7 @@ from fp4kit.checkpoint.containers.container import (
     Container,
 )
 
-FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
+FORMATS = ("modelopt", "compressed-tensors", "fp8", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
 ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
 # The containers that a conversion with one of FORMATS can write.
 WRITTEN = (
@@ -46,6 +49,8 @@ WRITTEN = (
     CT_MXFP8,
     CT_FP8,
     CT_FP8_ROWS,
+    CT_FP8_BLOCKS,
+    FP8_BLOCKS,
     SGLANG_MXFP8,
     GPT_OSS,
     DEEPSEEK_V4,
@@ -90,7 +95,8 @@ def compressed_format(name: str) -> str:
         name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized". All FP8 containers have the
             format "float-quantized".
     """
-    return "float-quantized" if name in (CT_FP8.name, CT_FP8_ROWS.name) else name.removeprefix("compressed-tensors ")
+    is_fp8 = name in (CT_FP8.name, CT_FP8_ROWS.name, CT_FP8_BLOCKS.name)
+    return "float-quantized" if is_fp8 else name.removeprefix("compressed-tensors ")
 
 
 def _producer() -> dict[str, str]:
@@ -253,7 +259,8 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
 def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of compressed-tensors for the layers of one container. Its target is Linear.
 
-    Inputs of FP8 layers are quantized per token at run time, or with the layer's input scale if there is one.
+    Inputs of FP8 layers are quantized per token at run time, or with the layer's input scale if there is one. Under
+    128x128 blocks, every 128 elements of a token have a scale.
 
     Args:
         form: the container.
@@ -266,6 +273,10 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
         if has_input_scale:
             inputs = {**fp8, "strategy": "tensor", "dynamic": False}
         return _group_of(form, weights, inputs)
+    if form is CT_FP8_BLOCKS:
+        fp8 = {"num_bits": form.element.bits, "type": "float", "symmetric": True}
+        weights = {**fp8, "strategy": "block", "block_structure": list(form.block), "dynamic": False}
+        return _group_of(form, weights, {**fp8, "strategy": "group", "group_size": form.group_size, "dynamic": True})
     strategy = "tensor_group" if form is CT_NVFP4 else "group"
     scale_dtype = "torch.float8_e4m3fn" if form is CT_NVFP4 else "torch.uint8"
     common = {"num_bits": form.element.bits, "type": "float", "symmetric": True, "group_size": form.group_size}
@@ -313,6 +324,20 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
         "scale_fmt": "ue8m0",
         "modules_to_not_convert": ignore,
     }
+
+
+def _fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
+    """Return the ``quantization_config`` of FP8 in 128x128 blocks, as DeepSeek-V3 and Qwen3 releases have it.
+
+    The exclusion list has two names, because engines differ in the name that they read.
+
+    Args:
+        form: the container of the quantized layers.
+        ignore: the exclusion list.
+        has_input_scale: not used, because this container has no input scales.
+    """
+    scheme = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(form.block)}
+    return {"quant_method": "fp8", **scheme, "ignored_layers": ignore, "modules_to_not_convert": list(ignore)}
 
 
 def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
@@ -370,6 +395,7 @@ def _deepseek_v4_nvfp4(
 _MAKERS = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "sglang-mxfp8": _sglang_mxfp8,
     "gpt-oss": _gpt_oss,
     "deepseek-v4": _deepseek_v4,

@@ -351,10 +351,13 @@ class Container:
         """Return whether this container can store the codes and scales of a recipe.
 
         Element format, scale format, block size and tensor scaling must agree. A recipe that only fakes quantization
-        cannot be stored. FP8 containers with one scale per layer or per row need a recipe without blocks.
+        cannot be stored. FP8 containers with one scale per layer or per row need a recipe without blocks. Those with
+        float32 scales of 128x128 blocks need blocks of this size.
         """
         scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
         size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
+        if self.kind == "fp8":
+            size = recipe.block == self.block
         return (
             not recipe.fake_only
             and (recipe.element, recipe.scale, recipe.tensor_scaling) == (self.element, self.scale, scaling)
@@ -467,10 +470,18 @@ MODELOPT_STACKS = Container(
     stack="columns",
 )
 FP8_BLOCKS = Container(
-    "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
+    "fp8 128x128",
+    "fp8",
+    "fp8",
+    E4M3,
+    None,
+    (128, 128),
+    {CODES: ".weight", SCALES: ".weight_scale_inv"},
+    "F8_E4M3",
+    "F32",
 )
 # The containers of _fp8: FP8 with one scale per layer or per row, or with 128x128 blocks whose scales are called
-# weight_scale. Model-Optimizer's and compressed-tensors' are written, those with blocks and quark's are only read.
+# weight_scale. Those of quark, and Model-Optimizer's with blocks, are only read.
 _FP8_DTYPES = ("F8_E4M3", "F32")
 
 
@@ -487,7 +498,8 @@ def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
     kind = {(128, 128): "fp8", (1, 0): "fp8 rows"}.get(block, "fp8 tensor")
     rounds = method == "compressed-tensors"
     sized = block if block[0] else (1, 0)
-    format = "" if kind == "fp8" or method == "quark" else method
+    is_read_only = method == "quark" or (method == "modelopt" and kind == "fp8")
+    format = "" if is_read_only else method
     scalar = (1,) if rounds else ()
     flat = kind == "fp8 rows" and method == "modelopt"
     found = Container(f"{method} {name}", format, kind, E4M3, None, sized, suffixes, *_FP8_DTYPES, scalar)
@@ -498,7 +510,7 @@ _FP8_BLOCKS = (("FP8", (0, 0)), ("FP8 per row", (1, 0)), ("FP8 128x128", (128, 1
 FP8_LAYERS = tuple(
     _fp8(name, block, method) for method in ("modelopt", "compressed-tensors", "quark") for name, block in _FP8_BLOCKS
 )
-MODELOPT_FP8, MODELOPT_FP8_ROWS, _, CT_FP8, CT_FP8_ROWS = FP8_LAYERS[:5]
+MODELOPT_FP8, MODELOPT_FP8_ROWS, _, CT_FP8, CT_FP8_ROWS, CT_FP8_BLOCKS = FP8_LAYERS[:6]
 FP8_POWERS = Container(
     "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
 )

@@ -19,7 +19,7 @@ from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
-from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
+from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros, stored_scales
 from fp4kit.checkpoint.model.closed_world import adapter_trouble, is_known_beside
 from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.layers import Piece, pieces
@@ -678,8 +678,8 @@ def _parts(
         packed, scales_of_blocks = _in_library(q.packed, packed), zeros
     specs = form.specs(tuple(matrix.shape))
     yield module + form.suffixes[CODES], _typed(packed, form.codes_dtype).reshape(specs[CODES][1])
-    if rules.recipe.tensor_scaling == "row":
-        yield module + form.suffixes[SCALES], q.tensor_scale.reshape(specs[SCALES][1])
+    if rules.recipe.scale is None and SCALES in form.suffixes:
+        yield module + form.suffixes[SCALES], stored_scales(q).reshape(specs[SCALES][1])
     elif SCALES in form.suffixes:
         yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
     scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]

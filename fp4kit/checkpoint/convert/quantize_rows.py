@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -36,7 +37,6 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         infinities.
     """
     tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
-    by_row = job.new_recipe.tensor_scaling == "row"
     replaced, q, losses = 0, None, Losses()
     weights = _column_weights(job, readers)
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
@@ -51,10 +51,24 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         else:
             q = quantized(x, job, tensor_amax)
         check_scales(job, q)
-        put_rows(job, output, q.packed, q.tensor_scale if by_row else q.block_scale)
-    if q is not None and q.tensor_scale is not None and not by_row:
+        put_rows(job, output, q.packed, stored_scales(q))
+    if q is not None and q.recipe.tensor_scaling == "tensor":
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
     return replaced, losses
+
+
+def stored_scales(q: Quantized) -> Any:
+    """Return the scales of rows or blocks as containers store them; None if there is only one scale per tensor.
+
+    They are the block scales or, if the recipe has none, the float32 scales of rows or of blocks. A block of several
+    rows has one float32 scale in a container, while ``q`` holds it once per row.
+
+    Args:
+        q: a quantized matrix, in any library. Its first row must be the first row of a block.
+    """
+    if q.recipe.scale is not None or q.recipe.tensor_scaling == "tensor":
+        return q.block_scale
+    return q.tensor_scale if q.recipe.block is None else q.tensor_scale[:: q.recipe.block_rows]
 
 
 def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
@@ -128,20 +142,21 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
 
 
 def check_scales(job: Job, q: Quantized) -> None:
-    """Raise CheckpointError if new block scales are NaN or new row scales are unusable, because no loader can use them.
+    """Raise CheckpointError if new block scales are NaN or new float32 scales are unusable for every loader.
 
     - Block scales: some recipes compute NaN for zeros or subnormals. NaN is accepted if the job has nonfinite="keep",
       except in GGUF blocks.
-    - Row scales: each must be a positive normal float32, or NaN or infinity with "keep".
+    - Float32 scales of rows or blocks: each must be a positive normal float32, or NaN or infinity with "keep".
     - A single scale per tensor is not checked here.
     """
     if q.recipe.scale is None:
-        scales = np.asarray(q.tensor_scale, np.float32)
+        scales = np.asarray(q.tensor_scale if q.recipe.tensor_scaling == "tensor" else stored_scales(q), np.float32)
         usable = (scales >= FLT_MIN) & (scales <= FLT_MAX)
         bad = int(np.count_nonzero(~(usable | (~np.isfinite(scales) & (job.nonfinite == "keep")))))
-        if bad and q.recipe.tensor_scaling == "row":
+        if bad and q.recipe.tensor_scaling != "tensor":
+            covered = f"{q.recipe.tensor_scaling}s"
             raise CheckpointError(
-                f"{shown(job.name)}: {bad} scales of rows are not positive normal float32 numbers;"
+                f"{shown(job.name)}: {bad} scales of {covered} are not positive normal float32 numbers;"
                 " leave the layer out with --keep"
             )
         return

@@ -12,6 +12,7 @@ from fp4kit.checkpoint.loaders.engines import Finding, finding
 _METHODS = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
     "sglang-mxfp8": "mxfp8",
     "gpt-oss": "mxfp4",
 }
@@ -180,6 +181,7 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
     "compressed-tensors mxfp8-quantized": {"strategy": "group", "num_bits": 8, "group_size": 32},
     "compressed-tensors FP8": {"strategy": "tensor", "num_bits": 8},
     "compressed-tensors FP8 per row": {"strategy": "channel", "num_bits": 8},
+    "compressed-tensors FP8 128x128": {"strategy": "block", "num_bits": 8, "block_structure": [128, 128]},
 }
 
 
@@ -206,6 +208,19 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
         ]
         if wrong:
             text = f"weights of config_groups: {', '.join(wrong)}: does not describe the tensors (values in brackets)"
+            yield finding("vLLM", "error", _CONFIG, text)
+
+
+def _fp8(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each entry of an fp8 config that does not fit the tensors: the block size and the scheme.
+
+    container: the container of the tensors, "fp8 128x128".
+    config: the content of config.json.
+    """
+    section, size = quantization_config(config), CONTAINERS[container].group_size
+    for key, needed in (("weight_block_size", [size, size]), ("activation_scheme", "dynamic")):
+        if section.get(key) != needed:
+            text = f"quantization_config.{key} is {section.get(key)!r}; {needed!r} is needed"
             yield finding("vLLM", "error", _CONFIG, text)
 
 
@@ -237,6 +252,7 @@ def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]
 _CHECKS = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "gpt-oss": _gpt_oss,
     "deepseek-v4": _deepseek_v4,
 }

@@ -11,10 +11,11 @@ from fp4kit.checkpoint.containers.configs import FORMATS, MIXED, container_id
 from fp4kit.checkpoint.containers.container import CONTAINERS as STORED
 from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
 
-KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows")
+KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows", "fp8")
 _SYNTAX = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
+    "fp8": "dotted",
     "sglang-mxfp8": "dotted",
     "gpt-oss": "mxfp4",
 }
@@ -27,7 +28,8 @@ class LoaderContainer:
     id: the unique name, such as "modelopt NVFP4".
     format: the value of ``--format`` that writes it.
     kind: the kind of the recipes that it stores, such as "nvfp4"; None for unquantized weights.
-    group_size: the number of elements that share a block scale; None for unquantized weights and for FP8.
+    group_size: the number of elements that share a block scale; None for unquantized weights, and for
+        FP8 with one scale per layer or per row.
     syntax: the syntax of its exclusion list, as for ``exclusions.exclusion_list``; None if it has no list.
     """
 

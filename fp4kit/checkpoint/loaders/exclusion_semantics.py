@@ -394,6 +394,19 @@ def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
     return split_module(module)[1] != "experts"
 
 
+def vllm_fp8(module: str, patterns: Sequence[str]) -> bool:
+    """Return whether vLLM leaves ``module`` of an fp8 checkpoint unquantized.
+
+    It is excluded by its exact name. A fused layer is excluded by the exact names of all its parts; raise PartsDisagree
+    if only some are listed. A container of experts is excluded by a pattern that contains its name.
+
+    patterns: the exclusion list.
+
+    Source: vLLM layers/quantization/fp8.py Fp8Config.get_quant_method; utils/quant_utils.py is_layer_skipped.
+    """
+    return _vllm_skipped(module, _prepared(patterns), VLLM_FUSED)
+
+
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves a container of experts of a DeepSeek-V4 checkpoint unquantized.
 
@@ -475,6 +488,12 @@ READERS: Mapping[str, tuple[Reader, ...]] = {
     "compressed-tensors mxfp8-quantized": _COMPRESSED_TENSORS,
     "compressed-tensors FP8": _COMPRESSED_TENSORS,
     "compressed-tensors FP8 per row": _COMPRESSED_TENSORS,
+    "compressed-tensors FP8 128x128": _COMPRESSED_TENSORS,
+    "fp8 128x128": (
+        Reader("vLLM", vllm_fp8, VLLM_FUSED),
+        Reader("SGLang", sglang_mxfp8, SGLANG_FUSED),
+        Reader("transformers", transformers_listed),
+    ),
     "sglang-mxfp8": (Reader("SGLang", sglang_mxfp8, SGLANG_FUSED), Reader("transformers", transformers_listed)),
     "gpt-oss": (Reader("vLLM", vllm_gpt_oss), Reader("transformers", transformers_mxfp4)),
     "deepseek-v4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),

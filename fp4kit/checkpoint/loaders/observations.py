@@ -20,6 +20,8 @@ _CT_MXFP8 = ("compressed-tensors mxfp8-quantized",)
 _FP8 = ("modelopt FP8",)
 _FP8_CHANNEL = ("modelopt FP8_PER_CHANNEL_PER_TOKEN",)
 _CT_FP8 = ("compressed-tensors FP8", "compressed-tensors FP8 per row")
+_CT_FP8_BLOCKS = ("compressed-tensors FP8 128x128",)
+_FP8_BLOCKS = ("fp8 128x128",)
 _CT_MIXED = ("compressed-tensors mixed-precision",)
 _MIXED = ("modelopt MIXED_PRECISION",)
 _SGLANG_MXFP8 = ("sglang-mxfp8",)
@@ -41,6 +43,14 @@ _SGLANG_MIXED = "not tried; the engine has a method for MIXED_PRECISION, but in 
 _NO_MODELOPT_FP8 = "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights"
 _ROUNDED_SCALES = (
     "the engine rounds scales to the dtype of the model, so that in bfloat16 values are off by up to 2^-9 of their size"
+)
+_WHOLE_PARTS = "only if the rows of every part of a fused layer, except the last part, are a multiple of 128"
+_WHOLE_BLOCKS = (
+    "tested without a GPU, where the engine dequantizes the weights to bfloat16, if the rows of every layer are a"
+    " multiple of 128"
+)
+_LLAMA_SCALES = (
+    "the engine's Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)"
 )
 _DEQUANTIZED = "tested without a GPU, where the engine dequantizes the weights to bfloat16"
 _NO_PACKED = "the engine has no parameters for the biases of packed experts (w2_bias)"
@@ -162,7 +172,15 @@ RUNS: tuple[Row, ...] = (
     (_CT_FP8, "dense", "SGLang", "loads", "read", ""),
     (_CT_FP8, "dense moe", "transformers", "loads", "run", _ROUNDED_SCALES),
     (_CT_FP8, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
-    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8, *_CT_FP8), "all", "compressed-tensors", "loads", "run", ""),
+    ((*_CT_FP8_BLOCKS, *_FP8_BLOCKS), "dense moe deepseek_v3", "vLLM", "loads", "read", _WHOLE_PARTS),
+    ((*_CT_FP8_BLOCKS, *_FP8_BLOCKS), "dense", "SGLang", "loads", "read", _WHOLE_PARTS),
+    (_FP8_BLOCKS, "moe deepseek_v3", "SGLang", "loads", "read", _WHOLE_PARTS),
+    (_FP8_BLOCKS, "llama", "SGLang", "wrong values", "read", _LLAMA_SCALES),
+    (_FP8_BLOCKS, "dense moe deepseek_v3", "transformers", "loads", "run", _WHOLE_BLOCKS),
+    (_FP8_BLOCKS, "stacked_moe llama4", "transformers", "wrong values", "read", SPLIT_EXPERTS),
+    (_CT_FP8_BLOCKS, "dense", "transformers", "loads", "run", _ROUNDED_SCALES),
+    (_CT_FP8_BLOCKS, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
+    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8, *_CT_FP8, *_CT_FP8_BLOCKS), "all", "compressed-tensors", "loads", "run", ""),
     (_CT_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
     (_CT_MIXED, _HF, "SGLang", "unknown", "", _SGLANG_CT),
     (_CT_MIXED, "dense", "transformers", "loads", "run", _AS_ALONE),
@@ -178,7 +196,7 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "wrong values",
         "read",
-        "the engine's Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)",
+        _LLAMA_SCALES,
     ),
     (_SGLANG_MXFP8, "dense llama moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", _DEQUANTIZED),
     (_SGLANG_MXFP8, "stacked_moe llama4", "transformers", "wrong values", "run", SPLIT_EXPERTS),

@@ -18,6 +18,8 @@ The functions work on plain data; no file is read. The table lists the required 
 | compressed-tensors FP8   | weight F8_E4M3 [N, K], weight_scale [1] in any float dtype, input_scale with static |
 |                          | inputs                                                                              |
 | - per row                | weight F8_E4M3 [N, K], weight_scale [N, 1] in any float dtype                       |
+| - in 128x128 blocks      | weight F8_E4M3 [N, K], weight_scale [N/128, K/128] in any float dtype               |
+| fp8 128x128              | weight F8_E4M3 [N, K], weight_scale_inv [N/128, K/128] in any float dtype           |
 | sglang-mxfp8             | weight F8_E4M3 [N, K], weight_scale_inv U8 [N, K/32]                                |
 | gpt-oss                  | P_blocks U8 [E, N, K/32, 16], P_scales U8 [E, N, K/32]                              |
 | deepseek-v4              | weight I8 [N, K/2], scale F8_E8M0 [N, K/32]; FP8 layers: scale [N/128, K/128]       |
@@ -111,6 +113,11 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "modelopt FP8_PER_CHANNEL_PER_TOKEN": _fp8("N"),
     "compressed-tensors FP8": _fp8(""),
     "compressed-tensors FP8 per row": _fp8("N, 1"),
+    "compressed-tensors FP8 128x128": _fp8("N/128, K/128"),
+    "fp8 128x128": (
+        Required(".weight", *_CODES["bytes"]),
+        Required(".weight_scale_inv", "F32", "N/128, K/128", _HALVES),
+    ),
     "modelopt mxfp4": _mx(".weight", "packed", ".weight_scale"),
     "compressed-tensors nvfp4-pack-quantized": _nvfp4(".weight_packed", ".weight_global_scale"),
     "compressed-tensors mxfp4-pack-quantized": _mx(".weight_packed", "packed", ".weight_scale"),
@@ -384,6 +391,37 @@ def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator
         yield finding("transformers", "warning", "model", f"wrong values: {SPLIT_EXPERTS}")
 
 
+_TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container -> rows per block
+
+
+def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield a finding per engine that needs whole blocks of rows and would meet layers without them.
+
+    vLLM and SGLang reject a fused layer if the rows of a part, except the last part, are not whole blocks. Without a
+    GPU, transformers takes rows / scale rows for the height of a block, which is wrong if the last block is shorter.
+
+    container: one of ``containers.CONTAINERS``. Nothing is yielded if its blocks have one row.
+    rows: name of a quantized layer -> its number of rows.
+    """
+    height = _TALL.get(container)
+    if height is None:
+        return
+    for (parent, fusion), members in fused_groups(rows).items():
+        ordered = sorted(members, key=lambda member: fusion.members.index(split_module(member)[1]))
+        if partial := next((member for member in ordered[:-1] if rows[member] % height), None):
+            text = (
+                f"{split_module(partial)[1]} has {rows[partial]} rows; the engine needs a multiple of {height} in every"
+                " part of a fused layer except the last, and rejects the layer"
+            )
+            yield from (finding(engine, "warning", group_name(parent, fusion), text) for engine in ("vLLM", "SGLang"))
+            break
+    uneven = [layer for layer, count in rows.items() if count % height and count > height]
+    if container == "fp8 128x128" and uneven:
+        more = f" (and {len(uneven) - 1} more layers)" if len(uneven) > 1 else ""
+        text = f"has {rows[uneven[0]]} rows{more}; without a GPU, the engine needs a multiple of {height} to decode it"
+        yield finding("transformers", "warning", uneven[0], text)
+
+
 def findings(
     container: str,
     tensors: Mapping[str, Tensor],
@@ -417,4 +455,6 @@ def findings(
     found.extend(_scale_findings(layers, tensor_scales, engines))
     found.extend(_traps(container, family, layers))
     found.extend(split_experts(container, family, tensors))
+    shapes = {layer: parts[".weight"][1] for layer, parts in layers.items() if ".weight" in parts}
+    found.extend(partial_blocks(container, {layer: shape[-2] for layer, shape in shapes.items() if len(shape) > 1}))
     return found

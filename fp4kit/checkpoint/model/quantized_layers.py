@@ -124,7 +124,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
                 )
             return self._recipe
         own = recorded(self._checkpoint)
-        return own if own is not None and form.stores(own) else _usual(weight.name, form)
+        return own if own is not None and form.stores(own) else _usual(weight, form)
 
 
 def _recipe(wanted: str | Recipe) -> Recipe:
@@ -145,19 +145,28 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
         return None
 
 
-def _usual(name: str, form: Container) -> Recipe:
+def _usual(weight: Weight, form: Container) -> Recipe:
     """Return a recipe of the container's producer, or else the first recipe that the container can store.
 
-    Raise CheckpointError if there is none. name: the layer's name, for the message.
+    Raise CheckpointError if there is none. form: the container of the weight, with the weight's block.
     """
     own = f"{form.kind}-{form.name.split()[0]}"
     ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]
     found = next((RECIPES[one] for one in ids if one in RECIPES and form.stores(RECIPES[one])), None)
     if found is None:
         raise CheckpointError(
-            f"{shown(name)}: no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
+            f"{shown(weight.name)}: no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
         )
     return found
+
+
+def _check_columns(weight: Weight, r: Recipe) -> None:
+    """Raise CheckpointError if the rows of a weight are not whole blocks of a recipe, as in some FP8 checkpoints."""
+    if r.block is not None and weight.shape[-1] % r.block_size:
+        raise CheckpointError(
+            f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
+            " fp4kit convert --format bf16 decodes it"
+        )
 
 
 def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
@@ -187,6 +196,7 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
         )
     if TENSOR_SCALE in form.suffixes and TENSOR_SCALE not in weight.parts:
         raise CheckpointError(f"{shown(weight.name)}: its tensor scale is missing, so that its values are unknown")
+    _check_columns(weight, r)
     with Readers() as readers:
         made = [_matrix(readers, weight, expert) for expert in range(weight.experts)]
     whole = [_stacked([part[i] for part in made], len(weight.shape) == 3) for i in range(3)]
@@ -215,6 +225,8 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
     scales = slab.scales
     if scales is not None and form.scale is None:
         scales = scales_of(form, np.asarray(scales)) if SCALES in weight.parts else None
+        if scales is not None and form.block[0] > 1:  # a Quantized holds the scale of a block once per row
+            scales = np.repeat(scales, form.block[0], axis=0)[: weight.shape[-2]]
     return np.asarray(slab.codes).view(np.uint8), scales, scale
 
 

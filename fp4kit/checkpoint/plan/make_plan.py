@@ -701,6 +701,9 @@ class _Planner:
         warnings += _kept_stacks(self.decisions) + self._restored_layers()
         ids = [container_id(form, form.name in self.input_scaled) for form in self.forms]
         warnings += support.mixture_warnings(ids)
+        for form in self.forms:
+            rows = {w.name: w.shape[-2] for w in quantized if self._form_of(w.name) is form}
+            warnings += [shown(str(found)) for found in requirements.partial_blocks(container_id(form, False), rows)]
         warnings += [*self._rows_of_other_length(), *filter(None, [diffusers_classes.warning(self.config)])]
         listless = len(self.forms) > 1 and self.form.format == "modelopt"  # only layers that are listed are quantized
         if declared is None or declared.syntax is None or listless:

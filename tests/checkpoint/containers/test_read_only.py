@@ -85,6 +85,7 @@ def test_fp8(method: str, kind: str, dtype: Any, tmp_path: Path) -> None:
     elif method == "compressed-tensors":
         strategy = {"": "tensor", " per row": "channel", " 128x128": "block"}[kind]
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+        weights |= {"block_structure": [128, 128]} if strategy == "block" else {}
         declared |= {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}, "format": "float-quantized"}
     model = written(tmp_path / "m", parts, **declared)
     check(model, wanted, f"{method} FP8{kind}")

@@ -311,6 +311,57 @@ def test_transformers_rounds_the_scales_of_fp8(converted: Any, tmp_path: Path, t
         assert torch.equal(_bits(found[f"{module}.weight"]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
 
 
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 1}
+WIDE |= {"vocab_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": False}
+WIDE_MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1)
+    ),
+    "deepseek": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **{**WIDE, "head_dim": 64, "num_hidden_layers": 2},
+            moe_intermediate_size=128,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=1,
+            first_k_dense_replace=1,
+            **{"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64},
+            v_head_dim=64,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", pytest.param("deepseek", marks=pytest.mark.exhaustive)])
+def test_transformers_loads_fp8_blocks(tmp_path: Path, name: str) -> None:
+    """transformers loads FP8 in 128x128 blocks with the bits that fp4kit decodes, experts included.
+
+    In compressed-tensors' container without experts, it rounds scales to the dtype of the model, as the table says.
+    """
+    torch.manual_seed(1)
+    WIDE_MODELS[name]().to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "fp8", "fp8-transformers-block", format="fp8")
+    convert(tmp_path / "fp8", tmp_path / "back", format="bf16")
+    loaded, numbers = _loaded(tmp_path / "fp8"), _loaded(tmp_path / "back")
+    logits = _logits(loaded)
+    assert torch.equal(_bits(logits), _bits(_logits(numbers)))
+    assert not torch.equal(_bits(logits), _bits(_logits(_loaded(tmp_path / "m"))))
+    assert _different(loaded, numbers) == []
+    if name == "llama":
+        convert(tmp_path / "fp8", tmp_path / "ct", "fp8-transformers-block", format="compressed-tensors")
+        loaded = _loaded(_of_weights_alone(tmp_path / "ct", tmp_path))
+        assert torch.isfinite(_logits(loaded)).all()
+        found = dict(loaded.named_parameters())
+        stored = oracle.arrays(oracle.load(tmp_path / "ct"))
+        scales = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
+        for weight in scales:
+            scale = torch.from_numpy(stored[f"{weight}_scale"].copy()).to(torch.bfloat16).float().numpy()
+            x = stored[weight].astype(np.float32) * scale.repeat(128, 0).repeat(128, 1)
+            assert torch.equal(_bits(found[weight]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
+
+
 @pytest.mark.parametrize("target", [MXFP4, MXFP8])
 def test_transformers_misreads_scales_in_e8m0(converted: Any, tmp_path: Path, target: Target) -> None:
     """transformers copies numbers, not bytes, so scales in F8_E8M0 become 0: an error of verify, mended by convert."""

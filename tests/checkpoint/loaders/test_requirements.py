@@ -33,16 +33,20 @@ CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
 
 FP8, FP8_CHANNEL = "modelopt FP8", "modelopt FP8_PER_CHANNEL_PER_TOKEN"
 CT_FP8, CT_FP8_ROWS = "compressed-tensors FP8", "compressed-tensors FP8 per row"
+CT_FP8_BLOCKS, FP8_BLOCKS = "compressed-tensors FP8 128x128", "fp8 128x128"
 
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
     """Return {tensor name: (dtype, shape)} for a layer of shape [96, 64] in a container. The table is written by hand.
+
+    Layers in 128x128 blocks have the shape [96, 128].
 
     name: the module's name.
     lead: leading dimensions, such as the number of experts.
     """
     packed, codes = (*lead, 96, 32), (*lead, 96, 64)
     by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
+    wide, one_block = (*lead, 96, 128), (*lead, 1, 1)
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
         W4A16: {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16), ".weight_scale_2": ("F32", scalar)},
         NVFP4: {
@@ -68,6 +72,8 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
         FP8_CHANNEL: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", (*lead, 96))},
         CT_FP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", lead or (1,))},
         CT_FP8_ROWS: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", (*lead, 96, 1))},
+        CT_FP8_BLOCKS: {".weight": ("F8_E4M3", wide), ".weight_scale": ("F32", one_block)},
+        FP8_BLOCKS: {".weight": ("F8_E4M3", wide), ".weight_scale_inv": ("F32", one_block)},
         "sglang-mxfp8": {".weight": ("F8_E4M3", codes), ".weight_scale_inv": ("U8", by_32)},
         "gpt-oss": {"_blocks": ("U8", (4, 96, 2, 16)), "_scales": ("U8", (4, 96, 2))},
         "deepseek-v4": {".weight": ("I8", packed), ".scale": ("F8_E8M0", by_32)},
@@ -88,9 +94,10 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
     container: its name, such as "compressed-tensors nvfp4-pack-quantized".
     inputs: the entry input_activations; None if activations are not quantized.
     """
-    if container in (CT_FP8, CT_FP8_ROWS):
-        strategy = "tensor" if container == CT_FP8 else "channel"
-        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    strategies = {CT_FP8: "tensor", CT_FP8_ROWS: "channel", CT_FP8_BLOCKS: "block"}
+    if container in strategies:
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategies[container]}
+        scheme |= {"block_structure": [128, 128]} if container == CT_FP8_BLOCKS else {}
         return {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
@@ -123,6 +130,13 @@ def config(container: str) -> dict[str, Any]:
     if used == "compressed-tensors":
         return {"quantization_config": ct_config(container)}
     own: dict[str, dict[str, Any]] = {
+        "fp8": {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "activation_scheme": "dynamic",
+            }
+        },
         "sglang-mxfp8": {"quantization_config": {"quant_method": "mxfp8"}},
         "gpt-oss": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
         "deepseek-v4": {
@@ -176,7 +190,8 @@ def test_every_tensor_counts(container: str) -> None:
         assert f"{part} is I64; {dtype} is needed" in [each.text for each in other_dtype]
         if part == "weight" and container in (FP8, CT_FP8):  # no other tensor depends on the shape of the weight
             continue
-        wrong = (shape[0] + 1, *shape[1:]) if shape else (2,)
+        more = 128 if part == "weight" and container in (CT_FP8_BLOCKS, FP8_BLOCKS) else 1  # one more block
+        wrong = (shape[0] + more, *shape[1:]) if shape else (2,)
         found = checked(container, {**tensors, name: (dtype, wrong)})
         assert found and all("has shape" in each.text for each in found), name
 

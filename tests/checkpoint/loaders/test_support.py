@@ -47,7 +47,9 @@ STATED = [
         for id in CONTAINERS
         if id.startswith("compressed-tensors") and "FP8" not in id
     ),
-    *((id, family, "transformers", "loads") for id in CONTAINERS if "tensors FP8" in id for family in ("dense", "moe")),
+    *((id, "dense", "transformers", "loads") for id in CONTAINERS if "tensors FP8" in id),
+    *(("compressed-tensors FP8" + kind, "moe", "transformers", "loads") for kind in ("", " per row")),
+    ("compressed-tensors FP8 128x128", "moe", "transformers", "unknown"),
     *(
         (id, "moe", engine, "loads")
         for id in CONTAINERS
@@ -55,6 +57,8 @@ STATED = [
         for engine in ("vLLM", "Model-Optimizer")
     ),
     ("modelopt FP8_PER_CHANNEL_PER_TOKEN", "dense", "SGLang", "unknown"),
+    *(("fp8 128x128", family, "transformers", "loads") for family in ("dense", "llama", "moe", "deepseek_v3")),
+    ("fp8 128x128", "llama", "SGLang", "wrong values"),
     ("sglang-mxfp8", "llama4", "transformers", "wrong values"),
     ("compressed-tensors mxfp4-pack-quantized", "granite_moe", "transformers", "loads"),
     ("modelopt NVFP4", "granite_moe", "vLLM", "loads"),
@@ -151,6 +155,18 @@ BEST = {
         "granite_moe": None,
         "deepseek_v3": "compressed-tensors",
         "vlm": "compressed-tensors",
+        "gpt_oss": None,
+        "deepseek_v4": None,
+    },
+    "fp8": {
+        "dense": "compressed-tensors",
+        "llama": "compressed-tensors",
+        "moe": "fp8",
+        "stacked_moe": None,
+        "llama4": None,
+        "granite_moe": None,
+        "deepseek_v3": "fp8",
+        "vlm": None,
         "gpt_oss": None,
         "deepseek_v4": None,
     },
@@ -287,12 +303,13 @@ def test_container() -> None:
     ):
         container("mlx", "nvfp4")
     with pytest.raises(
-        ValueError, match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows is needed$"
+        ValueError,
+        match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows, fp8 is needed$",
     ):
         container("modelopt", "int4")
     with pytest.raises(
         ValueError,
-        match=r"^best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows is needed$",
+        match=r"^best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows, fp8 is needed$",
     ):
         support.best_format("int4", "dense")
     assert {each.format for each in CONTAINERS.values()} == set(FORMATS) == set(containers.FORMATS)

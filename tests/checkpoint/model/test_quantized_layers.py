@@ -56,9 +56,11 @@ def test_every_layer_decodes_as_the_converter_decodes_it(tmp_path, name) -> None
     assert list(layers) == list(weights) and len(layers) == len(weights) > 0
     for key, weight in weights.items():
         if weight.container.block[0] > 1:
-            with synthetic.refused("no recipe has the blocks of"):
-                layers[key]
-            continue
+            odd, powers = weight.shape[-1] % 128 != 0, weight.container.scale is not None
+            if odd or powers:
+                with synthetic.refused("no recipe has the blocks of" if powers else "is not a multiple of 128, which"):
+                    layers[key]
+                continue
         with Readers() as readers:
             parts = [values_of(weight, slab) for e in range(weight.experts) for slab in slabs(readers, weight, e)]
         wanted = np.concatenate(parts).astype(np.float32).reshape(weight.shape)

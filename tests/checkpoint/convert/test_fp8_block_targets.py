@@ -1,0 +1,195 @@
+"""Test conversions to FP8 in blocks of 128x128 with float32 scales, in the containers of two tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from oracle import load
+from synthetic import BF16, refused
+
+import fp4kit
+from fp4kit.__main__ import main
+from fp4kit.checkpoint import Rules, convert_tensors
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.plan.assign_recipes import assign_recipes
+from fp4kit.checkpoint.verify.verify import verify
+
+RECIPES = ("fp8-deepgemm-block", "fp8-transformers-block")
+FORMATS = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
+LAYER = "model.layers.0"
+SHAPES = {
+    **{f"self_attn.{name}": (128, 256) for name in ("q_proj", "k_proj")},
+    **{"self_attn.v_proj": (100, 256), "self_attn.o_proj": (300, 128)},
+    **{"mlp.gate_proj": (256, 256), "mlp.up_proj": (256, 256), "mlp.down_proj": (256, 128)},
+}
+CONFIG = {"model_type": "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model with last blocks of fewer rows, a block of zeros, and a row length that is no whole block."""
+    root = tmp_path_factory.mktemp("model") / "m"
+    tensors = {
+        f"{LAYER}.{name}.weight": synthetic.random(name, shape, 0.02, BF16).copy() for name, shape in SHAPES.items()
+    }
+    tensors[f"{LAYER}.mlp.down_proj.weight"][:128] = 0
+    tensors["model.layers.1.mlp.down_proj.weight"] = synthetic.random("odd", (64, 96), 0.02, BF16)
+    synthetic.write_model(root, CONFIG, tensors)
+    return root
+
+
+def test_bytes_verify_identify_and_decode(model: Path, tmp_path: Path, capsys: Any) -> None:
+    """Codes and scales are those of quantize, one scale per block; other commands understand both containers.
+
+    Decoded values are code * scale, as transformers decodes them.
+    """
+    source = oracle.arrays(load(model))
+    for recipe in RECIPES:
+        for format, suffix in FORMATS.items():
+            out = tmp_path / f"{recipe}-{format}"
+            plan = convert(model, out, recipe, format=format).plan
+            assert any("K = 96 is not a multiple of 128; it stays BF16" in warning for warning in plan.warnings)
+            stored = load(out)
+            convert(out, out.with_suffix(".bf16"), format="bf16")
+            decoded = load(out.with_suffix(".bf16"))
+            for name, (rows, columns) in SHAPES.items():
+                weight = f"{LAYER}.{name}.weight"
+                q = fp4kit.quantize(source[weight], recipe)
+                scales = np.ascontiguousarray(q.tensor_scale[::128])
+                assert stored[weight] == ("F8_E4M3", (rows, columns), q.packed.tobytes())
+                assert stored[f"{LAYER}.{name}.{suffix}"] == (
+                    "F32",
+                    (-(-rows // 128), columns // 128),
+                    scales.tobytes(),
+                )
+                per_element = scales.repeat(128, 0)[:rows].repeat(128, 1)
+                values = q.packed.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * per_element
+                assert decoded[weight][2] == values.astype(BF16).tobytes()
+                read = fp4kit.open_checkpoint(out)[f"{LAYER}.{name}"]
+                assert read.recipe == q.recipe and np.array_equal(read.packed, q.packed)
+                assert np.array_equal(read.tensor_scale, q.tensor_scale)
+            report = verify(out, model)
+            assert report.clean and report.recipe == recipe and len(report.layers) == len(SHAPES)
+            assert report.formats == (f"{format} 128x128" if format == "fp8" else f"{format} FP8 128x128",)
+            assert all(layer.compared and not layer.differing for layer in report.layers)
+            assert main(["identify", str(out), "--source", str(model)]) == 0
+            assert f"{recipe} made 7 layers" in capsys.readouterr().out
+
+
+def test_verify_finds_a_changed_scale(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "out", RECIPES[0], format="fp8")
+    file, entry = inspect_checkpoint(tmp_path / "out").tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"]
+    with file.path.open("r+b") as stream:
+        stream.seek(entry.start + 4)
+        stream.write(b"\x01")
+    assert {one.name for one in verify(tmp_path / "out", model).layers if one.differing} == {f"{LAYER}.mlp.up_proj"}
+
+
+def test_configs_and_renames(model: Path, tmp_path: Path) -> None:
+    """Both configs declare the blocks and dynamic inputs; moves between the containers keep codes and scales."""
+
+    def config(root: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((root / "config.json").read_text())["quantization_config"]
+        return found
+
+    fp8, ct = tmp_path / "fp8", tmp_path / "ct"
+    convert(model, fp8, RECIPES[0], format="fp8")
+    found = config(fp8)
+    assert (found["quant_method"], found["weight_block_size"], found["activation_scheme"]) == (
+        "fp8",
+        [128, 128],
+        "dynamic",
+    )
+    kept = ["lm_head", "model.layers.1.mlp.down_proj"]
+    assert found["modules_to_not_convert"] == found["ignored_layers"] == kept
+    assert convert(fp8, ct, RECIPES[0], format="compressed-tensors").actions["rename"] == len(SHAPES)
+    (group,) = config(ct)["config_groups"].values()
+    one = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert group["weights"] == {**one, "strategy": "block", "block_structure": [128, 128], "dynamic": False}
+    assert group["input_activations"] == {**one, "strategy": "group", "group_size": 128, "dynamic": True}
+    assert verify(ct, model).clean
+    convert(ct, tmp_path / "back", RECIPES[0], format="fp8")
+    assert load(tmp_path / "back") == load(fp8)
+    with refused("is already quantized as fp8 128x128"):
+        convert(fp8, tmp_path / "x", "fp8-modelopt-channel", format="compressed-tensors")
+    with refused("input scale: fp8-deepgemm-block has no input scale"):
+        convert(model, tmp_path / "x", RECIPES[0], format="fp8", input_scale=1.0)
+    for format in ("modelopt", "sglang-mxfp8", "gpt-oss", "mlx", "comfy"):
+        with refused("fp8"):
+            convert(model, tmp_path / "x", RECIPES[0], format=format)
+    for recipe in ("fp8-deepseek-v4", "fp8-modelopt-channel"):
+        with refused(recipe.split("-")[0]):
+            convert(model, tmp_path / "x", recipe, format="fp8")
+
+
+def test_blocks_of_rows_that_engines_reject_are_named(model: Path, tmp_path: Path) -> None:
+    """Engines reject a part of a fused layer that ends within a block, unless it is the last part."""
+    plan = convert(model, tmp_path / "a", RECIPES[0], format="fp8").plan
+    assert not any("part of a fused layer" in warning for warning in plan.warnings)
+    (uneven,) = (warning for warning in plan.warnings if "without a GPU" in warning)
+    assert "o_proj: has 300 rows; without a GPU, the engine needs a multiple of 128" in uneven
+    tensors = {f"mlp.{name}.weight": synthetic.random(name, (200, 128)) for name in ("gate_proj", "up_proj")}
+    synthetic.write_model(tmp_path / "m", CONFIG, tensors)
+    plan = convert(tmp_path / "m", tmp_path / "b", RECIPES[0], format="fp8").plan
+    for engine in ("vLLM", "SGLang"):
+        (warning,) = (one for one in plan.warnings if one.startswith(engine))
+        assert "gate_proj has 200 rows; the engine needs a multiple of 128 in every part of a fused layer" in warning
+    assert [str(one) for one in verify(tmp_path / "b", tmp_path / "m").issues if "gate_proj has 200" in str(one)]
+
+
+def test_mixtures_budgets_and_requantized_layers(model: Path, tmp_path: Path) -> None:
+    """FP8 blocks stand beside NVFP4 in one checkpoint, take part in a budget of bits, and are made from other codes."""
+    mixed = tmp_path / "mixed"
+    convert(model, mixed, "nvfp4-te", recipes=[("*.down_proj", RECIPES[0])])
+    report = verify(mixed, model)
+    assert report.clean and report.formats == (
+        "compressed-tensors FP8 128x128",
+        "compressed-tensors nvfp4-pack-quantized",
+    )
+    x = oracle.arrays(load(model))[f"{LAYER}.mlp.down_proj.weight"]
+    stored = load(mixed)
+    assert stored[f"{LAYER}.mlp.down_proj.weight"][2] == fp4kit.quantize(x, RECIPES[0]).packed.tobytes()
+    found = assign_recipes(model, 6.0, ("nvfp4-te", RECIPES[0], "keep"))
+    assert {"nvfp4-te", RECIPES[0]} <= {option.name for option in found.options} and found.bits_of(found.chosen) <= 6.0
+    for source in (mixed, tmp_path / "rows"):
+        if not source.exists():
+            convert(model, source, "fp8-modelopt-channel", format="compressed-tensors")
+        report = convert(source, tmp_path / f"{source.name}8", RECIPES[1], format="fp8", requantize=True)
+        assert report.actions["requantize"] >= 6
+        assert verify(tmp_path / f"{source.name}8", source).clean
+
+
+def test_tensors_in_memory(model: Path, tmp_path: Path) -> None:
+    """convert_tensors yields what convert writes."""
+    config = json.loads((model / "config.json").read_text())
+    for format in FORMATS:
+        convert(model, tmp_path / format, RECIPES[1], format=format)
+        rules = Rules.of(RECIPES[1], format=format, config=config)
+        with pytest.warns(UserWarning, match="K = 96 is not a multiple of 128"):
+            found = dict(convert_tensors(oracle.arrays(load(model)).items(), rules))
+        stored = load(tmp_path / format)
+        assert {name: (tuple(x.shape), x.tobytes()) for name, x in found.items()} == {
+            name: parts[1:] for name, parts in stored.items()
+        }
+
+
+def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
+    """Scales that underflow are refused by name, and infinities by default."""
+    x = np.full((128, 128), 1e-40, np.float32)
+    synthetic.write_model(tmp_path / "tiny", CONFIG, {"mlp.down_proj.weight": x})
+    with refused("mlp.down_proj.weight: 1 scales of blocks are not positive normal float32 numbers"):
+        convert(tmp_path / "tiny", tmp_path / "x", RECIPES[1], format="fp8")
+    convert(tmp_path / "tiny", tmp_path / "y", RECIPES[0], format="fp8")
+    assert verify(tmp_path / "y", tmp_path / "tiny").errors == 0
+    x[3, 5] = np.inf
+    synthetic.write_model(tmp_path / "inf", CONFIG, {"mlp.down_proj.weight": x})
+    with refused("1 of 16384 values are NaN or infinite"):
+        convert(tmp_path / "inf", tmp_path / "z", RECIPES[0], format="fp8")
