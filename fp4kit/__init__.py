@@ -91,6 +91,7 @@ _LAZY = {
     "matmul_grouped": "fp4kit.ops.matmul_grouped",
     "open_checkpoint": "fp4kit.checkpoint",
     "parity": "fp4kit.contract.parity",
+    "quantize_static": "fp4kit.ops.static_scales",
     "save": "fp4kit.storage.quantized_file",
 }
 
@@ -108,6 +109,7 @@ if TYPE_CHECKING:
     from fp4kit.ops.identify import Identification, identify
     from fp4kit.ops.identify_kv import KVIdentification, identify_kv
     from fp4kit.ops.matmul_grouped import matmul_grouped
+    from fp4kit.ops.static_scales import quantize_static
     from fp4kit.storage.quantized_file import load, save
     from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
@@ -221,6 +223,7 @@ __all__ = [
     "quantize_both",
     "quantize_grouped",
     "quantize_kv",
+    "quantize_static",
     "random_signs",
     "recipe",
     "recipes",

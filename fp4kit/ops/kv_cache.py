@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_flag
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
@@ -61,7 +62,7 @@ def quantize_kv(
 
     Raises:
         TypeError: cache is not a KVCache, keys or values have a dtype other than these three, slots are not integers,
-            or a scale is not a number.
+            a scale is not a number, or four_over_six is not a bool.
         ValueError: shapes or devices do not fit, a slot is out of range or occurs twice, a scale is not positive and
             finite, the cache is read-only, or the recipe is unknown or makes no such blocks.
         ValueError: four_over_six is True for another recipe.
@@ -90,7 +91,7 @@ def quantize_kv(
     """
     op = "quantize_kv"
     r = kv_recipe(op, cache, recipe)
-    if four_over_six and r.block_rule != "vllm_kv":
+    if as_flag(op, "four_over_six", four_over_six) and r.block_rule != "vllm_kv":
         raise ValueError(f"{op}: four_over_six is True for {r.id}; only vLLM's store has 4over6: pass nvfp4-vllm-kv")
     given: dict[str, Any] = dict(zip(("keys", "values"), import_arrays(op, keys=keys, values=values), strict=True))
     shape = (len(check_slots(op, slots, cache.shape, writes=True)), cache.shape.heads, cache.shape.head_dim)

@@ -58,6 +58,7 @@ RIGHT = {
     "quantize_both": {"x": X, "recipe": "nvfp4"},
     "quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
     "quantize_kv": {"cache": CACHE, "keys": KEYS, "values": KEYS, "slots": [0, 1]},
+    "quantize_static": {"x": X, "recipe": "nvfp4-vllm-static", "input_scale": 0.001},
     "random_signs": {"size": 16, "seed": 3},
     "recipe": {"id": "nvfp4"},
     "recipes": {"of": "nvfp4"},
