@@ -293,7 +293,7 @@ def test_identify_finds_the_recipe(name) -> None:
     found = fp4kit.identify(fp4kit.quantize(x, name), x)
     assert name in found.exact
     assert [m.equal for m in found] == sorted((m.equal for m in found), reverse=True)
-    assert name in str(found)
+    assert name in str(found) or f" or {len(found.exact) - 1} others that agree" in str(found)
 
 
 def test_identify_tells_apart_and_survives_a_missing_amax() -> None:
