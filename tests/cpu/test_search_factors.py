@@ -91,3 +91,20 @@ def test_only_nonfinite_units_fall_back(name, monkeypatch) -> None:
     fp4kit.quantize(x, name, **above)
     assert 0 < sum(left) < 64
     agree(x, name, **above)
+
+
+def test_quest(monkeypatch) -> None:
+    """QuEST's amaxes agree for tiles, views, columns, stacks, transformed elements and other block sizes."""
+    quest = "mxfp4-fp-quant-quest"
+    for dtype in (np.float32, np.float16, BF16):
+        with np.errstate(all="ignore"):
+            for x in (searched_blocks(dtype), extreme().astype(dtype), nonfinite().astype(dtype)):
+                agree(x, quest)
+                agree(x, quest, axis=0)
+    shrink_tiles(monkeypatch)
+    for shape in ((3, 4160), (70, 32), (1, 64), (2, 3, 8, 64), (0, 64)):
+        agree(ordinary(2, shape), quest)
+    agree(ordinary(3, (64, 256))[::2, 64:192], quest)
+    agree(ordinary(4, (32, 64)), quest, hadamard=True)
+    for block in (64, 96):
+        agree(ordinary(5, (40, 192)), replace(RECIPES[quest], id="variant", block=(1, block)))

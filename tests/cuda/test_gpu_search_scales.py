@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from exhaustive import by_default, every, exhaustive
 from host.alone import put_powers
-from inputs import extreme, ordinary
+from inputs import extreme, nonfinite, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
 from powers import POWERS as POWERS_OF_ERRORS
@@ -635,3 +635,14 @@ def test_an_empty_array_gives_its_amaxes_without_signs() -> None:
     found = fp4kit.search_scales(cupy.zeros((3, 0), np.float32), "fp8-modelopt-channel", tensor_amax=cupy.asarray(amax))
     cpu = fp4kit.search_scales(np.zeros((3, 0), np.float32), "fp8-modelopt-channel", tensor_amax=amax)
     assert differing(found, cpu) == 0 and not np.signbit(cpu).any()
+
+
+@pytest.mark.parametrize("dtype", all_or_few(("float32", "float16", "bfloat16"), ()))
+def test_quest(dtype) -> None:
+    """QuEST's amaxes, which follow from standard deviations, give equal codes and values on CPU and GPU."""
+    quest, dtype = "mxfp4-fp-quant-quest", np.dtype(dtype)
+    with np.errstate(all="ignore"):
+        for x in (ordinary(3, (32, 64), dtype), extreme().astype(dtype), nonfinite().astype(dtype)):
+            same_results(x, quest)
+    x = ordinary(4, (64, 192), dtype)
+    same_results(x, quest, axis=0)
