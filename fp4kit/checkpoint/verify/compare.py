@@ -25,7 +25,7 @@ from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.compare_configs import ConfigDifference, compare_configs
-from fp4kit.checkpoint.verify.gguf_pairs import gguf_pairs
+from fp4kit.checkpoint.verify.gguf_pairs import differing_norms, gguf_pairs
 from fp4kit.storage.safetensors_file import TensorEntry
 
 
@@ -34,8 +34,8 @@ class TensorDifference:
     """Describe one tensor that differs between checkpoints a and b.
 
     name: the name of the tensor.
-    kind: "missing" (only in a), "extra" (only in b), "dtype", "shape", "bytes", or "values" for a layer of a model
-        directory and a GGUF file.
+    kind: "missing" (only in a), "extra" (only in b), "dtype", "shape", "bytes", or "values" for a layer or a
+        norm of a model directory and a GGUF file.
     detail: what differs, as text.
     """
 
@@ -125,6 +125,12 @@ def compare_checkpoints(
         if shared is not None:
             layers = _shared_layers(shared, differences, readers)
             same += len(shared) - len(layers) - sum(d.kind == "values" for d in differences)
+            for name, one, other, count in differing_norms(a, b, readers):
+                differences = [difference for difference in differences if difference.name not in (one, other)]
+                if count:
+                    differences.append(TensorDifference(name, "values", f"{count} values differ"))
+                else:
+                    same += 1
         else:
             changed = {difference.name for difference in differences}
             pairs = () if refused else _changed_layers(left, right, changed)

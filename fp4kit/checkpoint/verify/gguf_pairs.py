@@ -1,9 +1,11 @@
-"""Pair the layers of a model directory with those of a GGUF file, whose names and row orders differ."""
+"""Pair the layers and norms of a model directory with those of a GGUF file, whose names and row orders differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from fp4kit.checkpoint.containers.container import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
@@ -13,6 +15,7 @@ from fp4kit.checkpoint.model.weights import Rows
 from fp4kit.checkpoint.plan.borrowed_codes import GgufNames
 from fp4kit.checkpoint.plan.row_orders import in_closest_order
 from fp4kit.storage.gguf_file import is_gguf
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 
 def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str, Origin, Origin]] | None:
@@ -47,3 +50,24 @@ def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[
             rows = Rows(other.weight, other.expert, other.span)
             other = Origin(*in_closest_order(own.weight, rows, order, readers))
         yield layer[0], own, other
+
+
+def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:
+    """Yield (name in the directory, name in a, name in b, values that differ) for the norms that both have.
+
+    A norm is a one-dimensional float tensor whose name ends in ".weight". Values are compared as float32. a and b are a
+    model directory and a GGUF file, in any order.
+    """
+    left, right = open_source(Path(a)), open_source(Path(b))
+    directory, file = (right, left) if is_gguf(Path(a)) else (left, right)
+    names = GgufNames(file, "compare")
+    for name, (own, entry) in directory.tensors.items():
+        layer = names.of(directory, (name.removesuffix(".weight"), 0))
+        other = f"{layer[0]}.weight" if layer is not None and name.endswith(".weight") else ""
+        if len(entry.shape) != 1 or other not in file.tensors or file.tensors[other][1].shape != entry.shape:
+            continue
+        found = ((own, entry), file.tensors[other])
+        if all(one.dtype in FLOAT_DTYPES for _, one in found):
+            x, y = (readers.of(place).read(one).astype(np.float32) for place, one in found)
+            pair = (other, name) if directory is right else (name, other)
+            yield name, *pair, int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))

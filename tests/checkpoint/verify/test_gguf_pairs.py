@@ -6,6 +6,7 @@ from pathlib import Path
 import gguf_files
 import numpy as np
 import pytest
+import synthetic
 from borrowed_codes import directory
 from gguf_files import EXPERTS
 from synthetic import refused
@@ -72,3 +73,27 @@ def test_without_the_name_map_the_error_says_what_to_install(tmp_path: Path, mon
         compare_checkpoints(tmp_path / "q", tmp_path / "m.gguf")
     assert main(["compare", str(tmp_path / "q"), str(tmp_path / "m.gguf")]) == 2
     assert 'run pip install "fp4kit[gguf]"' in " ".join(capsys.readouterr().err.split())
+
+
+def test_norms_are_compared_by_value(tmp_path: Path) -> None:
+    """Norms that differ in dtype only count as equal. Biases, and norms of other lengths, are not paired."""
+    norms = {"attn_norm": "model.layers.0.input_layernorm", "ffn_norm": "model.layers.0.post_attention_layernorm"}
+    own = {f"{name}.weight": np.linspace(0, 1, 128).astype(synthetic.BF16) for name in norms.values()}
+    own |= {"model.norm.weight": np.ones(64, np.float32), "model.layers.0.self_attn.q_proj.bias": np.ones(128, "f4")}
+    synthetic.write_model(tmp_path / "plain", {"model_type": "llama", "num_hidden_layers": 1}, own)
+    stored = {f"blk.0.{name}.weight": own[f"{norms[name]}.weight"].astype(np.float32) for name in norms}
+    stored["blk.0.ffn_norm.weight"][3] = -1
+    stored |= {"output_norm.weight": np.ones(32, np.float32), "blk.0.attn_q.bias": np.ones(128, np.float32)}
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in stored.items()}, COUNTS)
+    for a, b in (("plain", "m.gguf"), ("m.gguf", "plain")):
+        found = compare_checkpoints(tmp_path / a, tmp_path / b)
+        assert found.same == 1
+        assert {(one.name, one.detail) for one in found.tensors if one.kind == "values"} == {
+            ("model.layers.0.post_attention_layernorm.weight", "1 values differ")
+        }
+        assert {one.name for one in found.tensors if one.kind in ("missing", "extra")} == {
+            "model.norm.weight",
+            "output_norm.weight",
+            "model.layers.0.self_attn.q_proj.bias",
+            "blk.0.attn_q.bias",
+        }
