@@ -97,8 +97,11 @@ def parity(
     Numerics:
         All comparisons are of bits, except that NaN equals NaN. Products are those of fp4kit.matmul, for up to 128 rows
         of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
-        of inputs is always computed from the given or drawn inputs, even if input_scales is "static". The contract's
-        Hadamard transform is applied to quantized weights and to their inputs.
+        of inputs is computed from the given or drawn inputs. If input_scales of a side is "static", it is that of the
+        input scale that its checkpoint stores for the layer, each layer by itself. If one side has no checkpoint, the
+        input scales of the other side apply to both.
+
+        The contract's Hadamard transform is applied to quantized weights and to their inputs.
 
         Values are decoded by the recipe's rule. If the contract of a side names a container, they are decoded as its
         loaders decode them, from the stored tensor scale.
@@ -150,8 +153,10 @@ class _Check:
         self.notes: dict[str, None] = {}
         self.amaxes: dict[Any, Any] = {}
         contracts = [side.contract for side in sides]
-        for side in sides:
+        for side, other in (sides, sides[::-1]):
             side.check()
+            if not side.input_scales and side.stored is None:
+                side.input_scales = other.input_scales
         if source is None and all(side.stored is None and side.function is None for side in sides):
             self.source = _drawn([one for one in contracts if one is not None])
         elif source is None and any(side.makes for side in sides):
@@ -390,7 +395,7 @@ class _Check:
         for side, one, recipe in zip(self.sides, compared, recipes, strict=True):
             limit = np.arange(min(_PRODUCT_ROWS, _shape(one.part)[0]))
             try:
-                results.append(products(side, inputs, rows_of(one.part, limit), recipe is not None))
+                results.append(products(side, inputs, rows_of(one.part, limit), recipe is not None, name))
             except ValueError as error:
                 self.notes[f"products: {one.label}: {error}"] = None
                 return found
@@ -424,10 +429,15 @@ class _Check:
         """Yield the comparison of quantized inputs: those of the caller, or one drawn array."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
-            side.label for side in self.sides if side.contract is not None and side.contract.input_scales == "static"
+            side
+            for side in self.sides
+            if side.contract is not None and side.contract.input_scales == "static" and side.contract.activations
         ]
-        if static:
-            self.notes[f"stored input scales of {' and '.join(static)}; inputs are compared with their own amax"] = None
+        lacking = [side.label for side in static if any(name not in side.input_scales for name in tensors)]
+        if lacking:
+            self.notes[f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"] = (
+                None
+            )
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
@@ -475,12 +485,13 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
     """Return some rows of activations, or of keys or values, as a side quantizes them; unquantized if r is None.
 
     Activations are transformed before they are quantized; keys and values are not, because `side` then has no
-    transform. The tensor amax is that of all rows of x.
+    transform. The tensor amax is that of all rows of x, or that of the layer's stored input scale.
     """
     if r is None:
         return Compared(side.label, Weights(None, x[rows]), Making(None), x[rows])
     x = side.transformed(x)
-    amax = amax_of(x, r)
+    static = side.input_amax(name, r, x.dtype)
+    amax = amax_of(x, r) if static is None else static
     one = Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], (name,), side.transform)
     part = np.ascontiguousarray(x[rows])
     return Compared(side.label, made(part, r, one.amax), Making(one), part)

@@ -31,28 +31,31 @@ def _decoded(one: Weights) -> np.ndarray:
     return np.asarray(one.values if one.q is None else dequantize(one.q, BFLOAT16))
 
 
-def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool) -> np.ndarray:
+def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, layer: str = "") -> np.ndarray:
     """Return inputs (tokens, K) times weights (N, K), float32 (tokens, N), as the unit of a side's contract adds them.
 
     If the inputs and the weights both have codes, the unit multiplies codes. Otherwise both are converted to bfloat16,
     after the inputs were quantized.
 
-    Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax is
-    computed from them. If `quantized` is True, the contract's Hadamard transform is applied to inputs first.
+    Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax is that
+    of the layer's stored input scale if the contract's input_scales is "static"; otherwise it is computed from them.
+    If `quantized` is True, the contract's Hadamard transform is applied to inputs first.
 
     Raise ValueError if the unit has no instruction for the operands.
 
     quantized: True if the contract quantizes the weights of the layer.
+    layer: the name of the layer, by which its stored input scale is found.
     """
     contract = side.contract
     assert contract is not None and contract.unit is not None
     inputs = side.transformed(inputs) if quantized else inputs
     recipe = contract.activations if quantized else None
+    amax = None if recipe is None else side.input_amax(layer, recipe, inputs.dtype)
     if recipe is None or recipe.fake_only or weights.q is None:
-        left = Weights(None, inputs) if recipe is None else made(inputs, recipe, None)
+        left = Weights(None, inputs) if recipe is None else made(inputs, recipe, amax)
         operands = [_decoded(one).astype(BFLOAT16) for one in (left, weights)]
         return np.asarray(matmul(*operands, unit=contract.unit))
-    return np.asarray(matmul(made(inputs, recipe, None).q, weights.q, unit=contract.unit))
+    return np.asarray(matmul(made(inputs, recipe, amax).q, weights.q, unit=contract.unit))
 
 
 def with_products(

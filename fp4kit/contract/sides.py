@@ -25,7 +25,9 @@ from fp4kit.quantized.slicing import on_host
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import as_stored
 from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.implied_amax import UNKNOWN, covered_range
 from fp4kit.reference.quantize import tensor_amax
+from fp4kit.reference.static_amax import static_amax
 from fp4kit.registered import FUNCTIONS
 
 OP = "parity"
@@ -43,6 +45,16 @@ class Weights(NamedTuple):
     values: np.ndarray | None
 
 
+class InputScale(NamedTuple):
+    """Hold the static input scale of a layer as a checkpoint stores it.
+
+    value: the stored number. divides: True if it divides on decode, False if it multiplies.
+    """
+
+    value: np.float32
+    divides: bool
+
+
 class Side:
     """Give the codes or values of layers as one side has them.
 
@@ -50,6 +62,7 @@ class Side:
     contract: the settings of the side; None if none are known.
     stored: layer -> Quantized or array; None if the side has no tensors.
     function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
+    input_scales: layer -> InputScale, those of `stored`; empty if it has none.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class Side:
         function: Callable[[str, Any], Any] | None = None,
     ) -> None:
         self.label, self.contract, self.stored, self.function = label, contract, stored, function
+        self.input_scales: Mapping[str, InputScale] = getattr(stored, "input_scales", {})
 
     @property
     def makes(self) -> bool:
@@ -114,6 +128,24 @@ class Side:
         if size == HADAMARD_BLOCK and signs in _MASKS:
             return hadamard_blocks(x, _MASKS[signs])
         return np.asarray(hadamard(x, size, signs=None if signs is None else [1 if s == "+" else -1 for s in signs]))
+
+    def input_amax(self, layer: str, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
+        """Return the tensor amax that stands for the stored input scale of a layer, for a recipe of activations.
+
+        If no amax gives the scale, return the nearest one. Return None if the amax is measured: if the contract's
+        input_scales is not "static", the layer has no stored scale, or the recipe has no tensor scale, or several.
+        """
+        if self.contract is None or self.contract.input_scales != "static" or recipe.tensor_scaling != "tensor":
+            return None
+        scale = self.input_scales.get(layer)
+        if scale is None or not 0 < scale.value < np.inf:
+            return None
+        found = static_amax(scale.value, recipe, dtype, scale.divides)
+        if found != UNKNOWN:
+            return np.asarray(found)
+        with np.errstate(over="ignore"):
+            likely = covered_range(recipe) / scale.value if scale.divides else covered_range(recipe) * scale.value
+        return np.asarray(np.minimum(likely, FLT_MAX))
 
     def check(self) -> None:
         """Raise ValueError if the contract alone must determine codes, but searches block scales."""

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.checkpoint.containers.container import INPUT_SCALE
 from fp4kit.checkpoint.contract.of_checkpoint import contract_of
 from fp4kit.checkpoint.identify.pair_names import keys_of
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers
-from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import by_layer
+from fp4kit.contract.sides import InputScale, by_layer
 from fp4kit.contract.stacks import matrix_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.storage.errors import CheckpointError
@@ -27,10 +28,13 @@ class LazyTensors(Mapping[str, Any]):
     """Map the names of layers to their tensors, which are read at every access.
 
     readers: layer -> function that reads it, and returns a Quantized or an array.
+    input_scales: layer -> its static input scale; empty if the checkpoint stores none.
     """
 
-    def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
-        self._readers = readers
+    def __init__(
+        self, readers: Mapping[str, Callable[[], Any]], input_scales: Mapping[str, InputScale] | None = None
+    ) -> None:
+        self._readers, self.input_scales = readers, input_scales or {}
 
     def __getitem__(self, name: str) -> Any:
         return self._readers[name]()
@@ -67,7 +71,7 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
     if not checkpoint.layers and not place.is_dir():
         names = checkpoint.tensors
         return None, LazyTensors({n.removesuffix(".weight"): partial(_tensor, checkpoint, n) for n in names})
-    return (contract_of(place) if checkpoint.layers else None), LazyTensors(_readers(checkpoint))
+    return (contract_of(place) if checkpoint.layers else None), LazyTensors(*_readers(checkpoint))
 
 
 def _saved(path: Path) -> Mapping[str, Any] | None:
@@ -85,22 +89,27 @@ def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
         return np.array(readers.of(file).read(entry))
 
 
-def _readers(checkpoint: Checkpoint) -> dict[str, Callable[[], Any]]:
-    """Return layer -> function that reads it, for all weights of a checkpoint, quantized or not.
+def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale]]:
+    """Return layer -> function that reads it, for all weights of a checkpoint, and layer -> its static input scale.
 
-    Layers that are only some rows of a quantized matrix are left out.
+    Layers that are only some rows of a quantized matrix are left out of the functions.
     """
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another
     found: dict[str, Callable[[], Any]] = {}
-    for weight in checkpoint.weights.values():
-        for e in range(weight.experts):
-            for key, one, span in keys_of(weight, e, config):
-                if weight.container is None:
-                    found[key] = partial(_values, one, e, span)
-                elif span == (0, weight.shape[-2]):
-                    found[key] = partial(_matrix, read, weight, e)
-    return found
+    scales: dict[str, InputScale] = {}
+    with Readers() as readers:
+        for weight in checkpoint.weights.values():
+            form = weight.container
+            for e in range(weight.experts):
+                for key, one, span in keys_of(weight, e, config):
+                    if form is None:
+                        found[key] = partial(_values, one, e, span)
+                    elif span == (0, weight.shape[-2]):
+                        found[key] = partial(_matrix, read, weight, e)
+                    if form is not None and INPUT_SCALE in weight.parts:
+                        scales[key] = InputScale(scalar_of(readers, weight, INPUT_SCALE, e), form.divides)
+    return found, scales
 
 
 def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:

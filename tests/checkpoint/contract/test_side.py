@@ -8,7 +8,10 @@ from safetensors.numpy import save_file
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
+from fp4kit.contract.products import products
+from fp4kit.contract.sides import Weights, side_of
 from fp4kit.contract.to_json import FILE
+from fp4kit.evidence.testing import assert_same_bits
 
 RNG = np.random.default_rng(0)
 LEAVES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -39,6 +42,33 @@ def test_a_contract_against_the_checkpoint_that_was_made_by_it(models):
     (served / FILE).rename(models / "away.json")
     assert fp4kit.parity(contract, served, weights=source).equal  # the recipe is inferred from the config
     (models / "away.json").rename(served / FILE)
+
+
+@pytest.mark.parametrize(("container", "recipe"), [("modelopt", "static"), ("compressed-tensors", "static-divisor")])
+def test_stored_input_scales_are_applied(models, tmp_path, container, recipe):
+    """Inputs have an amax of about 4, and the stored scale stands for 8: only a static side uses it."""
+    scale = 8 / 2688 if container == "modelopt" else 2688 / 8
+    convert(models / "source", tmp_path / "served", "nvfp4-te", format=container, input_scale=8 / 2688)
+    layer = "model.layers.0.mlp.down_proj"
+    x = {layer: np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32)}
+    activations = f"nvfp4-vllm-{recipe}"
+    static = fp4kit.Contract.of(tmp_path / "served").stating(activations=activations, unit="exact")
+    assert static.input_scales == "static"
+    served = (static, tmp_path / "served")
+    found = fp4kit.parity(static, served, weights=models / "source", inputs=x)  # the trainer uses the stored scale
+    assert found.equal and not any("stored input scales" in note for note in found.notes)
+    dynamic = static.stating(input_scales="dynamic")
+    found = fp4kit.parity(dynamic, served, weights=models / "source", inputs=x)
+    (inputs,) = (one for one in found.layers if one.kind == "input")
+    assert inputs.step == "amax" and inputs.count
+    assert [one.step for one in found.layers if one.name == layer and one.kind == "weight"] == ["product"]
+    name = "input_scale" if container == "modelopt" else "input_global_scale"
+    q = fp4kit.quantize_static(x[layer], activations, **{name: np.float32(scale)})
+    assert_same_bits(q.packed, fp4kit.quantize(x[layer], activations, tensor_amax=8.0).packed)
+    w = fp4kit.open_checkpoint(tmp_path / "served")[layer]
+    stated = {layer: np.asarray(fp4kit.matmul(q, w, unit="exact"))}
+    side = side_of("rollout", served)
+    assert_same_bits(products(side, x[layer], Weights(w, None), True, layer), stated[layer])
 
 
 def test_two_checkpoints_without_weights(models, tmp_path):
