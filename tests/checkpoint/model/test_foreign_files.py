@@ -64,7 +64,8 @@ def test_containers(name: str) -> None:
 def test_verify_finds_no_error(name: str) -> None:
     """verify finds no error in files of other tools.
 
-    It only warns about engines that fail to load them, and about containers whose requirements are unknown.
+    It only warns about engines that fail to load them, and about containers whose requirements are unknown. The small
+    k_proj of FP8_BLOCK is one block of 64 rows, which engines cannot fuse.
     """
     issues = verify(ROOT / name).issues
     assert {issue.severity for issue in issues} <= {"warning"}
@@ -72,6 +73,7 @@ def test_verify_finds_no_error(name: str) -> None:
         "the requirements of loaders are not known",
         "fails: ",
         "wrong values: the engine has no modelopt quantizer",
+        "in every part of a fused layer except the last, and rejects the layer",
     )
     assert all(any(text in issue.text for text in known) for issue in issues)
 
