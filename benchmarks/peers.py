@@ -1,8 +1,8 @@
 """Call other libraries on the same device arrays in this process: torch, torchao and Model-Optimizer, if installed.
 
-Functions named after an operation return {name: call} for `Bench.row(peers=...)`, or an empty dict if the library is
-missing or does not offer the operation. With --quick, torch.compile is not used, because it takes seconds per function.
-Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.
+Functions named after an operation return {name: call} for `Bench.row(peers=...)`. They return an empty dict if the
+library is missing or does not offer the operation, or if `Bench.peers` is False. With --quick, torch.compile is not
+used, because it takes seconds per function. Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations

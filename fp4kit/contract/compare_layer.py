@@ -103,9 +103,14 @@ def _explained(
     affected: np.ndarray,
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
-    """Return a LayerParity with the first step that differs, the setting, and a worked element.
+    """Return ``found`` completed with the first step that differs, the setting that causes it, and a worked element.
 
-    affected: the elements whose codes, scales or values differ. values: the values of both sides.
+    Args:
+        found: the counts of the differences. It is not changed.
+        sides: the two sides.
+        rows: the indices of the compared rows in the layer.
+        affected: a mask of the elements whose codes, scales or values differ. At least one must be True.
+        values: the values of both sides.
     """
     a, b = sides
     wrong = [(one.making.step, f"{one.label}: {one.making.wrong}") for one in sides if one.making.wrong]
@@ -184,10 +189,7 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
         np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
     )
     if not same:
-        uses = [
-            f"{label} uses {_amax_text(one)}{_whose(one, other)}"
-            for label, one, other in ((label_a, a, b), (label_b, b, a))
-        ]
+        uses = [f"{label} uses {_amax_text(one)}{_whose(one)}" for label, one in ((label_a, a), (label_b, b))]
         texts.append(f"tensor amax: {' and '.join(uses)}; let the same layers share an amax (shared_amax)")
     return texts
 
@@ -209,8 +211,8 @@ def _amax_text(one: Arithmetic) -> str:
     return f"{one.amax!s}" if one.amax is not None and not one.amax.ndim else "one per row"
 
 
-def _whose(one: Arithmetic, other: Arithmetic) -> str:
-    """Return the text that follows a tensor amax and says to which layers it belongs."""
+def _whose(one: Arithmetic) -> str:
+    """Return the text that follows the tensor amax of an arithmetic and says to which layers it belongs."""
     if len(one.layers) > 1:
         return f", the largest of {', '.join(one.layers)}"
     return ", its own" if one.layers else ", which its tensor scale implies"

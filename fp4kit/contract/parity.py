@@ -311,7 +311,7 @@ class _Check:
             whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)
         part = rows_of(whole, rows)
         if x is None or (whole.q is None and recipe is None and side.function is None and side.contract is not None):
-            return Compared(side.label, part, self._order_without_source(i, name, whole, rows))
+            return Compared(side.label, part, self._order_without_source(i, name, whole))
         likely = [r for r in (recipe, recipes[1 - i]) if r is not None]
 
         def candidates(r: Recipe) -> Iterator[Arithmetic]:
@@ -321,7 +321,7 @@ class _Check:
 
         return Compared(side.label, part, making_of(whole, x, rows, likely, candidates), x)
 
-    def _order_without_source(self, i: int, name: str, whole: Weights, rows: np.ndarray) -> Making:
+    def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
         """Return a Making that says in which wrong order the rollout stores the trainer's bytes.
 
         Without the unquantized weight, the bytes of the trainer count as right. Return a Making without content for the

@@ -65,9 +65,10 @@ def decode_key(r: Recipe) -> str:
 
 
 def top_rule(r: Recipe) -> str:
-    """Return the name of a recipe's tensor rule if that rule sets the element value of the tensor amax (rules.TOPS).
+    """Return the name of a recipe's tensor rule if rules.TOPS has it, and otherwise "none".
 
-    Return "none" otherwise. In keys, it tells apart block rules and decoders that depend on this value.
+    TOPS says to which element value such a rule scales the tensor amax. Block rules and decoders depend on this value,
+    so their keys contain the name.
     """
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 

@@ -207,7 +207,10 @@ def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
 
 
 def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return _fake_quantize of x and the residuals for _backward: x and the clip limit, or None under pass_through."""
+    """Return (_fake_quantize of x, residuals for _backward).
+
+    The residuals are (x, clip limit), or None under pass_through.
+    """
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)
 

@@ -115,5 +115,8 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    """Return the decode scale that a recipe makes from an amax, as Quantized.tensor_scale stores it."""
+    """Return the decode scale that the recipe r makes from amaxes, which Quantized.tensor_scale stores.
+
+    q: the array that the scale belongs to; only its dtype matters, the dtype of the elements.
+    """
     return tensor_scale(amax, r, q.dtype).decode

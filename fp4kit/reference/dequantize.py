@@ -28,7 +28,8 @@ ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a nu
 
 # Every function decode_<rule> below is a decode rule. It takes element values (m, blocks, block), block scale codes
 # (m, blocks) or None, and a TensorScale whose arrays broadcast to the element values. It returns the decoded values.
-# recipes/rules.py says which rules read tensor.amax or tensor.encode. The other rules read tensor.decode only.
+# recipes/rules.py says which rules read tensor.amax or tensor.encode. The other rules read tensor.decode only. Few
+# rules use the recipe.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

@@ -1,13 +1,14 @@
 """Define fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
 
 A fake quantizer returns x with the error of quantization. The functions here reproduce producers' kernels that compute
-only values, no codes. They are the fake rules of recipes/rules.py and share their arguments:
+only values, no codes. They are the fake rules of recipes/rules.py. All return a float32 array in the shape of x, and
+take these arguments, even if they do not use all of them:
 
 - x: float32 (m, k)
 - recipe: the recipe
-- tensor_amax: the tensor amaxes
+- tensor_amax: the tensor amaxes, or None if the recipe has no tensor scale
 - amax: the block amaxes, or None to compute them from x
-- dtype: the dtype of x before it was converted to float32
+- dtype: the dtype of x before it was converted to float32. Only the rules of microxcaling use it
 
 In the docstrings y is the result, s the scale of a block, and M the largest element value. round() rounds to the
 nearest value of the element format, ties to even, and E4M3() rounds to the nearest E4M3 value.
@@ -284,7 +285,7 @@ def nvfp4_fp_quant(
     s is the scale of a block, and amax its largest magnitude. 3 is FP-Quant's global scale. Operations are rounded from
     left to right, and divisions are those of PTX div.full.f32. round() saturates, and ties go toward zero. Every zero
     of x gives -0. If s underflows to 0, y is a zero too, and -0 unless x is positive. If amax is infinite or NaN, the
-    whole block is NaN.
+    whole block is NaN. y is float32. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)

@@ -1,11 +1,14 @@
 """Define tensor rules, which compute the encode scale and the decode scale of a tensor from its amax.
 
 The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and a Quantized
-stores it as tensor_scale. block_rules.py derives block scales from them. In the docstrings, encode and decode are the
+stores it as tensor_scale. block_rules.py derives block scales from them.
+
+Every rule takes the tensor amaxes, the recipe and the input dtype, which is the dtype of the elements. It returns
+(encode scales, decode scales) as float32 in the shape of the amaxes. In the docstrings, encode and decode are the
 two scales that a rule returns, and 2688 = 6 * 448 stands for full_range(recipe).
 
 All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it rounds to
-the input dtype, the dtype of the elements.
+the input dtype.
 """
 
 from __future__ import annotations

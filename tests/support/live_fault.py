@@ -20,7 +20,10 @@ def correct_parts(x, recipe="mxfp4-ocp"):
 
 
 def faulty(x, above):
-    """Return the parts of x with a wrong code at element WRONG_ELEMENT of every block whose amax exceeds `above`."""
+    """Return the parts of x (m, k) with a wrong code in every block of 32 whose amax exceeds `above`.
+
+    The wrong code is that of element WRONG_ELEMENT of the block.
+    """
     parts = correct_parts(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above
     parts["codes"].reshape(len(x), -1, 32)[..., WRONG_ELEMENT] ^= large.astype(np.uint8)
@@ -39,7 +42,10 @@ def without_function(x):
 
 
 def large_blocks(x, q):
-    """Return a mask, True for all elements of blocks whose amax exceeds 8."""
+    """Return a mask of x (m, k), True for all elements of blocks of 32 whose amax exceeds 8.
+
+    q is not used. Exempt.where requires it.
+    """
     amax = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1)
     return np.repeat(amax > 8, 32, axis=-1)
 

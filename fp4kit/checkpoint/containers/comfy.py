@@ -36,7 +36,7 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for the first layer that ComfyUI could not load once it is quantized.
+    """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject once it is quantized.
 
     Args:
         form: the container to write. Nothing is checked if it is None or not one of ComfyUI's.

@@ -86,7 +86,12 @@ def declaration(form: Container) -> dict[str, Any]:
 
 
 def check(form: Container | None, config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Raise CheckpointError if mlx-lm could not load a model once ``modules`` are quantized.
+    """Raise CheckpointError unless mlx-lm is known to load a model correctly once ``modules`` are quantized.
+
+    There are two reasons to reject a model:
+
+    - Its model type is in none of the lists in this file, so that it is unknown how mlx-lm loads it.
+    - mlx-lm would drop the scales of experts that are among ``modules``.
 
     Args:
         form: the container to write. Nothing is checked if it is None or not one of MLX's.

@@ -135,10 +135,16 @@ def _bytes(layer: StoredLayer, columns: slice) -> slice:
 
 
 def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
-    """Yield the ways to read the codes of a stored layer as a matrix that has the shape of the source.
+    """Yield the ways to read the codes of a stored layer as a matrix: as they are stored, and transposed.
 
-    The way without a mishap comes first, if it is possible. One of the ways gives the transposed shape, for a layer
-    that was quantized transposed. Nothing is yielded if no shape fits.
+    Wrong orders of codes within rows are not among them (see code_orders). The shapes decide which ways are possible:
+
+    - as stored, without a mishap
+    - as stored, for a layer that was quantized transposed; this matrix has the shape of the transposed source
+    - with the codes transposed
+    - with the packed bytes transposed
+
+    They are yielded in this order. Nothing is yielded if no shape fits.
 
     shape: the shape of the source.
     """

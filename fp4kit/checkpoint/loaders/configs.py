@@ -261,6 +261,7 @@ _CHECKS = {
 def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding if hf_quant_config.json lacks entries, and one for each entry that contradicts config.json.
 
+    container: the key of CONTAINERS, which decides what entries are needed.
     config: the content of config.json.
     nested: the content of hf_quant_config.json.
     """

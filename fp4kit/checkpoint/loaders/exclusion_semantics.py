@@ -351,7 +351,10 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Extend the regular expression ``pattern`` so that a match must end where a part of a dotted name ends."""
+    """Return a regular expression for the matches of ``pattern`` that end between parts of a dotted name.
+
+    Such a match ends just before a dot, just after a dot, or at the end of the name.
+    """
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 

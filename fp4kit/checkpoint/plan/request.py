@@ -232,7 +232,12 @@ class Request:
         return self._with_input_scales(form)
 
     def _with_input_scales(self, form: Container) -> Container:
-        """Return ``form`` unchanged. Raise CheckpointError if the user gives input scales that it cannot store."""
+        """Return ``form`` unchanged, after a check of the user's input scales.
+
+        Raises:
+            CheckpointError: if the user gives an input scale or activations, but ``form`` has no tensor scale. Such
+                containers have no input scale either.
+        """
         if not form.has_tensor_scale:
             self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form

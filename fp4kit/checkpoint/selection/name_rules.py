@@ -205,7 +205,7 @@ class Candidate:
         """The prefix of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
 
         An MTP module is recognized by a component with the role "mtp", or by a layer number beyond the last decoder
-        layer.
+        layer. Only layers in a list named "layers" outside an encoder count as decoder layers.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:

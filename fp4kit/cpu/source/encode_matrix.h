@@ -135,9 +135,9 @@ struct Encoder {
     return element.divides && !kHasSlowDivision ? Method::general : Method::fast;
   }
 
-  // Return an array with one factor per run: block_factors itself if a block is one run, otherwise run_factors, which
-  // this function fills. Return nullptr if a factor is not usable or is outside of min_factor ... max_factor. If the
-  // recipe flushes, subnormal numbers in block_factors are set to zero first.
+  // Return an array with one factor per run of `count` blocks: block_factors itself if a block is one run, otherwise
+  // run_factors, which this function fills. Return nullptr if a factor is not usable or is outside of min_factor ...
+  // max_factor. If the recipe flushes, subnormal numbers in block_factors are set to zero first.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b)
@@ -158,8 +158,9 @@ struct Encoder {
     return run_factors;
   }
 
-  // Return false if codes wrap (element.wraps) and a scaled element of a block is infinite, because such an element
-  // would have the code of NaN. Otherwise return true. The amax of block b is amax[b * step].
+  // Return false if codes wrap (element.wraps) and a scaled element of one of `count` blocks is infinite, because such
+  // an element would have the code of NaN. Otherwise return true. The amax of block b is amax[b * step], and its factor
+  // is factors[b].
   bool keeps_finite(const float* amax, i64 step, const float* factors, i64 count) const {
     u32 is_bad = 0;
     for (i64 b = 0; element.wraps && b < count; ++b) {

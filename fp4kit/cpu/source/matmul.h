@@ -63,8 +63,8 @@ struct ProductPanel {
   // block scales.
   double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];
 
-  // Decode `depth` elements from element `start` of K on, for `count` rows of an operand from row `first` on. Lanes and
-  // elements beyond the operand count as zeros.
+  // Decode `depth` elements from element `start` of K on, for `count` rows of an operand from row `first` on. `length`
+  // is the length of K. Lanes and elements beyond the operand count as zeros.
   void decode(const ProductOperand& x, i64 first, i64 count, i64 start, i64 depth, i64 length) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const i64 row = first + (lane < count ? lane : 0), end = lane < count ? std::min(depth, length - start) : 0;
@@ -292,7 +292,8 @@ struct ProductTask {
     finish(*memory, first_row, rows, first, columns, exact);
   }
 
-  // Set the first sums of a task to C, or to zeros. With promotion, C is the first total instead.
+  // Set the first sums of a task to C, or to zeros. With promotion, C is the first total instead. The task computes
+  // `rows` rows and `columns` columns of the results, from row first_row and column `first` on.
   void start(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     std::memset(m.sums, 0, sizeof m.sums);
     std::memset(m.totals, 0, sizeof m.totals);
@@ -307,7 +308,7 @@ struct ProductTask {
     }
   }
 
-  // Add the decoded products of one row to the exact sums of its columns.
+  // Add the products of one row to the exact sums of its `columns` columns, for the `depth` elements that are decoded.
   void add_exact(const Memory& m, i64 depth, i64 columns, ExactSum* sums) const {
     for (i64 j = 0; j < columns; ++j) {
       const Columns& b = m.columns[j / kProductLanes];
@@ -315,7 +316,7 @@ struct ProductTask {
     }
   }
 
-  // Add the decoded elements, which begin at element k of K, to the sums of a row of panel p.
+  // Add the products of the `depth` decoded elements, which begin at element k of K, to the sums of row r of panel p.
   void add_row(Memory& m, i64 r, int p, i64 k, i64 depth) const {
     double* c = m.sums[r][p];
     for (i64 i = 0; i < depth; i += call.step) {
@@ -341,7 +342,7 @@ struct ProductTask {
     store(call, row * call.columns + column, sum);
   }
 
-  // Multiply all sums of a task by the tensor scales, and store them.
+  // Multiply all sums of a task by the tensor scales, and store them. The arguments are those of `start`.
   void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     const auto& sums = call.promote ? m.totals : m.sums;
     for (i64 r = 0; r < rows; ++r) {

@@ -94,8 +94,8 @@ struct Rotator {
   }
   float load_sign(const Group& g, i64 i) const { return call.is_inverse ? 1.0f : sign(g.block, i); }
 
-  // Store in y the elements of `lanes` blocks times a sign, and zeros for absent blocks. `x` are elements, or their
-  // bits.
+  // Store in y one element of each of `lanes` blocks, times a sign. Lanes without a block get zeros. `x` points to the
+  // element of the first block, or to its bits, and `step` is the distance of neighboring blocks.
   template <class Element>
   static void widen_lanes(const Element* x, i64 lanes, i64 step, float sign, float* y) {
     Number elements[kLanes] = {};

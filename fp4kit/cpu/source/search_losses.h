@@ -22,8 +22,8 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// Store the sum of d^2, or of w d^2 if kWeighted, under every candidate, for one row of a block. d is the error of an
-// element, and w is the weight of its column.
+// Store in `losses` the sum of d^2, or of w d^2 if kWeighted, under every candidate, for one row of a block. d is the
+// error of an element, and w is the weight of its column, which is read only if kWeighted.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights, const Candidates& candidates,
                                                    float* __restrict losses) {
@@ -37,9 +37,9 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// Store the sum of |d|^power, or of w |d|^power if kWeighted, under kLanes candidates, for one row of a block. d is the
-// error of an element, and w is the weight of its column. For Objective::largest, store the largest |d| or w |d|
-// instead. For Objective::magnitudes, power is 1.
+// Store in `losses` the sum of |d|^power, or of w |d|^power if kWeighted, for one row of a block. There is one loss per
+// candidate, and kLanes candidates. d is the error of an element, and w is the weight of its column. For
+// Objective::largest, store the largest |d| or w |d| instead. For Objective::magnitudes, power is 1.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {

@@ -30,8 +30,9 @@ struct QuestRecipe {
   };
 };
 
-// Return QuEST's amax of the block at x: 2^emax times that for elements whose largest value has the exponent 0. Return
-// NaN if an element is NaN or infinite, as the sums would be. (Input<In>::value is valid for finite elements only.)
+// Return QuEST's amax of a block, the `block` elements at x. `block` must be a multiple of 32. `top` is 2^emax, where
+// emax is the exponent of the largest element value. Return NaN if an element is NaN or infinite. Such blocks are
+// handled first, because Input<In>::value is valid for finite elements only.
 template <class In>
 float quest_amax_of(const typename Input<In>::Bits* x, i64 block, float top) {
   constexpr int kLanes = 32;

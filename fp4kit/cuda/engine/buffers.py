@@ -61,7 +61,7 @@ def _cupy_library() -> ArrayLibrary:
     """Return the ArrayLibrary of CuPy."""
 
     def clear(a: Any, stream: Any) -> None:
-        """Set the array to 0 on the current stream."""
+        """Set a float32 array with one element to 0 on the current stream, which `stream` must be."""
         a.data.memset_async(0, FLOAT32.itemsize)
 
     return ArrayLibrary(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
@@ -131,7 +131,7 @@ def _torch_library(device: Any) -> ArrayLibrary:
         return lambda: [new() for new in make]
 
     def clear(a: Any, stream: Any) -> None:
-        """Set the tensor to 0 on a stream."""
+        """Set a float32 tensor with one element to 0 on a stream."""
         set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
 
     return ArrayLibrary(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))

@@ -57,8 +57,8 @@ FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix
   }
 }
 
-// The sum of one result. Its functions add one step: the a.step products of row `row` and column `column` of the tile,
-// from element i of the shared memory on.
+// The sum of one result. Its functions add one step: the a.step products of row `row` and column `column` of the tile.
+// i is the first element of the step in the shared memory d, along K.
 template <Adder kAdder>
 struct Sum {
   double value;  // the sum so far: a double for Adder::float64, and otherwise an exact value of float32
@@ -68,7 +68,7 @@ struct Sum {
   // Return the sum, rounded to float32.
   FP4KIT_DEVICE_MEMBER float end() { return static_cast<float>(value); }
 
-  // Add one step as kAdder says.
+  // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh).
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     if constexpr (kAdder == Adder::truncate) {
       truncate(a, d, row, column, i);
