@@ -90,6 +90,10 @@ def register(subparsers: Any) -> None:
                 "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'",
                 "quantize some layers with another recipe",
             ),
+            (
+                "fp4kit convert Qwen3 Qwen3-FP8 --recipe fp8-transformers-block --format fp8",
+                "quantize to FP8 in blocks of 128x128, as Qwen3 releases have it",
+            ),
             ("fp4kit convert Llama Llama-5-bits --bits 5.0", "assign NVFP4, FP8 or no recipe to every layer"),
             (
                 "fp4kit convert Llama Llama-W4A4 --activations act.safetensors",
