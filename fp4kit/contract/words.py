@@ -51,6 +51,9 @@ def difference(a: Any, b: Any) -> str:
         return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"
     if isinstance(a, tuple) and isinstance(b, tuple):
         only_a, only_b = (tuple(x for x in one if x not in other) for one, other in ((a, b), (b, a)))
+        variants = [f"{x[0]}: {difference(x[1], y[1])}" for x in only_a for y in only_b if _are_variants(x, y)]
+        if variants and len(variants) == len(only_a) == len(only_b):
+            return "; ".join(variants)
         if only_a or only_b:
             return f"only the first has {shown(only_a)}; only the second has {shown(only_b)}"
         return "other order"
@@ -58,6 +61,13 @@ def difference(a: Any, b: Any) -> str:
         differing = [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
         return f"{a.id} with other values of {', '.join(differing)}"
     return f"{shown(a)} and {shown(b)}"
+
+
+def _are_variants(a: Any, b: Any) -> bool:
+    """Return whether two entries are one pattern with two recipes of one id, such as two block sizes of int4-qat."""
+    if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:
+        return False
+    return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id
 
 
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:

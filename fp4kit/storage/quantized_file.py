@@ -41,6 +41,7 @@ from fp4kit.arguments import as_path
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
+from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_dict import as_data, from_data
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.json_object import parse_object
@@ -205,6 +206,23 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     with TensorReader(file) as reader, ThreadPoolExecutor(1) as second:
         contents = _Contents(file, entries, reader, second, sums)
         return {name: _array(name, facts, contents) for name, facts in described.items()}
+
+
+def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
+    """Return {name: recipe} of the arrays in a file that fp4kit.save wrote; None if it did not write the file.
+
+    Only the header is read. Raise CheckpointError if it is damaged, or if it holds a recipe that does not fit.
+    """
+    source = as_path("load", path)
+    file = read_header(source, f"load: {source.name}")
+    if ENTRY not in file.metadata:
+        return None
+    _sums(file)
+    described = _described(file)
+    try:
+        return {name: from_data(facts["recipe"]) for name, facts in described.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{file.label}: {shown(str(error))}") from None
 
 
 def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:

@@ -204,3 +204,11 @@ def test_flags_become_a_contract_and_come_back():
     for other in (Contract("int4-qat"), Contract(patterns=[("*", "nvfp4-te")]), Contract(), *wrong):
         with pytest.raises(ValueError, match="no flag selects this contract"):
             other.environment()
+
+
+def test_a_pattern_with_two_variants_of_a_recipe_names_the_field():
+    """The variants have one id, so that their ids alone would not say what differs."""
+    flags = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}
+    a, b = (Contract.from_environment(flags | {"OPEN_TRAINING_INT4_GROUP_SIZE": n}) for n in ("64", "128"))
+    assert a.diff(b).differences == ("patterns: *.experts.*: int4-qat and int4-qat: block (1, 64) and (1, 128)",)
+    assert a.diff(a).differences == ()

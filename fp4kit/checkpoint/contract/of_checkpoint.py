@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from fp4kit.checkpoint.containers.configs import container_id
@@ -22,6 +23,7 @@ from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.contract.to_json import FILE
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.quantized_file import recipes_of
 
 
 def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
@@ -37,6 +39,9 @@ def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
         return _loaded(place)
     if resolved(place).is_dir() and os.path.lexists(place / FILE):
         return _loaded(existing_file(place, FILE))
+    saved = recipes_of(place) if place.suffix == ".safetensors" and resolved(place).is_file() else None
+    if saved:
+        return _of_saved(saved)
     return infer(inspect_checkpoint(place), None if source is None else Path(source))
 
 
@@ -47,6 +52,17 @@ def _loaded(path: Path) -> Contract:
     except (ValueError, TypeError) as error:
         text = str(error)
         raise CheckpointError(text if path.name in text else f"{path.name}: {text}") from None
+
+
+def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
+    """Return the contract of a file that fp4kit.save wrote: its most frequent recipe, and patterns for the others."""
+    layers = {name.removesuffix(".weight"): r for name, r in recipes.items()}
+    (usual, _), *_ = Counter(layers.values()).most_common()
+    found = _Inferred()
+    found.add("weights", usual, "recorded by fp4kit.save")
+    others = tuple((name, r) for name, r in layers.items() if r != usual)
+    found.add("patterns", others, "recorded by fp4kit.save")
+    return found.contract()
 
 
 def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:

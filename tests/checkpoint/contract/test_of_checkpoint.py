@@ -133,3 +133,16 @@ def test_a_malformed_contract_is_refused_by_name(source, tmp_path):
             fp4kit.Contract.of(out)
     with pytest.raises(CheckpointError, match="is not a file; needs a contract"):
         fp4kit.Contract.of(tmp_path / "none.json")
+
+
+def test_a_file_of_save_states_its_recipes(tmp_path):
+    x = np.ones((32, 32), np.float32)
+    recipes = {"a.weight": "nvfp4-te", "b.weight": "mxfp4-ocp", "c": "nvfp4-te"}
+    fp4kit.save(tmp_path / "q.safetensors", {name: fp4kit.quantize(x, r) for name, r in recipes.items()})
+    contract = fp4kit.Contract.of(tmp_path / "q.safetensors")
+    assert contract.weights.id == "nvfp4-te" and dict(contract.inferred)["weights"] == "recorded by fp4kit.save"
+    assert [(name, r.id) for name, r in contract.patterns] == [("b", "mxfp4-ocp")]
+    assert contract.unknown == ("activations", "input_scales", "kv_cache", "kv_layout", "unit")
+    edit(tmp_path / "q.safetensors", lambda header, data: header["__metadata__"].update(fp4kit_quantized="{}"))
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        fp4kit.Contract.of(tmp_path / "q.safetensors")
