@@ -143,7 +143,10 @@ class Layer(Rank):
         return pairs
 
     def tensors(self) -> dict[str, Any]:
-        """Time convert_tensors on the host, until the device has finished, and return its record."""
+        """Time convert_tensors on the host, until the device has finished, and return its record.
+
+        Two calls are timed: one that converts all tensors, and one with `since`, which finds them all unchanged.
+        """
         from fp4kit.checkpoint import Rules, convert_tensors
 
         pairs, rules = self.named(), Rules.of(self.args.recipe)

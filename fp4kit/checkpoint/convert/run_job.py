@@ -233,7 +233,10 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
     """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced.
 
-    shared: the measurements whose amax replaces infinities; None to replace nothing.
+    Values that overflow ``dtype`` become infinite.
+
+    shared: the measurements whose amax, with the sign of the value, replaces infinities; 0 then replaces NaN. None to
+        replace nothing.
     """
     values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):

@@ -35,7 +35,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 from fp4kit.storage.whole_file import whole_file
 from fp4kit.storage.writer import SafetensorsWriter
 
-_GAP = 16  # runs with at most this many equal bytes between them are joined, because a run costs 16 bytes by itself
+_GAP = 16  # differing bytes at most this far apart are in one run, because a run costs 16 bytes by itself
 _ITEM_BYTES = {COUNTS: 8, STARTS: 8, LENGTHS: 8, BYTES: 1}  # bytes per element of a part
 Tick = Callable[[int], None]
 
@@ -236,6 +236,9 @@ def _spool_runs(
     out: Mapping[str, IO[bytes]], at: npt.NDArray[np.intp], data: npt.NDArray[np.uint8], first: int
 ) -> None:
     """Join the differing bytes of one chunk to runs, and append the runs to the temporary files.
+
+    A run may contain equal bytes between differing ones (see _GAP). For a chunk without differing bytes, only its
+    counts, two zeros, are appended.
 
     out: part (counts, starts, lengths, bytes) -> temporary file.
     at: the indices within the chunk of the bytes that differ, in ascending order.

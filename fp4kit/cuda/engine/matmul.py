@@ -26,7 +26,10 @@ def matmul(calls: list[MatmulCall]) -> list[Any]:
 
 
 def _check_blocks(call: MatmulCall) -> None:
-    """Raise Declined unless every block with a scale is a multiple of 16, and at most 128 for "float32-blocks"."""
+    """Raise Declined unless the block size of each operand with block scales is a multiple of 16.
+
+    For the order "float32-blocks", it must also be at most 128.
+    """
     for x in (call.a, call.b):
         most = 128 if call.unit.order == "float32-blocks" else x.block
         if x.scales is not None and (x.block % 16 or x.block > most):
