@@ -46,6 +46,16 @@ def test_bytes_are_those_of_the_cpu(tmp_path: Path, recipe: str, threads: int) -
         shutil.rmtree(tmp_path / "gpu")
 
 
+@pytest.mark.exhaustive
+def test_fp8_blocks_whose_last_rows_are_no_whole_block(tmp_path: Path) -> None:
+    """convert on a GPU writes the bytes of the CPU for FP8 in blocks of 128x128."""
+    tensors = {"mlp.down_proj.weight": synthetic.random("w", (300, 256)), "mlp.up_proj.weight": np.ones((7, 128), "f4")}
+    synthetic.write_model(tmp_path / "m", {"model_type": "qwen3"}, tensors)
+    whole = files_of(convert(tmp_path / "m", tmp_path / "cpu", "fp8-deepgemm-block").destination)
+    convert(tmp_path / "m", tmp_path / "gpu", "fp8-deepgemm-block", options=Options(devices=PLACES))
+    assert files_of(tmp_path / "gpu") == whole
+
+
 def test_verified_by_the_gpu(tmp_path: Path) -> None:
     """verify on the GPU accepts bytes that the CPU wrote, and finds a single wrong byte."""
     for model in ("moe", "dense"):

@@ -181,6 +181,19 @@ def test_tensors_in_memory(model: Path, tmp_path: Path) -> None:
         }
 
 
+def test_slabs_of_one_block(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are written, moved and verified one row of blocks at a time have the same bytes."""
+    for format in FORMATS:
+        convert(model, tmp_path / format, RECIPES[0], format=format)
+    monkeypatch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", 1)
+    for format, other in zip(FORMATS, reversed(FORMATS), strict=True):
+        convert(model, tmp_path / f"slabs-{format}", RECIPES[0], format=format)
+        convert(tmp_path / other, tmp_path / f"moved-{format}", RECIPES[0], format=format)
+        whole = load(tmp_path / format)
+        assert load(tmp_path / f"slabs-{format}") == load(tmp_path / f"moved-{format}") == whole
+        assert verify(tmp_path / format, model).clean
+
+
 def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
     """Scales that underflow are refused by name, and infinities by default."""
     x = np.full((128, 128), 1e-40, np.float32)

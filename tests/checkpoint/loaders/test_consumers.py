@@ -334,7 +334,9 @@ WIDE_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", pytest.param("deepseek", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3_moe", "deepseek"))]
+)
 def test_transformers_loads_fp8_blocks(tmp_path: Path, name: str) -> None:
     """transformers loads FP8 in 128x128 blocks with the bits that fp4kit decodes, experts included.
 
