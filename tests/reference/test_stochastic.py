@@ -179,12 +179,12 @@ def in_float16(x, random, fmt):
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_rounding_in_float16(fmt, either_engine):
-    """All float16 numbers up to the largest value, with eight random bytes, get the codes of comfy-kitchen."""
+    """All float16 numbers up to the largest value, with four random bytes, get the codes of comfy-kitchen."""
     x = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
     x = x[x <= fmt.max][: (x <= fmt.max).sum() // 64 * 64].reshape(-1, 64)
     name = "fp8-comfy-kitchen" + "-e5m2" * (fmt == E5M2)
     exact = changed = 0
-    for byte in (0, 1, 2, 63, 127, 128, 254, 255):
+    for byte in (0, 1, 128, 255):
         for signed in (x, -x):
             random = np.full(x.shape, byte, np.uint8)
             expected = encode(in_float16(signed, random, fmt).astype(np.float32), fmt)
