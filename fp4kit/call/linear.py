@@ -27,7 +27,7 @@ from fp4kit.units import Unit, unit_of
 from fp4kit.units import from_spec as unit_from_spec
 
 OP = "linear"
-BACKWARD = ("straight-through", "quantized")
+BACKWARD = ("straight-through", "high-precision", "quantized")
 # The error of differentiating the gradients of "quantized".
 NO_SECOND_GRADIENT = f"{OP}: the gradients of backward='quantized' have no gradients; pass backward='straight-through'"
 _FLAGS: dict[str, Hadamard] = {"False": False, "True": True, "no_signs": "no_signs"}
@@ -40,7 +40,7 @@ class LinearSettings(NamedTuple):
         recipe_x, recipe_w: the recipes of x and w.
         unit: the Unit that multiplies.
         out_dtype: dtype of y.
-        backward: "straight-through" or "quantized".
+        backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized".
         rounding: the rounding of that gradient's codes.
         hadamard: whether the operands of the gradient with respect to w are transformed, as in fp4kit.quantize.
@@ -82,9 +82,14 @@ def linear_settings(
     """
     recipe_x, recipe_w = recipe_of(op, recipes[0]), _recipe_of_weight(op, recipes[1], weight)
     if not is_one_of(backward, BACKWARD):
-        raise ValueError(f"{op}: backward is {backward!r:.60}; needs {' or '.join(map(repr, BACKWARD))}")
+        raise ValueError(f"{op}: backward is {backward!r:.60}; needs one of {', '.join(map(repr, BACKWARD))}")
     check_hadamard(op, hadamard)
-    if backward == "straight-through" and (recipes[2] is not None or rounding != "nearest" or hadamard):
+    if backward == "high-precision" and weight is not None:
+        raise ValueError(
+            f"{op}: backward is 'high-precision', and w is a Quantized; needs the unquantized w, or"
+            " backward='straight-through'"
+        )
+    if backward != "quantized" and (recipes[2] is not None or rounding != "nearest" or hadamard):
         raise ValueError(
             f"{op}: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'"
         )

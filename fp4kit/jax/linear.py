@@ -67,6 +67,10 @@ def linear(
     float32. jax.numpy.matmul multiplies them in float32 with precision="highest", in XLA's order of sums. The result is
     rounded to the dtype of x or w.
 
+    backward="high-precision" multiplies by the unquantized x and w instead, in the same way. Both are the backward
+    passes of Transformer Engine's row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"), where
+    they are called backward_override="dequantized" and "high_precision". It multiplies in bfloat16.
+
     backward="quantized" computes both gradients as Transformer Engine's NVFP4 recipe does, from operands that are
     quantized along the axis of the sum:
 
@@ -87,7 +91,7 @@ def linear(
         recipe_w: the recipe of w; None if w is a Quantized.
         unit: a Unit or its id, as in fp4kit.matmul.
         out_dtype: float32, float16 or bfloat16; None for the dtype of x.
-        backward: "straight-through" or "quantized".
+        backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized"; None for recipe_x.
         rounding: the rounding of that gradient's codes, in both of its copies.
         seed: for rounding="stochastic": an int, or a 0-d integer array, which may be traced. Both copies use it; pass
@@ -102,6 +106,7 @@ def linear(
         TypeError: x or w is no array of JAX or NumPy, or a dtype is none of these dtypes.
         TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
+        ValueError: w is a Quantized, for "high-precision".
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
             For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
         NotImplementedError: the engine of the device cannot multiply the operands; or the gradients of "quantized" are
@@ -207,11 +212,15 @@ def _backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[Any, Any
         of_x = _gradient_of_x(static, x.dtype, grad, w, seed)
         return of_x, None if quantized else _gradient_of_w(static, w.dtype, grad, x, seed), None
     grad, multiply = grad.astype(np.float32), partial(jax.numpy.matmul, precision="highest")
-    values = dequantize(w, np.float32) if quantized else _values(s.recipe_w, w.dtype, w)
+    if s.backward == "high-precision":
+        values = w.astype(np.float32)
+    else:
+        values = dequantize(w, np.float32) if quantized else _values(s.recipe_w, w.dtype, w)
     of_x = multiply(grad, values).astype(x.dtype)
     if quantized:
         return of_x, None, None
-    return of_x, multiply(grad.T, _values(s.recipe_x, x.dtype, x)).astype(w.dtype), None
+    rows = x.astype(np.float32) if s.backward == "high-precision" else _values(s.recipe_x, x.dtype, x)
+    return of_x, multiply(grad.T, rows).astype(w.dtype), None
 
 
 _linear.defvjp(_forward, _backward)

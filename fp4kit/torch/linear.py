@@ -62,6 +62,10 @@ def linear(
     float32. torch.matmul multiplies them in float32, in PyTorch's order of sums. TF32 is used only if
     torch.backends.cuda.matmul allows it. The result is rounded to the dtype of x or w.
 
+    backward="high-precision" multiplies by the unquantized x and w instead, in the same way. Both are the backward
+    passes of Transformer Engine's row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"), where
+    they are called backward_override="dequantized" and "high_precision". It multiplies in bfloat16.
+
     backward="quantized" computes both gradients as Transformer Engine's NVFP4 recipe does, from operands that are
     quantized along the axis of the sum:
 
@@ -82,7 +86,7 @@ def linear(
         recipe_w: the recipe of w; None if w is a Quantized.
         unit: a Unit or its id, as in fp4kit.matmul.
         out_dtype: torch.float32, torch.float16 or torch.bfloat16; None for the dtype of x.
-        backward: "straight-through" or "quantized".
+        backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized"; None for recipe_x.
         rounding: the rounding of that gradient's codes, in both of its copies.
         seed: for rounding="stochastic": an int, or a 0-d integer tensor on the CPU. Both copies use it; pass another
@@ -97,6 +101,7 @@ def linear(
         TypeError: x or w is no tensor, or a dtype is none of these dtypes.
         TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
+        ValueError: w is a Quantized, for "high-precision".
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
             For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
         NotImplementedError: the engine of the device cannot multiply the operands.

@@ -211,7 +211,8 @@ def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:
     """Return one gradient per argument of linear; only x and a float w have gradients that are not None.
 
     A gradient that autograd does not need is None, too. If the setting `backward` is "quantized", the functions of
-    parts compute the gradients. Otherwise, they are float32 products of grad with the dequantized w and x.
+    parts compute the gradients. Otherwise, they are float32 products of grad with the dequantized w and x, or with the
+    unquantized ones for "high-precision".
 
     Args:
         ctx: the context that save_inputs filled.
@@ -230,17 +231,21 @@ def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:
         if ctx.needs_input_grad[0]:
             of_x = (grad.float() @ _weight_values(parts, s, w, *scales)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            of_w = (_rows(grad).float().T @ parts.values(_rows(x), to_spec(s.recipe_x))).to(w.dtype)
+            rows = _rows(x)
+            values = rows.float() if s.backward == "high-precision" else parts.values(rows, to_spec(s.recipe_x))
+            of_w = (_rows(grad).float().T @ values).to(w.dtype)
     return of_x, of_w, None, None, None, None
 
 
 def _weight_values(
     parts: Parts, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
 ) -> Tensor:
-    """Return the values of a weight after quantization as float32 (N, K).
+    """Return the values of a weight after quantization as float32 (N, K); w itself for "high-precision".
 
     A float w is quantized by parts.values; a Quantized, whose codes are w, is only dequantized.
     """
+    if s.backward == "high-precision":
+        return w.float()
     if s.scale_layout is None:
         return parts.values(w, to_spec(s.recipe_w))
     facts = list(_weight_shape(s, w)), 1, to_spec(s.recipe_w), s.scale_layout, torch.float32, torch.float32

@@ -125,6 +125,23 @@ def test_shapes_dtypes_and_units():
     assert fj.linear(jnp.zeros((0, 5, K)), W, **TE).shape == (0, 5, N)
 
 
+def test_gradients_of_the_unquantized_operands():
+    """backward="high-precision" quantizes in the forward pass only, with and without jit."""
+    x, w, grad = jnp.asarray(X), jnp.asarray(W), jnp.asarray(GRAD)
+
+    def pulled(x, w, grad):
+        y, pull = jax.vjp(lambda x, w: fj.linear(x, w, **TE, backward="high-precision"), x, w)
+        return y, *pull(grad)
+
+    for function in (pulled, jax.jit(pulled)):
+        y, of_x, of_w = map(np.asarray, function(x, w, grad))
+        assert_same_bits(y, np.asarray(fj.linear(x, w, **TE)))
+        assert_same_or_near(of_x, np.float32(GRAD) @ np.float32(W), False)
+        assert_same_or_near(of_w, np.float32(GRAD).T @ np.float32(X), False)
+    with pytest.raises(ValueError, match="backward is 'high-precision', and w is a Quantized"):
+        fj.linear(X, fj.quantize(w, "nvfp4-te-2d"), "nvfp4-te", backward="high-precision")
+
+
 def loss_of(x, **options):
     return (fj.linear(x, W, **TE, **options) ** 2).sum()
 

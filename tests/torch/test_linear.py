@@ -187,6 +187,38 @@ def test_compiled_and_transformed(options):
         assert torch.equal(each, torch.func.grad(loss)(one, w.detach()))
 
 
+def test_row_scaled_activations_with_their_backward_passes():
+    """The three backward passes of activations with one scale per row, against products of their operands."""
+    x, w, grad = (to_torch(ordinary(i, shape)).bfloat16() for i, shape in enumerate(((48, K), (32, K), (48, 32))))
+    recipes = {"recipe_x": "nvfp4-te-rowscaled", "recipe_w": "nvfp4-te"}
+    codes_x, codes_w = fp4kit.quantize(x, recipes["recipe_x"]), fp4kit.quantize(w, recipes["recipe_w"])
+    rows = np.abs(x.float().numpy()).max(1)
+    assert_same_bits(codes_x.tensor_amax.reshape(-1).numpy(), rows)
+    for backward, right, left in (
+        ("straight-through", fp4kit.dequantize(codes_w, torch.float32), fp4kit.dequantize(codes_x, torch.float32)),
+        ("high-precision", w.float(), x.float()),
+    ):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = ft.linear(a, b, **recipes, backward=backward)
+        assert torch.equal(y, fp4kit.matmul(codes_x, codes_w, out_dtype=torch.bfloat16))
+        y.backward(grad)
+        assert torch.equal(a.grad, (grad.float() @ right).bfloat16())
+        assert torch.equal(b.grad, (grad.float().T @ left).bfloat16())
+        found = torch.func.grad(
+            lambda a, b, kind=backward: (ft.linear(a, b, **recipes, backward=kind) * grad).sum(), (0, 1)
+        )
+        for one, other in zip(found(x, w), (a.grad, b.grad), strict=True):
+            assert torch.equal(one, other)
+    b = w.clone().requires_grad_()
+    ft.linear(x, b, **recipes, backward="quantized", recipe_grad="nvfp4-te").backward(grad)
+    columns = fp4kit.quantize(x, recipes["recipe_x"], axis=0)
+    assert_same_bits(columns.tensor_amax.reshape(-1).numpy(), np.abs(x.float().numpy()).max(0))
+    of_grad = fp4kit.quantize(grad, "nvfp4-te", axis=0)
+    assert torch.equal(b.grad, fp4kit.matmul(of_grad, columns, out_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="backward is 'high-precision', and w is a Quantized; needs the unquantized w"):
+        ft.linear(x, codes_w, recipes["recipe_x"], backward="high-precision")
+
+
 @since_2_13()
 def test_compiled_with_a_quantized_and_a_unit():
     q = ft.quantize(to_torch(W), "nvfp4-te-2d")
@@ -306,7 +338,7 @@ BAD = {
     "backward": (
         lambda x, w: ft.linear(x, w, **TE, backward="none"),
         ValueError,
-        "linear: backward is 'none'; needs 'straight-through' or 'quantized'",
+        "linear: backward is 'none'; needs one of 'straight-through', 'high-precision', 'quantized'",
     ),
     "options": (
         lambda x, w: ft.linear(x, w, **TE, hadamard=True),
