@@ -456,7 +456,7 @@ class _Check:
     def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
         """Yield the comparison of tensors that both contracts quantize by the recipes of one setting.
 
-        Yield nothing if both leave them unquantized, or if the setting is unknown on a side.
+        Yield nothing if both leave them unquantized, or if a side has no contract or does not know the setting.
         """
         contracts = [side.contract for side in self.sides]
         if any(one is None or setting in one.unknown for one in contracts):

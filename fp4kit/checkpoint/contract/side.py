@@ -52,11 +52,14 @@ class LazyTensors(Mapping[str, Any]):
 def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]:
     """Return (contract, tensors by layer) of a path, as fp4kit.parity takes it.
 
+    An entry is None if the path has no contract or no tensors:
+
     - A contract file (.json) has no tensors.
     - A file that fp4kit.save wrote has no contract.
     - A file without quantized layers, such as activations or logits, has no contract. Its tensors keep their
       names, without ".weight".
-    - A checkpoint has both. Each matrix of a stack of experts is one layer, under the name of the expert's layer.
+    - A checkpoint has both, except that an unquantized model directory has no contract. Each matrix of a stack of
+      experts is one layer, under the name of the expert's layer.
 
     Raise CheckpointError if the path cannot be read.
     """

@@ -237,8 +237,13 @@ class QuantizeCall:
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     """Return a QuantizeCall that repeats a parsed call of quantize.
 
-    Return None if no kernel supports the call, or if x is not one matrix that a kernel reads in place (see
-    _is_one_matrix). The call must round to nearest, without a Hadamard transform or block amaxes.
+    Return None in these cases:
+
+    - No kernel supports the call.
+    - The quantized axis is none of the last two, or it is the second to last and the recipe has a tensor scale per row.
+    - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
+
+    The call must round to nearest, without a Hadamard transform or block amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
@@ -303,8 +308,9 @@ class FakeQuantizeCall:
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize.
 
-    Return None if no kernel supports the call, if x is not one matrix that a kernel reads in place (see
-    _is_one_matrix), or if the quantized axis is not the last one. The call must round to nearest, without block amaxes.
+    Return None if no kernel supports the call, if x is not one matrix that a kernel reads in place (see _is_one_matrix
+    and matrix_count), or if the quantized axis is not the last one. The call must round to nearest, without block
+    amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
@@ -356,9 +362,14 @@ class DequantizeCall:
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
     """Return a DequantizeCall that repeats a call of dequantize.
 
-    Return None if the codes are not one matrix that a kernel reads in place (see _is_one_matrix), if an array is not
-    contiguous or not aligned, or if the quantized axis is not the last one. Raise Declined if no kernel supports the
-    recipe.
+    Return None in these cases:
+
+    - The quantized axis is not the last one.
+    - The codes are not one matrix that a kernel reads in place (see _is_one_matrix).
+    - q has more than two axes, and its scales are not linear.
+    - The codes, block scales or `out` are not contiguous or do not begin at a multiple of 16 bytes.
+
+    Raise Declined if no kernel supports the recipe.
 
     Args:
         q: the Quantized with CuPy arrays.

@@ -256,7 +256,7 @@ class RecordedCase:
         codes, high_first = self.part("codes"), self.part("codes_hi_first")
         return codes if high_first is None else (high_first << 4 | high_first >> 4).astype(np.uint8)
 
-    def global_scale(self) -> np.ndarray | None:
+    def global_scale(self) -> np.ndarray:
         """Return MLX's recorded global scale, which is an amax.
 
         A variant recorded with Metal that has no global scale uses that of the CPU variant. Raises KeyError if that has
