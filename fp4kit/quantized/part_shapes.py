@@ -36,7 +36,7 @@ def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int
     """Return the shape of the tensor amax of an array. moved_shape: its shape with the quantized axis last.
 
     The result is () for one amax per tensor. If the recipe has a tensor scale per row or per block, there is one amax
-    per row or block.
+    per row or block. A block of several rows has its amax once per row.
     """
     *lead, K = moved_shape
     return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
@@ -123,7 +123,7 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
     """Yield the shapes that the tensor scale of an array may have, depending on the recipe's tensor_scaling.
 
     - "row": one scale per row, moved[:-1].
-    - "block": one scale per block.
+    - "block": one scale per block, which is repeated for every row of the block.
     - "tensor": one scale, (). For a stack of matrices, one scale per entry of the first axis is also allowed.
     - "none": nothing is yielded.
 

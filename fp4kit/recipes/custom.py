@@ -37,7 +37,7 @@ def custom_recipe(
         element: the format of the elements: a Codebook, MX4, a float or an integer. MX4 needs scale=E8M0.
         scale: the format of the block scales. A float format of at most 8 bits, stored as one byte per block in
             block_scale. Or the name of a float type; then each block has a tensor_scale, a float32 number that is
-            rounded to this type.
+            rounded to this type. A block of several rows has its tensor_scale once per row.
         block: the number of elements along the quantized axis that share a scale, or (rows, columns).
         scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
             saturates; otherwise the largest elements of a block may be clipped. float32 scales are not rounded further.
