@@ -346,7 +346,8 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     [
         (
             {"recipe_id": "nvfp4-te"},
-            "scale search: nvfp4-te cannot be searched, because its static is False; needs a static recipe",
+            "scale search: nvfp4-te cannot be searched, because its static is False, so quantize computes its block"
+            " amaxes; needs a static recipe",
         ),
         (
             {"recipe_id": "mxfp4-ocp"},
