@@ -43,6 +43,7 @@ OPTIMIZATION += ["-ftree-partial-pre", "-fgcse-after-reload", "-fipa-cp-clone"]
 SUBSTITUTE = ["-O1"]
 # Further flags for c_api.cpp, which make calls up to 5% faster. Other files gain nothing from them.
 ENGINE = ["-funswitch-loops", "-fsplit-paths"]
+REQUESTED = os.environ.get("FP4KIT_CPU_LEVELS", "")  # see chosen_levels
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"base": []}
 # Features that a processor needs for a level. fp4kit_level in source/c_api.cpp checks the same features.
@@ -129,7 +130,7 @@ class BuildEngine(build_ext):
         say(f"compiling the CPU engine for {levels}: {len(SOURCES) * len(stale)} files on {cores} cores")
         optimization = self.optimization()
         # By default, two levels are base and the level of this machine. For an unknown processor there are more.
-        is_native = os.environ.get("FP4KIT_CPU_LEVELS", "").strip() in ("", "native")
+        is_native = REQUESTED.strip() in ("", "native")
         has_substitute = is_native and len(self.extensions) == 2
         self.objects: dict[str, list[Future[list[str]]]] = {one.name: [] for one in stale}
         with ThreadPoolExecutor(cores) as pool:
@@ -204,5 +205,5 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     supported = sys.platform.startswith(("linux", "darwin"))
-    levels = chosen_levels(os.environ.get("FP4KIT_CPU_LEVELS", "")) if supported else []
+    levels = chosen_levels(REQUESTED) if supported else []
     setup(ext_modules=[extension(level) for level in levels], cmdclass={"build_ext": BuildEngine})

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,35 @@ def spawn_with(script: Path, processes: int, options: Sequence[str]) -> dict[str
         return json.loads(output.splitlines()[-1])
 
 
+def run_benchmark(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str],
+    script: Path,
+    work: Callable[[int, int, Path, argparse.Namespace], None],
+    table: Callable[[dict[str, Any]], str],
+) -> None:
+    """Parse the command line of a benchmark, run its processes, print the table and, with --json, write the record.
+
+    In a process that spawn_with started, do the work of its rank instead.
+
+    parser: the parser, with the option --processes and the options of the benchmark. names: those that every process
+    gets. script: the benchmark. work: called as work(rank, processes, file, options). table: returns a record as text.
+    """
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        work(args.rank, args.processes, args.file, args)
+        return
+    options = [text for name in names for text in (f"--{name}", str(getattr(args, name)))]
+    record = spawn_with(script, args.processes, options)
+    print(table(record))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def table(record: dict[str, Any]) -> str:
     """Return the times of the record as a text table, with one row per partition and one column per stage."""
     weights = f"{record['elements'] / 1e6:.0f} M weights, {record['matrices']} matrices"
@@ -245,19 +274,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank is not None:
-        work(args.rank, args.processes, args.file, args)
-        return
-    options = ["--gigabytes", str(args.gigabytes), "--repeat", str(args.repeat)]
-    record = spawn_with(Path(__file__), args.processes, options)
-    print(table(record))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    run_benchmark(parser, ("gigabytes", "repeat"), Path(__file__), work, table)
 
 
 if __name__ == "__main__":

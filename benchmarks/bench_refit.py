@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_distributed import Rank, cuts_of, spawn_with
+from bench_distributed import Rank, cuts_of, run_benchmark
 
 LAYOUT = "swizzled_128x4"
 
@@ -167,10 +167,10 @@ class Layer(Rank):
         return {"call": "tensors"} | found | {"copy_ms": round(copy_ms, 2), "of_a_copy": round(copy_ms / min(every), 3)}
 
 
-def work(rank: int, processes: int, path: Path | None, args: argparse.Namespace) -> None:
+def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> None:
     """Run the benchmark in one process. Rank 0 prints the record as one line of JSON.
 
-    path: the file through which several processes exchange NCCL's id; None for one process.
+    path: the file through which several processes exchange NCCL's id.
     """
     import cupy
     from measure import describe
@@ -178,7 +178,7 @@ def work(rank: int, processes: int, path: Path | None, args: argparse.Namespace)
     from fp4kit.training.communicators import Nccl, SingleProcess
 
     cupy.cuda.Device(rank).use()
-    comm = SingleProcess() if path is None else Nccl.from_file(path, rank, processes)
+    comm = SingleProcess() if processes == 1 else Nccl.from_file(path, rank, processes)
     layer = Layer(comm, args)
     calls = [layer.masters()]
     if processes == 1:
@@ -216,20 +216,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="nvfp4-te")
     for name, default in (("experts", 128), ("hidden", 2048), ("width", 768), ("repeat", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank is not None:
-        work(args.rank, args.processes, args.file if args.processes > 1 else None, args)
-        return
-    names = ("recipe", "experts", "hidden", "width", "repeat")
-    options = [text for name in names for text in (f"--{name}", str(getattr(args, name)))]
-    record = spawn_with(Path(__file__), args.processes, options)
-    print(table(record))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    run_benchmark(parser, ("recipe", "experts", "hidden", "width", "repeat"), Path(__file__), work, table)
 
 
 if __name__ == "__main__":

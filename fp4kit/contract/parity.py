@@ -26,6 +26,7 @@ from fp4kit.contract.steps import Arithmetic
 from fp4kit.contract.stored_order import orders
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import listed
 
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of these."""
@@ -179,7 +180,7 @@ class _Check:
         found: list[LayerParity] = []
         for i, name in enumerate(chosen):
             if end is not None and i and time.monotonic() > end:
-                self.notes[f"{len(chosen) - i:,} layers, because {seconds:g} s had passed: {_some(chosen[i:])}"] = None
+                self.notes[f"{len(chosen) - i:,} layers, because {seconds:g} s had passed: {listed(chosen[i:])}"] = None
                 break
             found.append(self._layer(name))
         sampled = self._sampled(found, len(names))
@@ -210,10 +211,10 @@ class _Check:
             absent = [name for name in names if name not in self.source]
             if absent:
                 count = f"{len(absent):,} layer{'s' * (len(absent) != 1)}"
-                self.notes[f"{count} without an unquantized weight: {_some(absent)}"] = None
+                self.notes[f"{count} without an unquantized weight: {listed(absent)}"] = None
             names = [name for name in names if name in self.source]
         if not names:
-            raise ValueError(f"{OP}: {lacking}; needs equal names of layers, such as {_some(first)}")
+            raise ValueError(f"{OP}: {lacking}; needs equal names of layers, such as {listed(first)}")
         return names, missing
 
     def _x(self, name: str) -> np.ndarray | None:
@@ -530,11 +531,6 @@ def _values(w: Weights) -> np.ndarray:
 def _equal(a: Any, b: Any) -> bool:
     """Return whether two arrays are equal, or both None."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return up to three names as text."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -40,7 +41,7 @@ def other_file(path: Path) -> str | None:
     return next((text for start, text in _OTHER_FILES.items() if beginning.startswith(start)), None)
 
 
-def listed(names: list[str], limit: int = 3) -> str:
+def listed(names: Sequence[str], limit: int = 3) -> str:
     """Return up to ``limit`` names as text for a message, such as "a, b, c and 2 more"."""
     shown_names = ", ".join(shown(name) for name in names[:limit])
-    return shown_names if len(names) <= limit else f"{shown_names} and {len(names) - limit} more"
+    return shown_names if len(names) <= limit else f"{shown_names} and {len(names) - limit:,} more"

@@ -19,6 +19,7 @@ from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.search_families import TUNED, TUNED_BY_AUTO_ROUND
 from fp4kit.ops.identify import either
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
+from fp4kit.storage.errors import listed
 
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
@@ -151,7 +152,7 @@ class CheckpointVerdict:
             return found
         return (
             f"{found}; {_layers(len(self.unpaired))} without a counterpart in the source, of"
-            f" {len(self.layers) + len(self.unpaired):,}: {_shortened(self.unpaired)}"
+            f" {len(self.layers) + len(self.unpaired):,}: {listed(self.unpaired, MAX_NAMES)}"
         )
 
     @property
@@ -170,7 +171,9 @@ class CheckpointVerdict:
         total = len(self.layers)
         texts = [f"{what}, {count:,} of {_layers(total)}" for what, count in found]
         if self.unpaired:
-            texts.append(f"no counterpart in the source, {_layers(len(self.unpaired))}: {_shortened(self.unpaired)}")
+            texts.append(
+                f"no counterpart in the source, {_layers(len(self.unpaired))}: {listed(self.unpaired, MAX_NAMES)}"
+            )
         return tuple(texts)
 
     @property
@@ -276,12 +279,6 @@ def _summary(found: Explanation) -> str:
     if found.mishap is None and found.recipes:
         return f"{either(found.recipes)} made"
     return f"{found.cause.split(': ')[0]} in" if found.cause else ""
-
-
-def _shortened(names: Sequence[str]) -> str:
-    """Return names as text. If there are more than MAX_NAMES, the text ends with the number of the names left out."""
-    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _layers(count: int) -> str:
