@@ -7,6 +7,8 @@ exactly the stored scale.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from fp4kit.formats import FLT_MAX
@@ -24,6 +26,7 @@ FAR = 1 << 20  # enough for a rule that rounds to 16 bits: an eighth of the numb
 # between the two factors.
 JUMP = np.float32(4096)
 _LARGEST = int(FLT_MAX.view(np.int32))
+FEW = 64  # the largest number of scales whose interval is kept
 
 
 def covered_range(recipe: Recipe) -> np.float32:
@@ -83,8 +86,28 @@ def amax_interval(
     scale: float32, positive and finite.
     steps: only amaxes within this number of float32 steps of scale * covered_range are searched.
     """
+    scale = np.asarray(scale, np.float32)
+    if scale.size > FEW:
+        return _interval(scale, recipe, dtype, steps)
+    first, last = _kept_interval(scale.tobytes(), scale.shape, recipe, np.dtype(dtype), steps)
+    return first.copy(), last.copy()  # callers change them
+
+
+@lru_cache(maxsize=1024)
+def _kept_interval(
+    scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return amax_interval of the float32 numbers in `scale`. Keep the result.
+
+    Programs that identify a recipe request the interval of one stored scale for many variants of the codes.
+    """
+    return _interval(np.frombuffer(scale, np.float32).reshape(shape), recipe, dtype, steps)
+
+
+def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return amax_interval, computed by binary search."""
     with np.errstate(all="ignore"):
-        likely_amax = np.minimum(np.asarray(scale, np.float32) * covered_range(recipe), FLT_MAX)
+        likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
         center = likely_amax.view(np.int32).astype(np.int64)
         low, high = np.maximum(center - steps, 1), np.minimum(center + steps, _LARGEST)
         first = _first_bits(low, high, 0, scale, recipe, dtype)
