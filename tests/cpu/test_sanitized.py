@@ -17,11 +17,11 @@ from fp4kit.cpu import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = str(ROOT / "tests" / "support")
-# Compiler flags: those of setup.py that affect results, and a low optimization level, so that the sanitizer checks the
-# code as it is written.
+# Compiler flags: those of setup.py that affect results, and no optimization, so that the sanitizer checks the code as
+# it is written. With -O1, both libraries take 52 s of processor time to compile; with -O0, they take 30 s.
 FLAGS = (
     "-std=c++17",
-    "-O1",
+    "-O0",
     "-g1",
     "-ffp-contract=off",
     "-fno-math-errno",
