@@ -168,9 +168,10 @@ def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def check_rows(q: fp4kit.Quantized, x: np.ndarray, rows: int = 64) -> None:
-    """Raise AssertionError unless the first and the last `rows` rows of q equal the specification's.
+    """Raise AssertionError unless the first and the last `rows` rows of q have the specification's codes and scales.
 
-    This spares a large array the slow specification.
+    The specification quantizes only these rows of x, with q.tensor_amax, because it is slow for a large array. Tensor
+    scales are not compared.
     """
     for part in (slice(rows), slice(-rows, None)):
         with fp4kit.specification():

@@ -234,8 +234,9 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    These are the table's recipes with own's format. If own is a variant that is not in the table, also yield own.
-    Finally yield variants of the table's recipes with the block of own, if they allow this block.
+    These are the table's recipes with own's format. If own is a variant that is not in the table, also yield own, and
+    then variants of the table's recipes with the block of own, if they allow this block. A recipe that only
+    fake-quantizes gives no variants.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:

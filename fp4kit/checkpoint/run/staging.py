@@ -350,6 +350,7 @@ def staged_directory(
 
     - Another run is writing to the partial directory.
     - The state of the partial directory does not fit ``resume`` (see check_partial).
+    - The system cannot create the partial directory.
     - Another program has created one of the final paths meanwhile.
     """
     partial = partial_of(destination)

@@ -117,7 +117,7 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return exact powers of two over the whole range of the dtype.
+    """Return exact powers of two with random signs, over the whole range of the dtype.
 
     Within a block, exponents differ by less than 12.
     """
