@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.checkpoint.identify.calibrated import fit_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import SCALED, Explanation, explain, kind
+from fp4kit.checkpoint.identify.diagnose import SCALED, SCALING, Explanation, explain, kind
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.search_families import TUNED, TUNED_BY_AUTO_ROUND
 from fp4kit.ops.identify import either
@@ -41,6 +41,8 @@ class LayerPair:
     is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then nearly the rest that the codes store.
     producer: the producer that the file names, such as "modelopt". Its recipes come first if several give every byte.
     recorded: the id of the recipe that fp4kit recorded in the file; "" if there is none. It comes before all others.
+    scaling: the method that scaled the columns of weights, if the file declares it: "AWQ" or "SmoothQuant"; otherwise
+        "".
     """
 
     name: str
@@ -53,6 +55,7 @@ class LayerPair:
     is_rest: bool = False
     producer: str = ""
     recorded: str = ""
+    scaling: str = ""
 
     @property
     def format(self) -> str:
@@ -65,13 +68,14 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold the name of a layer and its explanation; for format, producer and recorded see LayerPair."""
+    """Hold the name of a layer and its explanation; for the other fields see LayerPair."""
 
     name: str
     explanation: Explanation
     format: str = ""
     producer: str = ""
     recorded: str = ""
+    scaling: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
         """Return whether one of ``recipes`` explains the layer and its mishap is ``mishap`` (None for no mishap).
@@ -146,8 +150,8 @@ class CheckpointVerdict:
         others = {id(layer) for part in self.others for layer in part.layers}
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
         found = "; ".join(part._own_sentence for part in (own, *self.others))
-        if scaled := sum(layer.explanation.scaled for layer in self.layers):
-            found += f"; {_layers(scaled)} made from {SCALED}"
+        if scaled := [layer for layer in self.layers if layer.explanation.scaled]:
+            found += f"; {_layers(len(scaled))} made from {_declared(SCALED, scaled[0].scaling)}"
         if not self.unpaired:
             return found
         return (
@@ -345,7 +349,7 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)
         if not found.blank:
             failed = 0 if found.explained or found.cause else failed + 1
-        yield LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded)
+        yield LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded, layer.scaling)
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
@@ -365,6 +369,12 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
         amaxes=layer.amaxes,
         unnamed=unnamed,
     )
+    found = replace(
+        found,
+        sentence=_declared(found.sentence, layer.scaling),
+        cause=found.cause and _declared(found.cause, layer.scaling),
+        method=found.method and _declared(found.method, layer.scaling),
+    )
     if layer.is_rest and not found.unlike:
         return _of_rest(layer, found)
     if found.cause == TUNED and layer.producer == "auto-round" and _is_sound(layer, steps=2):
@@ -377,6 +387,14 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
 
 
 _LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, which is not known in every bit"
+
+
+def _declared(text: str, scaling: str) -> str:
+    """Return a text in which "AWQ or SmoothQuant" is replaced by the method that a file declares.
+
+    scaling: the method; "" to return the text unchanged.
+    """
+    return text.replace(SCALING, scaling) if scaling else text
 
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import CODES, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.container import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerPair, identify_layers
 from fp4kit.checkpoint.identify.pair_names import canonical, gate_first, keys_of, kv_b_name, kv_b_rows
+from fp4kit.checkpoint.identify.stored_facts import RECIPE_FILE, modifiers_of
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.decode import scales_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
@@ -215,6 +216,7 @@ class _Pairs:
     def __init__(self, stored: Source, weights: list[Weight], source: Source, readers: Readers, tick: Progress) -> None:
         self.config, self.weights, self.readers, self.tick = stored.config, weights, readers, tick
         self.recorded = recorded(stored)
+        self.scaling = _scaling_of(stored, weights)
         self._origin = Counterparts(source).of
         self.amaxes: dict[tuple[str, int], tuple[float, ...]] = {}
         self.members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
@@ -260,7 +262,8 @@ class _Pairs:
 
     def _declared(self, weight: Weight) -> dict[str, Any]:
         """Return the facts that the file declares about the maker of a layer, as arguments of LayerPair."""
-        return {"producer": self._producer(weight), "recorded": "" if self.recorded is None else self.recorded.id}
+        own = "" if self.recorded is None else self.recorded.id
+        return {"producer": self._producer(weight), "recorded": own, "scaling": self.scaling}
 
     def _producer(self, weight: Weight) -> str:
         """Return the producer that the file names: of the recorded recipe, or of the config, or else of the container.
@@ -316,6 +319,17 @@ class _Pairs:
         if key not in self.amaxes:
             self.amaxes[key] = (max(origin.amax(self.readers) for origin in members),)
         return self.amaxes[key]
+
+
+def _scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
+    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled its weights; otherwise "".
+
+    AWQ is declared by factors per column in the file. llm-compressor's recipe.yaml names the modifiers of both.
+    """
+    named = modifiers_of(stored.root / RECIPE_FILE)
+    found = [method for method in ("AWQ", "SmoothQuant") if f"{method}Modifier" in named]
+    found += ["AWQ"] * any(COLUMN_SCALE in weight.parts for weight in weights)
+    return found[0] if len(found) == 1 else ""
 
 
 def _name(weight: Weight, expert: int) -> str:

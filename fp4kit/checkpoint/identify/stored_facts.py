@@ -37,8 +37,8 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         yield "container", f"{form} in {count} of {len(layers)} quantized layers"
     for key, value in quantization_summary(checkpoint):
         yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
-    if names := _modifiers(checkpoint.path / _RECIPE_FILE):
-        yield _RECIPE_FILE, ", ".join(names)
+    if names := modifiers_of(checkpoint.path / RECIPE_FILE):
+        yield RECIPE_FILE, ", ".join(names)
     entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
     for key, text in sorted((key, str(value)) for key, value in entries):
         if len(text) <= _LONGEST and not key.startswith("tokenizer."):
@@ -46,10 +46,10 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     yield from _largest_scales(checkpoint)
 
 
-_RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
+RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
 
 
-def _modifiers(path: Path) -> list[str]:
+def modifiers_of(path: Path) -> list[str]:
     """Return the names of the modifiers that a recipe of llm-compressor lists, such as "GPTQModifier", in its order.
 
     Return [] if there is no such file. Only the names are parsed, because they suffice and need no YAML parser.

@@ -64,8 +64,8 @@ def test_the_tool_that_wrote_the_file_is_named_first(name: str, recipe: str) -> 
 def test_awq_is_told() -> None:
     verdict = identify_checkpoint(FOREIGN / "modelopt--NVFP4_AWQ_LITE_CFG", SOURCES / "llama")
     assert verdict.is_clean and len(verdict.exceptions) == 7
-    assert verdict.sentence.startswith("weights scaled per column (AWQ or SmoothQuant) in 7 layers: ")
-    assert {layer.explanation.method for layer in verdict.layers} == {"AWQ or SmoothQuant"}
+    assert verdict.sentence.startswith("weights scaled per column (AWQ) in 7 layers: ")
+    assert {layer.explanation.method for layer in verdict.layers} == {"AWQ"}
 
 
 @pytest.mark.exhaustive
