@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--weights", metavar="SRC", help=text)
     text = "file with the inputs of each layer, (tokens, K), for activations and products (default: drawn numbers)"
     parser.add_argument("--inputs", metavar="FILE", help=text)
-    text = "file with keys and values, (..., head_dim), for the recipes of KV caches (default: drawn numbers)"
+    text = "file with keys and values, (tokens, heads, head_dim), for recipes and layouts of KV caches (default: drawn)"
     parser.add_argument("--kv", metavar="FILE", help=text)
     text = "elements per layer to compare, in evenly spaced rows (default: %(default)s)"
     parser.add_argument("--elements", type=int, default=1 << 18, metavar="N", help=text)

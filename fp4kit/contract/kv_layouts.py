@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 
 from fp4kit.contract.result import LayerParity
@@ -10,39 +12,64 @@ from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe
 
-_SHAPE = PageShape(pages=2, block_size=16, heads=2, head_dim=128)
+_BLOCK_SIZE = 16  # tokens per page
+_DRAWN = (32, 2, 128)  # tokens, heads and head_dim of drawn keys
+_MAX_TOKENS = 1024  # tokens that are compared of the caller's keys or values
 
 
-def compare_layouts(train: str, rollout: str, recipe: Recipe, labels: tuple[str, str]) -> LayerParity:
-    """Return how many codes and scales change if the rollout reads pages that are in the trainer's layout.
+def compare_layouts(
+    train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], given: Mapping[str, np.ndarray]
+) -> Iterator[LayerParity]:
+    """Yield how many codes and scales change if the rollout reads pages that are in the trainer's layout.
 
-    Drawn keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`.
-    Every code and scale counts as differing if the layouts have different arrays, or if the recipe does not have blocks
-    of 16 E2M1 elements.
+    Keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`, in
+    pages of 16 tokens. They are the caller's arrays of three axes, as far as both layouts hold their head_dim, each one
+    as keys and as values. If there are none, they are drawn.
 
     train, rollout: two different names in KV_LAYOUTS.
     labels: the names of the two sides, for the text.
+    given: name -> array (tokens, heads, head_dim) of the caller; other arrays are left out.
     """
-    name, total = "layout", 2 * int(np.prod(_SHAPE))
+    multiple = 64 if KV_LAYOUTS[train].swizzled or KV_LAYOUTS[rollout].swizzled else 16
+    own = {name: x for name, x in given.items() if x.ndim == 3 and x.size and x.shape[-1] % multiple == 0}
+    for name, x in own.items():
+        yield _compared(f"layout of {name}", train, rollout, recipe, labels, np.stack([x[:_MAX_TOKENS]] * 2))
+    if not own:
+        x = np.random.default_rng(0).standard_normal((2, *_DRAWN), np.float32)
+        yield _compared("layout", train, rollout, recipe, labels, x)
+
+
+def _compared(
+    name: str, train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], x: np.ndarray
+) -> LayerParity:
+    """Return the comparison of two layouts for keys x[0] and values x[1], each (tokens, heads, head_dim).
+
+    Every code and scale counts as differing if the layouts have different arrays, or if the recipe does not have blocks
+    of 16 E2M1 elements.
+
+    name: the name of the result. The other arguments are those of compare_layouts.
+    """
+    total = x.size
     setting = f"kv_layout {train} in {labels[0]} and {rollout} in {labels[1]}; use one layout, or convert the pages"
     a, b = KV_LAYOUTS[train], KV_LAYOUTS[rollout]
     scales = total // 16
     every = LayerParity(name, "kv cache", total, total, (total, total), (scales, scales), step="code", setting=setting)
     if recipe.element.name != "E2M1" or recipe.block != (1, 16) or a.container != b.container:
         return every
-    tokens = _SHAPE.pages * _SHAPE.block_size
-    x = np.random.default_rng(0).standard_normal((2, tokens, _SHAPE.heads, _SHAPE.head_dim), np.float32)
-    k, v = (quantize(one, recipe) for one in x)
-    written, slots = a.zeros(_SHAPE), np.arange(tokens)
+    tokens, heads, head_dim = x.shape[1:]
+    shape = PageShape(-(-tokens // _BLOCK_SIZE), _BLOCK_SIZE, heads, head_dim)
+    k, v = (quantize(np.ascontiguousarray(one), recipe) for one in x)
+    written, slots = a.zeros(shape), np.arange(tokens)
     written.write(slots, KVParts(k.packed, k.block_scale, v.packed, v.block_scale))
-    arrays = tuple(
-        one.reshape(shape) for one, shape in zip(written.arrays, b.array_shapes(_SHAPE).values(), strict=True)
-    )
+    arrays = tuple(one.reshape(each) for one, each in zip(written.arrays, b.array_shapes(shape).values(), strict=True))
     read = KVCache(b, arrays).read(slots)
     codes = sum(_different_nibbles(one, q.packed) for one, q in ((read.k_codes, k), (read.v_codes, v)))
     wrong = sum(int((one != q.block_scale).sum()) for one, q in ((read.k_scales, k), (read.v_scales, v)))
     step: StepName = "code" if codes else "block scale"
-    return LayerParity(name, "kv cache", total, total, (codes, total), (wrong, scales), step=step, setting=setting)
+    counts = (codes, total), (wrong, scales)
+    if not codes and not wrong:  # such as one head, for which the two orders have equal offsets
+        return LayerParity(name, "kv cache", total, total, *counts)
+    return LayerParity(name, "kv cache", total, total, *counts, step=step, setting=setting)
 
 
 def _different_nibbles(a: np.ndarray, b: np.ndarray) -> int:

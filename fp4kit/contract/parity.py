@@ -77,7 +77,8 @@ def parity(
             are quantized if both contracts state the recipe of activations. They are multiplied by the weights if both
             contracts also state a matrix unit.
         kv: name -> array (..., head_dim), keys or values, or a path to a file of them. They are quantized if both
-            contracts state the recipe of the KV cache. None draws numbers.
+            contracts state the recipe of the KV cache. If the layouts of the pages differ too, arrays (tokens, heads,
+            head_dim) are written in one layout and read in the other. None draws numbers.
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
             several rows. The rows are evenly spaced. A tensor amax is always that of the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
@@ -452,7 +453,8 @@ class _Check:
         layouts = [None if one is None or "kv_layout" in one.unknown else one.kv_layout for one in contracts]
         recipe = None if contracts[0] is None else contracts[0].kv_cache
         if layouts[0] is not None and layouts[1] is not None and recipe is not None and layouts[0] != layouts[1]:
-            yield compare_layouts(layouts[0], layouts[1], recipe, (self.sides[0].label, self.sides[1].label))
+            own = {} if kv is None else {name: array_of(f"kv: {name}", x) for name, x in kv.items()}
+            yield from compare_layouts(layouts[0], layouts[1], recipe, (self.sides[0].label, self.sides[1].label), own)
 
     def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
         """Yield the comparison of tensors that both contracts quantize by the recipes of one setting.

@@ -12,6 +12,7 @@ from fp4kit.call.parse import TE_SIGN_MASK
 from fp4kit.contract.making import differing_bits
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
+from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
 from fp4kit.recipes import RECIPES
 
 BASE = Contract(
@@ -195,6 +196,26 @@ def test_another_kv_recipe_and_layout():
         layer = one(parity(BASE, BASE.stating(kv_layout=layout), weights=W), "kv cache")
         assert (layer.name, layer.step) == ("layout", step)
         assert layer.setting.startswith(f"kv_layout vllm-hnd in train and {layout} in rollout")
+
+
+def test_given_keys_show_what_a_wrong_kv_layout_changes():
+    """The counts are those of a cache that is written in one layout and whose bytes are read in the other."""
+    kv = {"k": RNG.standard_normal((37, 3, 64), np.float32), "flat": RNG.standard_normal((8, 64), np.float32)}
+    kv["one head"] = RNG.standard_normal((20, 1, 64), np.float32)  # both orders have equal offsets
+    nhd, recipe = BASE.stating(kv_layout="vllm-nhd"), BASE.kv_cache
+    layers = {layer.name: layer for layer in parity(BASE, nhd, weights=W, kv=kv).layers if "layout" in layer.name}
+    assert {*layers} == {"layout of k", "layout of one head"}
+    assert layers["layout of one head"].equal and layers["layout of k"].step == "code"
+    q = fp4kit.quantize(kv["k"], recipe)
+    pages = KV_LAYOUTS["vllm-hnd"].zeros(PageShape(3, 16, 3, 64))
+    pages.write(np.arange(37), KVParts(q.packed, q.block_scale, q.packed, q.block_scale))
+    read = KVCache("vllm-nhd", pages.arrays[0].reshape(3, 2, 16, 3, 36)).read(np.arange(37))
+    codes = [int((fp4kit.unpack(one) != fp4kit.unpack(q.packed)).sum()) for one in (read.k_codes, read.v_codes)]
+    scales = [int((one != q.block_scale).sum()) for one in (read.k_scales, read.v_scales)]
+    assert layers["layout of k"].codes == (sum(codes), 2 * 37 * 3 * 64)
+    assert layers["layout of k"].scales == (sum(scales), 2 * 37 * 3 * 4)
+    swizzled = parity(BASE, BASE.stating(kv_layout="vllm-hnd-swizzled"), weights=W, kv={"k": kv["k"][..., :48]})
+    assert [layer.name for layer in swizzled.layers if "layout" in layer.name] == ["layout"]  # drawn instead
 
 
 def test_a_layer_that_one_side_does_not_quantize():
