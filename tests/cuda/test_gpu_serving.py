@@ -19,7 +19,11 @@ from fp4kit.recipes import RECIPES
 pytestmark = ON_GPU
 
 PRODUCERS = ("vllm", "triton-kernels", "quark", "auto-round", "fouroversix", "sglang", "deepgemm", "qwix")
-NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS or name.endswith("-018")]
+NAMES = [
+    name
+    for name, r in RECIPES.items()
+    if (r.producer in PRODUCERS or name.endswith("-018")) and r.block_size <= 64  # the arrays below have short rows
+]
 FEW = (  # a rule from each header, each kind of rounding, and a factor that depends on the amax
     *(
         "nvfp4-vllm-emulation-cuda",

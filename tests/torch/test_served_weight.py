@@ -23,11 +23,15 @@ safetensors = pytest.importorskip("safetensors.torch")
 ft = importlib.import_module("fp4kit.torch")
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
 UNSTORABLE = "mxfp6-compressed-tensors"  # no format of convert stores it
-FORMATS = ("compressed-tensors", "modelopt", "sglang-mxfp8", "mlx", "comfy")
+FORMATS = ("compressed-tensors", "modelopt", "fp8", "sglang-mxfp8", "mlx", "comfy")
 
 
-def a_llama(dtype=None, seed=0):
-    """Return a module with the parameters of a Llama of two layers, whose layers have different amaxes."""
+def a_llama(dtype=None, seed=0, width=64):
+    """Return a module with the parameters of a Llama of two layers, whose layers have different amaxes.
+
+    width: the hidden size; MLPs have one and a half times this size.
+    """
+    wide = width * 3 // 2
     torch.manual_seed(seed)
 
     def linear(columns, rows):
@@ -37,18 +41,18 @@ def a_llama(dtype=None, seed=0):
         return layer
 
     def decoder_layer():
-        attention = {name: linear(64, 64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-        mlp = {"gate_proj": linear(64, 96), "up_proj": linear(64, 96), "down_proj": linear(96, 64)}
-        norms = {"input_layernorm": torch.nn.RMSNorm(64), "post_attention_layernorm": torch.nn.RMSNorm(64)}
+        attention = {name: linear(width, width) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        mlp = {"gate_proj": linear(width, wide), "up_proj": linear(width, wide), "down_proj": linear(wide, width)}
+        norms = {"input_layernorm": torch.nn.RMSNorm(width), "post_attention_layernorm": torch.nn.RMSNorm(width)}
         both = {"self_attn": torch.nn.ModuleDict(attention), "mlp": torch.nn.ModuleDict(mlp)}
         return torch.nn.ModuleDict({**both, **norms})
 
     body = {
-        "embed_tokens": torch.nn.Embedding(64, 64),
+        "embed_tokens": torch.nn.Embedding(64, width),
         "layers": torch.nn.ModuleList([decoder_layer() for _ in range(2)]),
-        "norm": torch.nn.RMSNorm(64),
+        "norm": torch.nn.RMSNorm(width),
     }
-    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict(body), "lm_head": linear(64, 64)})
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict(body), "lm_head": linear(width, width)})
     return model.to(dtype)
 
 
@@ -99,7 +103,7 @@ OTHERS = [pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in pairs() 
 
 @pytest.mark.parametrize(("recipe", "form"), [*EVERY_RUN, *OTHERS])
 def test_trained_values_are_served_values(tmp_path, recipe, form):
-    model = a_llama()
+    model = a_llama(width=64 if fp4kit.recipe(recipe).block_size <= 64 else 256)
     names = ft.fake_quantize_model(model, recipe, format=form, config=CONFIG)
     assert check_served(model, names, tmp_path, recipe, form) == 14
 

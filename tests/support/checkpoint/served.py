@@ -37,6 +37,8 @@ def _values(module: str, stored: Stored, scale: np.ndarray, recipe: Recipe) -> n
         nibbles = (codes >> 4, codes & 15) if comfy else (codes & 15, codes >> 4)
         codes = np.stack(nibbles, -1).reshape(len(codes), -1)
     values = recipe.element.values[codes]
+    if recipe.scale is None and recipe.block:  # FP8 with one scale per block
+        return values * scale.repeat(recipe.block_rows, 0)[: len(values)].repeat(recipe.block_size, 1)
     if recipe.scale is None:  # FP8 with one scale per layer or per row
         return values * scale.reshape(-1, 1)
     if comfy:
