@@ -7,7 +7,8 @@
 """
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
-from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
+from fp4kit.checkpoint.convert.in_memory import TensorConverter, convert_tensors
+from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import diff
 from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers, open_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import MIXED
-from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
+from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.configs import KNOWN_TO

@@ -6,7 +6,6 @@
 
 from fp4kit.checkpoint.containers.container import (
     CODES,
-    CONTAINERS,
     INPUT_SCALE,
     SCALES,
     TENSOR_SCALE,
@@ -14,5 +13,6 @@ from fp4kit.checkpoint.containers.container import (
     Container,
     OutputTensor,
 )
+from fp4kit.checkpoint.containers.table import CONTAINERS
 
 __all__ = ["CODES", "CONTAINERS", "INPUT_SCALE", "SCALES", "TENSOR_SCALE", "VALUES", "Container", "OutputTensor"]

@@ -16,7 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers.container import (
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.table import (
     CT_FP8,
     CT_FP8_BLOCKS,
     CT_FP8_ROWS,
@@ -33,7 +34,6 @@ from fp4kit.checkpoint.containers.container import (
     MODELOPT_MXFP8,
     MODELOPT_NVFP4,
     SGLANG_MXFP8,
-    Container,
 )
 
 FORMATS = ("modelopt", "compressed-tensors", "fp8", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")

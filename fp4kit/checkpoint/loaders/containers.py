@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp4kit.checkpoint.containers.configs import FORMATS, MIXED, container_id
-from fp4kit.checkpoint.containers.container import CONTAINERS as STORED
-from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
+from fp4kit.checkpoint.containers.table import CONTAINERS as STORED
+from fp4kit.checkpoint.containers.table import MODELOPT_NVFP4
 
 KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows", "fp8")
 _SYNTAX = {

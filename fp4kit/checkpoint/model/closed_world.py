@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from fp4kit.checkpoint.containers.container import (
     CODES,
     COLUMN_SCALE,
-    CONTAINERS,
     INPUT_SCALE,
     LOW_RANK_A,
     LOW_RANK_B,
@@ -30,6 +29,7 @@ from fp4kit.checkpoint.containers.container import (
     TENSOR_SCALE,
     Container,
 )
+from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_items
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.layer_sizes import named_twice

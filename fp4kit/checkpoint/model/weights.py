@@ -20,7 +20,6 @@ import numpy.typing as npt
 from fp4kit.checkpoint.containers.container import (
     CODES,
     COLUMN_SCALE,
-    CONTAINERS,
     INPUT_SCALE,
     LOW_RANK_A,
     LOW_RANK_B,
@@ -32,6 +31,7 @@ from fp4kit.checkpoint.containers.container import (
     Container,
 )
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
+from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.json_object import parse_object

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.checkpoint.containers.container import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, PATTERNS, RECIPE
+from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source

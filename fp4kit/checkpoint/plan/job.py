@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fp4kit.checkpoint.containers.container import MODELOPT_AWQ, MODELOPT_NVFP4, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.container import SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe

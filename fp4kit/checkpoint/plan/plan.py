@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
-from fp4kit.checkpoint.containers.container import (
-    MODELOPT_AWQ,
-    MODELOPT_NVFP4,
-    Container,
-    OutputTensor,
-)
+from fp4kit.checkpoint.containers.container import Container, OutputTensor
+from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4
 from fp4kit.checkpoint.model import side_files
 from fp4kit.checkpoint.model.items import Item
 from fp4kit.checkpoint.model.layers import Piece

@@ -11,7 +11,8 @@ from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
-from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8, Container
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan import gguf
 from fp4kit.checkpoint.plan.activations import Activations

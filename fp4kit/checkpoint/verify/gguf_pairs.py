@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import CT_NVFP4, GGUF_NVFP4
+from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.slabs import Readers

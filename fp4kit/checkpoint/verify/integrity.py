@@ -11,16 +11,8 @@ import numpy as np
 
 from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import (
-    DEEPSEEK_V4_NVFP4,
-    FP8_LAYERS,
-    INPUT_SCALE,
-    MODELOPT_NVFP4,
-    MODELOPT_STACKS,
-    TENSOR_SCALE,
-    Container,
-    container,
-)
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import DEEPSEEK_V4_NVFP4, FP8_LAYERS, MODELOPT_NVFP4, MODELOPT_STACKS, container
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_layers
 from fp4kit.checkpoint.loaders.containers import CONTAINERS

@@ -12,8 +12,9 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
+from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
+from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.model import transforms

@@ -14,7 +14,7 @@ from changed_bytes import change
 
 from fp4kit import quantize
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.containers.container import MODELOPT_MXFP4
+from fp4kit.checkpoint.containers.table import MODELOPT_MXFP4
 from fp4kit.checkpoint.model.statistics import LARGEST_REACH, doubt_about, reach_and_lost_blocks
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.reconcile import reconcile

@@ -19,7 +19,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
-from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
+from fp4kit.checkpoint.containers.table import MODELOPT_NVFP4
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint, natural_order, quantization_summary
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 

@@ -23,14 +23,14 @@ import synthetic
 from exhaustive import exhaustive, half
 
 from fp4kit.checkpoint import Options, Wishes, convert
-from fp4kit.checkpoint.containers.container import (
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.table import (
     CONTAINERS,
     CT_NVFP4,
     FP8_BLOCKS,
     FP8_POWERS,
     MODELOPT_MXFP8,
     MODELOPT_NVFP4,
-    Container,
 )
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.manifest import MANIFEST

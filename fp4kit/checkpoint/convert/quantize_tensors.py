@@ -1,0 +1,130 @@
+"""Quantize layers in memory, and yield the tensors that the checkpoint converter would write for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arrays import torch_arrays
+from fp4kit.arrays.imports import to_device
+from fp4kit.arrays.returns import library_of
+from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.convert.memory_rules import Rules
+from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
+from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros, stored_scales
+from fp4kit.checkpoint.convert.split_tensors import Named
+from fp4kit.layouts import pack_mlx
+from fp4kit.ops.amax import amax as amax_of
+from fp4kit.ops.quantize import quantize
+from fp4kit.storage.errors import CheckpointError, shown
+
+
+def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
+    """Quantize (layer name, matrix) pairs that share a tensor scale, and yield the (name, array) pairs of all.
+
+    The tensor scale follows from the largest amax of the layers. Raise CheckpointError if a matrix contains NaN or
+    infinity, or if a scale is not a positive normal float32.
+    """
+    amaxes = [_finite_amax(module, matrix) for module, matrix in members]
+    shared = max(amaxes) if rules.form.has_tensor_scale else None
+    columns = {module: int(matrix.shape[-1]) for module, matrix in members}
+    inputs = {} if rules.activations is None else rules.activations.of_layers(columns)
+    for module, matrix in members:
+        yield from _parts(module, matrix, shared, rules, inputs.get(module))
+
+
+def _finite_amax(module: str, matrix: Any) -> np.float32:
+    """Return the amax of a matrix as a float32 on the host. Raise CheckpointError if it is NaN or infinite.
+
+    module: the name of the layer, for the message.
+    """
+    found = np.float32(float(amax_of(matrix)))
+    if not np.isfinite(found):
+        raise CheckpointError(
+            f"{shown(module)}: holds NaN or infinity; repair it, or keep it unquantized with Wishes(keep=...)"
+        )
+    return found
+
+
+def _parts(
+    module: str, matrix: Any, shared: np.float32 | None, rules: Rules, input_amax: np.float32 | None
+) -> Iterator[Named]:
+    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale.
+
+    The tensor scale is left out if ``shared`` is None. The input scale is left out if there is neither
+    ``rules.input_scale`` nor ``input_amax``.
+
+    module: the name of the layer, with which the yielded names begin.
+    shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
+    input_amax: the amax of the layer's inputs; None if it was not measured.
+    """
+    form = rules.form
+    q = quantize(matrix, rules.recipe, tensor_amax=shared)
+    packed, scales_of_blocks = q.packed, q.block_scale
+    if shared is not None and shared == 0:
+        q = of_zeros(q.to("numpy"))
+        zeros = None if q.block_scale is None else _in_library(q.block_scale, packed)
+        packed, scales_of_blocks = _in_library(q.packed, packed), zeros
+    specs = form.specs(tuple(matrix.shape))
+    yield module + form.suffixes[CODES], _typed(packed, form.codes_dtype).reshape(specs[CODES][1])
+    if rules.recipe.scale is None and SCALES in form.suffixes:
+        yield module + form.suffixes[SCALES], stored_scales(q).reshape(specs[SCALES][1])
+    elif SCALES in form.suffixes:
+        yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
+    scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]
+    if rules.input_scale is not None:
+        input_scale = np.float32(rules.input_scale)
+        scales.append((INPUT_SCALE, np.float32(1) / input_scale if form.divides else input_scale))
+    if input_amax is not None:
+        scales.append((INPUT_SCALE, input_scale_of(form, input_amax)))
+    for part, value in scales:
+        array = np.full(form.tensor_scale_shape, value, np.float32)
+        yield module + form.suffixes[part], _in_library(array, packed)
+
+
+def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
+    """Return the number that the container stores as tensor scale: the scale of ``q``, or a divisor.
+
+    The divisor is the one that the recipe computes, otherwise the reciprocal of the scale. Raise CheckpointError if the
+    scale or the divisor is not a positive normal float32, because no loader could use it.
+
+    amax: the largest amax of the layers that share the tensor scale.
+    """
+    scale = np.float32(float(q.tensor_scale))
+    divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
+    stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
+    if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
+        raise CheckpointError(
+            f"{shown(module)}: tensor scale is {scale}; a positive normal float32 is needed; use another recipe"
+        )
+    return stored
+
+
+def _typed(array: Any, dtype: str) -> Any:
+    """Return an array of bytes, viewed as the safetensors dtype ``dtype`` in its own library.
+
+    Return the array unchanged if the dtype is stored as bytes, or if the library has no such dtype.
+    """
+    if dtype == "U32":
+        return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
+    names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
+    if dtype not in names or type(array).__module__ == "cupy":
+        return array
+    library = library_of(array)
+    if library is None:
+        return array.view(getattr(ml_dtypes, names[dtype], np.int8))
+    return array.view(torch_arrays.dtype_named(names[dtype])) if library.name == "torch" else array
+
+
+def _in_library(value: np.ndarray, like: Any) -> Any:
+    """Copy a host array to the library and device of the array ``like``. Return it unchanged if ``like`` is NumPy."""
+    if isinstance(like, np.ndarray):
+        return value
+    library = library_of(like)
+    if library is None:
+        return to_device(value)
+    with library.call_context(like) as give:
+        return give(value)

@@ -1,0 +1,107 @@
+"""Split named tensors in memory into layers: fused parameters of Megatron-Core, and stacks of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp4kit.checkpoint.convert.memory_rules import Rules
+from fp4kit.checkpoint.model.layers import Piece, pieces
+from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, stack_shape
+from fp4kit.storage.errors import CheckpointError, shown
+
+Named = tuple[str, Any]
+
+
+def check_array(name: str, array: Any) -> None:
+    """Raise TypeError if the value that came under a tensor's name is not an array."""
+    if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+        kind = type(array).__name__
+        raise TypeError(f"convert_tensors: {shown(name)} is {kind}; an array of NumPy, CuPy, PyTorch or JAX is needed")
+
+
+def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
+    """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
+
+    A fused parameter gives two or three pairs, ``_extra_state`` none, and any other parameter one.
+
+    Raise CheckpointError for an unknown Megatron-Core name, and TypeError if ``array`` is not an array.
+    """
+    names = rules.names(megatron_name)
+    if names:
+        check_array(megatron_name, array)
+    if len(names) == 1 or not names:
+        yield from ((name, array) for name in names)
+    elif len(names) == 2:
+        half = array.shape[0] // 2
+        yield from zip(names, (array[:half], array[half:]), strict=True)
+    else:
+        yield from zip(names, _heads(megatron_name, array, rules.config), strict=True)
+
+
+def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Split Megatron-Core's fused linear_qkv into q, k and v, and return them in this order.
+
+    The rows of the fused tensor are grouped by key-value head. Each group holds the query heads that use this head, its
+    key head and its value head. Raise CheckpointError if ``config`` lacks the numbers of heads or they do not fit.
+
+    megatron_name: the name of the parameter, for the message.
+    array: the fused weight or bias; its first axis is the rows.
+    config: the content of config.json.
+    """
+    text = config.get("text_config", config)
+    heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
+    if not heads or not groups or heads % groups:
+        needed = "num_attention_heads and num_key_value_heads"
+        raise CheckpointError(
+            f"{shown(megatron_name)}: cannot be split into q, k and v; rules.config needs {needed}, and has {heads} and"
+            f" {groups}"
+        )
+    heads_per_group = heads // groups  # query heads per key-value head
+    size, remainder = divmod(array.shape[0], groups * (heads_per_group + 2))
+    if remainder:
+        raise CheckpointError(
+            f"{shown(megatron_name)}: {array.shape[0]} rows are not divisible into {groups} groups of"
+            f" {heads_per_group + 2} heads"
+        )
+    blocks = array.reshape(groups, heads_per_group + 2, size, *array.shape[1:])
+    parts = (
+        blocks[:, :heads_per_group],
+        blocks[:, heads_per_group : heads_per_group + 1],
+        blocks[:, heads_per_group + 1 :],
+    )
+    q, k, v = (part.reshape(-1, *array.shape[1:]) for part in parts)
+    return q, k, v
+
+
+def layers_of(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
+    """Yield (layer name, matrix) for every layer that a tensor holds.
+
+    A 2-D tensor is one layer. A 3-D stack of experts is split into its experts, unless the container stores stacks
+    whole; then the stack is yielded as one array. Stacks that the model stores transposed are transposed back.
+
+    name: the name of the tensor, a layer's name with or without ".weight".
+    rules: the container to write, and the config of the model.
+    """
+    shape = tuple(array.shape)
+    module = name.removesuffix(".weight")
+    if len(shape) == 2:
+        yield module, array
+        return
+    logical = stack_shape(shape, rules.config)
+    stack = array.swapaxes(1, 2) if has_transposed_stacks(rules.config) else array
+    if rules.form.keeps_stacks:
+        yield module, stack
+        return
+    for piece in _pieces(module, name, logical, rules):
+        yield piece.module, stack[piece.expert, piece.span[0] : piece.span[1]]
+
+
+def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
+    """Yield the layers that a stack of experts is split into: for each its name, expert number and range of rows.
+
+    module: the name of the stack without ".weight".
+    name: the full name of the stack's tensor.
+    shape: the shape [E, N, K] of the stack, with N rows and K columns per expert, however the model stores them.
+    """
+    return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)

@@ -1,0 +1,300 @@
+"""Decide about each weight of a model what a conversion does with it: the decisions that a plan is made from.
+
+A piece is a unit of work: some rows of one matrix of a weight (see model/layers.py). A group is a set of layers that
+share a tensor scale, because loaders fuse them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.container import (
+    INPUT_SCALE,
+    Container,
+)
+from fp4kit.checkpoint.convert import fp8_to_mxfp8
+from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model.items import IGNORED, Item
+from fp4kit.checkpoint.model.layers import Piece, layer_names
+from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
+from fp4kit.checkpoint.plan import gguf, kv_cache, layer_checks
+from fp4kit.checkpoint.plan.actions import actions_of
+from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
+from fp4kit.checkpoint.plan.job import (
+    CARRY,
+    RENAME,
+)
+from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
+from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Decision, check, decide
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import TensorEntry
+
+_NO_CODES = Decision(False, "not quantized in the --codes model", True)
+
+
+class PlanFacts:
+    """Hold what a request decides about the weights of one source model.
+
+    weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
+    items: what the source stores beside its quantized layers. Ignored tensors are not written.
+    left_out: the names of other tensors that are not written.
+
+    Raises CheckpointError if the source cannot be converted with this request.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        request: Request,
+        weights: Mapping[str, Weight],
+        items: tuple[Item, ...],
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
+        self.source, self.request = source, request
+        self.config = source.config
+        self.items = items
+        self.left_out = {item.name for item in items if item.group == IGNORED} | left_out
+        self.mixture = request.mixture_for(self.config)
+        self.form = self.mixture.default.form
+        for_mlx = self.form is not None and self.form.format == mlx.FORMAT
+        self.split = {} if for_mlx else split_layers(source.tensors, weights)
+        self.restored: dict[str, SplitLayer | ExpertStack] = {**self.split}
+        if self.form is None:
+            self.restored |= expert_stacks(weights, self.config)
+        self.absorbed = part_names(weight for one in self.restored.values() for weight in one.weights)
+        self.weights = {name: weight for name, weight in weights.items() if name not in self.absorbed}
+        self.kv_cache = kv_cache.kv_cache_of(source)
+        if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
+            self.left_out |= set(self.kv_cache.tensors)
+        if self.form is None:
+            names = [item.name for item in self.items if closed_world.is_scale_of_layer(item)]
+            self.left_out |= set(names)
+        self.decisions = self._decisions()
+        self.selected = {
+            name: weight
+            for name, weight in self.weights.items()
+            if name in self.decisions and self.decisions[name].converted
+        }
+        if self.form is not None:
+            layer_checks.check(self.selected, self.others())
+        self.forms = self._forms()
+        self.form = next(iter(self.forms)) if len(self.forms) == 1 else self.form
+        self.input_scaled = frozenset(form.name for form, own in self.forms.items() if self._has_input_scale(form, own))
+        self.has_input_scale = self.form is not None and self.form.name in self.input_scaled
+        mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
+        comfy.check(self.form, {weight.name: weight.shape for weight in self.selected.values()})
+        gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
+        for form in self.forms:
+            check_input_scale(form, form.name in self.input_scaled)
+        self._check_recipes()
+        self.groups = self._groups()
+        self.actions = self._actions()
+        self.input_amaxes = self._input_amaxes()
+        if not request.requantize:
+            fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
+
+    def _decisions(self) -> dict[str, Decision]:
+        """Return tensor name -> the decision whether it is converted, for all weights and all other tensors.
+
+        A weight is listed under the name of the tensor with its values or codes. Its other tensors, such as scales,
+        are not listed. For unquantized output, only weights are listed.
+
+        Raises CheckpointError if the user's patterns do not fit the tensors (see selection.check).
+        """
+        if self.form is None:
+            return {name: Decision(w.container is not None, "already unquantized") for name, w in self.weights.items()}
+        wishes = self.request.wishes
+        if experts_only(self.form) and wishes.preset != "experts":
+            wishes = replace(wishes, preset="experts")
+        facts = model_facts(self.config)
+        parts = (part_names(self.weights.values()) - set(self.weights)) | self.absorbed
+        found = [
+            self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts
+        ]
+        decisions: dict[str, Decision] = {}
+        by_block: dict[int, list[Candidate]] = defaultdict(list)
+        for one in found:
+            form = self.form_of(one.module)
+            assert form is not None
+            by_block[form.row_multiple].append(one)
+        for block, alike in by_block.items():
+            decisions |= decide(alike, wishes, block)
+        decisions = {one.name: decisions[one.name] for one in found}
+        if self.request.codes:
+            without = [name for name, one in decisions.items() if one.converted and not self.has_codes(name)]
+            decisions |= dict.fromkeys(without, _NO_CODES)
+        if experts_only(self.form):
+            alone = Decision(False, f"not a routed expert; {self.form} stores nothing else", True)
+            others = {one.name for one in found if one.kind != "routed expert"}
+            decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
+        check(found, wishes, decisions)
+        return decisions
+
+    def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
+        """Return the description of a tensor on which the selection rules decide.
+
+        If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
+
+        entry: the tensor's dtype and shape; those of the weight are used if it is one.
+        facts: the facts about the model, from model_facts.
+        """
+        weight = self.weights.get(name)
+        if weight is None:
+            return candidate(name, entry.dtype, entry.shape, facts)
+        dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
+        return Candidate(name, weight.name, dtype, weight.shape, facts)
+
+    def form_of(self, module: str) -> Container | None:
+        """Return the container to write for a layer of the source; None for unquantized output."""
+        return self.mixture.of(module).form
+
+    def others(self) -> dict[str, TensorEntry]:
+        """Return the tensors of the source that store no weight and are not left out, by name."""
+        taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
+        return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
+
+    def has_codes(self, name: str) -> bool:
+        """Return whether the tensor ``name`` is a weight with codes that are borrowed from another model (--codes)."""
+        return name in self.weights and bool(self.weights[name].members)
+
+    def stays_quantized(self) -> bool:
+        """Return whether quantized layers that are not converted stay in their containers. Otherwise they are decoded.
+
+        True only for DeepSeek-V4, whose loaders expect FP8 layers beside the converted experts.
+        """
+        return is_deepseek_v4(self.config) and experts_only(self.form)
+
+    def _check_recipes(self) -> None:
+        """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes."""
+        if not self.request.recipes:
+            return
+        modules = [weight.name for weight in self.selected.values()]
+        rest = {name: one.reason for name, one in self.decisions.items() if not one.converted and name in self.weights}
+        self.mixture.check_patterns(modules, {self.weights[name].name: why for name, why in rest.items()})
+        self.mixture.check_fused(
+            {
+                name: weight.name
+                for weight in self.selected.values()
+                for name in layer_names(weight, self.form_of(weight.name), self.config)
+            }
+        )
+
+    def _forms(self) -> dict[Container, dict[str, Weight]]:
+        """Return container -> the selected weights to write in it; {} for unquantized output.
+
+        Weights that stay unquantized are left out. An AWQ layer that keeps its codes counts as a layer of
+        Model-Optimizer's NVFP4.
+        """
+        found: dict[Container, dict[str, Weight]] = defaultdict(dict)
+        for name, weight in self.selected.items():
+            form = self.form_of(weight.name)
+            if form is not None:
+                found[form][name] = weight
+        return found
+
+    def _groups(self) -> dict[str, str]:
+        """Return output module -> name of its group, for all modules that share a tensor scale with other modules.
+
+        Return {} if the output container has no tensor scale.
+
+        Raises CheckpointError if a gate projection has no up projection beside it.
+        """
+        scaled = [
+            (form, weight) for form, own in self.forms.items() if form.has_tensor_scale for weight in own.values()
+        ]
+        modules = [name for form, weight in scaled for name in layer_names(weight, form, self.config)]
+        alone = fused_layers.missing_gated_halves(modules, [weight.name for weight in self.weights.values()])
+        if alone:
+            raise CheckpointError("; ".join(alone[:3]))
+        return fused_layers.shared_amax_groups(modules)
+
+    def _actions(self) -> dict[str, str]:
+        """Return tensor name -> the action that brings the weight into the output container, for all selected weights.
+
+        Return {} if the output is unquantized.
+        """
+        if self.form is None:
+            return {}
+        groups: dict[str, set[str]] = defaultdict(set)
+        for tensor, weight in self.selected.items():
+            for name in layer_names(weight, self.form, self.config):
+                if name in self.groups:
+                    groups[self.groups[name]].add(tensor)
+        choices = {tensor: self.mixture.of(weight.name) for tensor, weight in self.selected.items()}
+        return actions_of(self.selected, groups, choices, self.request.requantize)
+
+    def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
+        """Return whether the layers of a container get an input scale: from the user, or their own if all have one.
+
+        Return False if the container has no tensor scale. Input scales of formats other than the output's, such as FP8
+        for NVFP4, do not count, because they are for activations of that format.
+
+        form: the container. own: the weights to write in it.
+
+        Raises CheckpointError if the user gives none and only some of the layers to convert have one.
+        """
+        if not form.has_tensor_scale:
+            return False
+        if self.request.gives_input_scales:
+            return True
+        same = [w for w in own.values() if w.container is not None and w.container.kind == form.kind]
+        have = [weight for weight in same if INPUT_SCALE in weight.parts]
+        if have and len(have) < len(own):
+            without = next(name for name, weight in own.items() if weight not in have)
+            raise CheckpointError(
+                f"{shown(without)}: has no input scale, but {len(have)} of {len(own)} layers have one;"
+                " --activations FILE or --input-scale X writes one for those without, --keep leaves them as they are"
+            )
+        return bool(have)
+
+    def _input_amaxes(self) -> dict[str, np.float32]:
+        """Return output layer -> amax of its inputs, for the layers whose input scale is computed from activations.
+
+        Return {} if the user gives no activations. Layers that keep their codes and their own input scale are left out.
+        Experts that saw no token are left out if Activations.unseen is "none".
+
+        Raises CheckpointError if no layer needs the activations, or if a layer was not measured.
+        """
+        if self.request.activations is None or self.form is None:
+            return {}
+        columns = {
+            name: weight.shape[-1]
+            for tensor, weight in self.selected.items()
+            if self._gets_input_scale(weight) and not self._keeps_input_scale(tensor)
+            for name in layer_names(weight, self.form, self.config)
+        }
+        if self.selected and not columns:
+            raise CheckpointError(
+                "activations: every layer keeps its codes and its own input scale; leave the activations out"
+            )
+        return self.request.activations.of_layers(columns)
+
+    def _gets_input_scale(self, weight: Weight) -> bool:
+        """Return whether a weight's container gets input scales."""
+        form = self.form_of(weight.name)
+        return form is not None and form.name in self.input_scaled
+
+    def _keeps_input_scale(self, tensor: str) -> bool:
+        """Return whether a weight keeps its codes and has an input scale of its own, which it also keeps.
+
+        tensor: the name of the tensor with the weight's values or codes.
+        """
+        return self.actions[tensor] == RENAME and INPUT_SCALE in self.selected[tensor].parts
+
+    def without_input_scale(self, weight: Weight, piece: Piece) -> bool:
+        """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token.
+
+        weight: the source weight of the layer. Return False if the user gives no activations.
+        """
+        measured = self.request.activations is not None and piece.module not in self.input_amaxes
+        return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)

@@ -1,0 +1,182 @@
+"""Plan what is written for each tensor of a source file: converted, decoded or copied."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from fp4kit import __version__
+from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers.container import (
+    INPUT_SCALE,
+    SCALES,
+    TENSOR_SCALE,
+)
+from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
+from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model.layers import Piece, pieces, unquantized_pieces
+from fp4kit.checkpoint.model.weights import Weight, is_interleaved, located, part_names
+from fp4kit.checkpoint.plan import gguf, scale_search
+from fp4kit.checkpoint.plan.borrowed_codes import (
+    recorded_patterns,
+    recorded_recipe,
+)
+from fp4kit.checkpoint.plan.job import (
+    CARRY,
+    CAST,
+    COPY,
+    DEQUANTIZE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    SEARCHED,
+    is_rounded,
+    target_of,
+)
+from fp4kit.checkpoint.plan.plan import ShardPlan, TensorPlan
+from fp4kit.checkpoint.plan.plan_facts import PlanFacts
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+
+# Action -> the words that describe it in TensorPlan.reason.
+_WORDS = {
+    QUANTIZE: "quantized",
+    RENAME: "same codes",
+    CAST: "same codes where exponents allow",
+    CARRY: "same codes where scales are powers of two",
+    REQUANTIZE: "decoded and quantized again",
+    DEQUANTIZE: "decoded",
+}
+
+
+def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
+    """Return the plan for the tensors of one source file, and the metadata of the output file.
+
+    recorded: the id of the recipe to record in the metadata; "" to record none.
+    patterns: the [pattern, recipe id] pairs to record.
+    """
+    parts = (part_names(facts.weights.values()) - set(facts.weights)) | facts.left_out
+    parts |= facts.absorbed - set(facts.restored)
+    tensors = tuple(_tensor(facts, file, entry) for entry in file.entries if entry.name not in parts)
+    own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
+    if patterns:
+        own[PATTERNS] = json.dumps({"recipes": patterns})
+    if gguf.is_gguf_config(facts.config) and facts.request.search is not None:
+        own[SCALE_SEARCH] = facts.request.search.words.removeprefix("searched by ")
+    taken_over = {} if gguf.is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
+    taken_over.pop(PATTERNS, None)
+    if facts.form is not None and facts.form.format == mlx.FORMAT:
+        taken_over["format"] = mlx.FORMAT
+    return ShardPlan(file.name, tensors, {**taken_over, **own})
+
+
+def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
+    """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files.
+
+    The id is "" for unquantized output or an unknown recipe. The pairs are [] if there are none.
+    """
+    if facts.form is None:
+        return "", []
+    if set(facts.actions.values()) == {RENAME} and not facts.request.codes:
+        return recorded_recipe(facts.source), recorded_patterns(facts.source)
+    return facts.request.recorded, [[pattern, one.id] for pattern, one in facts.request.recipes]
+
+
+def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
+    """Return the metadata of a source file without the entries that say how its layers are stored."""
+    quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
+    tensors = facts.source.tensors
+    return {
+        key: text
+        for key, text in file.metadata.items()
+        if not closed_world.describes_stored_layers(key, tensors, quantized)
+    }
+
+
+def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+    """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds.
+
+    A selected weight is converted. Any other quantized weight is decoded, or stays in its container for
+    DeepSeek-V4. All other tensors are copied.
+    """
+    if entry.name in facts.restored:
+        return _restored(facts, entry.name)
+    weight = facts.weights.get(entry.name)
+    if weight is not None and entry.name in facts.selected:
+        return _converted(facts, weight)
+    reason = facts.decisions[entry.name].reason if entry.name in facts.decisions else "not a weight"
+    weight = None if facts.has_codes(entry.name) else weight  # not converted: its own values are copied
+    if weight is not None and weight.container is not None and not facts.stays_quantized():
+        return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
+    if weight is not None and weight.container is not None:
+        return _copied_whole(facts, weight, reason)
+    renamed = ""
+    if facts.form is not None and entry.name in facts.kv_cache.tensors:
+        renamed, reason = facts.kv_cache.name(entry.name, facts.form.format), "scale of the KV cache"
+    place = located(file, entry)
+    return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
+
+
+def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
+    """Return the plan to write a layer or stack unquantized that is put together from several weights.
+
+    tensor: the name of the first of them, under which it is in ``restored``.
+    """
+    one = facts.restored[tensor]
+    nbytes = sum(weight.nbytes for weight in one.weights)
+    return TensorPlan(tensor, one.dtype, one.shape, DEQUANTIZE, one.reason, nbytes, tuple(one.pieces()))
+
+
+def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
+    """Return the plan to write a quantized weight unchanged, in its own container.
+
+    reason: why the weight is not converted.
+    """
+    assert weight.container is not None
+    found = pieces(weight, weight.container, facts.config, INPUT_SCALE in weight.parts)
+    why = f"{reason}; as it is"
+    return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
+
+
+def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
+    """Return the plan to decode a weight to BF16. A stack is written in the axis order that its model type uses.
+
+    reason: why the weight is decoded, for the user.
+    """
+    transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(facts.config))
+    found = tuple(unquantized_pieces(weight, "BF16", transposed))
+    return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
+
+
+def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
+    """Return the plan for a selected weight: convert it, or decode it if the output is unquantized."""
+    if facts.form is None:
+        return _decoded(facts, weight, f"{weight.dtype}: decoded")
+    action, form = facts.actions[weight.tensor], facts.form_of(weight.name)
+    assert form is not None
+    has_input_scale = form.name in facts.input_scaled
+    form = target_of(weight.container, form) if action == RENAME else form
+    found = tuple(
+        replace(piece, outputs=tuple(output for output in piece.outputs if output.part != INPUT_SCALE))
+        if facts.without_input_scale(weight, piece)
+        else piece
+        for piece in pieces(weight, form, facts.config, has_input_scale)
+    )
+    if action == RENAME and is_rounded(weight):
+        found = tuple(_with_scales_of(weight, piece) for piece in found)
+    groups = {piece.module: facts.groups[piece.module] for piece in found if piece.module in facts.groups}
+    shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
+    made_by = facts.mixture.of(weight.name).recipe
+    words = _WORDS[action] + (f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else "")
+    words += scale_search.words_of(facts.request.search, action, made_by)
+    reason = f"{facts.decisions[weight.tensor].reason}: {words}{shared}"
+    about = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
+    return TensorPlan(*about, group=groups, recipe=made_by)
+
+
+def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
+    """Return a piece that writes scales in the dtype in which its weight stores them.
+
+    Decoded values are rounded to this dtype, so that it must be kept.
+    """
+    kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
+    return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))

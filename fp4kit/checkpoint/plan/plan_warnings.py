@@ -1,0 +1,158 @@
+"""Find what the user of a plan must know: layers that stay unquantized, and layers that loaders may treat wrongly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from fp4kit.checkpoint.containers.configs import container_id
+from fp4kit.checkpoint.containers.container import (
+    INPUT_SCALE,
+    TENSOR_SCALE,
+)
+from fp4kit.checkpoint.loaders import exclusions, requirements, support
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.loaders.missing_tensors import consequence
+from fp4kit.checkpoint.model.layers import layer_names
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of
+from fp4kit.checkpoint.plan.job import (
+    RENAME,
+)
+from fp4kit.checkpoint.plan.plan import ShardPlan
+from fp4kit.checkpoint.plan.plan_facts import PlanFacts
+from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
+from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK
+from fp4kit.checkpoint.selection.selection import Decision, no_multiple
+from fp4kit.storage.errors import listed, shown
+
+
+def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (exclusion list, warnings about layers that loaders may treat wrongly).
+
+    The exclusion list names the unquantized layers that loaders would expect to be quantized. It is () if the
+    output is unquantized or its format has no such list. Quantized layers that stay in their containers are not
+    listed.
+    """
+    if facts.form is None:
+        family, names = support.family_of(facts.config), [weight.name for weight in facts.weights.values()]
+        return (), tuple(shown(str(found)) for found in requirements.split_experts("bf16", family, names))
+    quantized = [
+        w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized())
+    ]
+    converted = [name for weight in quantized for name in layer_names(weight, facts.form, facts.config)]
+    stay = {weight.tensor for weight in quantized}
+    kept = [name for name, found in facts.decisions.items() if found.listed and name not in stay]
+    modules = [facts.weights[name].name if name in facts.weights else name.removesuffix(".weight") for name in kept]
+    declared = CONTAINERS.get(container_id(facts.form, facts.has_input_scale))
+    modules += [layer.name for layer in facts.split.values()]
+    warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
+    warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)
+    ids = [container_id(form, form.name in facts.input_scaled) for form in facts.forms]
+    warnings += support.mixture_warnings(ids)
+    for form in facts.forms:
+        rows = {w.name: w.shape[-2] for w in quantized if facts.form_of(w.name) is form}
+        warnings += [shown(str(found)) for found in requirements.partial_blocks(container_id(form, False), rows)]
+    warnings += [*_rows_of_other_length(facts), *filter(None, [diffusers_classes.warning(facts.config)])]
+    listless = len(facts.forms) > 1 and facts.form.format == "modelopt"  # only layers that are listed are quantized
+    if declared is None or declared.syntax is None or listless:
+        return (), tuple(warnings)
+    subtrees = sorted({found.subtree for found in facts.decisions.values() if found.subtree is not None})
+    ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
+    warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
+    separate = requirements.split_experts(declared.id, support.family_of(facts.config), converted)
+    warnings += [shown(str(found)) for found in separate]
+    return ignore, tuple(warnings)
+
+
+def _rows_of_other_length(facts: PlanFacts) -> list[str]:
+    """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks.
+
+    Layers of equal row length and dtype share a warning. Return [] if there are no such layers.
+    """
+    assert facts.form is not None
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, weight in facts.weights.items():
+        found, form = facts.decisions.get(name), facts.form_of(weight.name)
+        assert form is not None
+        length = no_multiple(weight.shape, form.row_multiple)
+        if found is not None and found.reason == length:
+            dtype = "BF16" if weight.container is not None else facts.source.tensors[name][1].dtype
+            rows[f"{length}; {{}} {dtype}"].append(weight.name)
+    return [
+        f"{_several(names)}: {why.format('it stays' if len(names) == 1 else 'they stay')}"
+        for why, names in rows.items()
+    ]
+
+
+def _restored_layers(facts: PlanFacts) -> list[str]:
+    """Return a warning that names the kv_b_proj layers that stay unquantized, or [] if there are none."""
+    names = [layer.name for layer in facts.split.values()]
+    why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
+    return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
+
+
+def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
+    """Yield a warning about fused layers whose parts keep codes and tensor scales that differ, if there are any.
+
+    The tensor scales of the source are read, because vLLM uses one of them for the whole fused layer. Experts in
+    stacks are not checked.
+    """
+    if facts.form is None or facts.form.format not in ("modelopt", "compressed-tensors"):
+        return
+    # Engines encode FP8 layers anew with the largest scale of a fused layer, so scales of FP8 may differ.
+    stored: dict[str, set[float]] = defaultdict(set)
+    with Readers() as readers:
+        for tensor, weight in facts.selected.items():
+            kept = facts.actions[tensor] == RENAME and len(weight.shape) == 2 and TENSOR_SCALE in weight.parts
+            kept = kept and weight.container is not None and weight.container.scale is not None
+            if kept and weight.name in facts.groups:
+                stored[facts.groups[weight.name]].add(float(scalar_of(readers, weight, TENSOR_SCALE)))
+    names = [group for group, scales in stored.items() if len(scales) > 1]
+    if names:
+        yield (
+            f"{len(names)} fused layers have parts with different tensor scales ({listed(names)}); vLLM uses one"
+            " for all parts, so values would be wrong; run fp4kit reconcile on the result"
+        )
+
+
+def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
+    """Return a warning that names the experts without an input scale; () if every layer has one.
+
+    shards: the plans of all output files.
+    """
+    converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in facts.selected)
+    pairs = [
+        (piece.module, piece.form)
+        for tensor in converted
+        for piece in tensor.pieces
+        if piece.form is not None and facts.without_input_scale(facts.selected[tensor.name], piece)
+    ]
+    if not pairs:
+        return ()
+    names, form = [name for name, _ in pairs], pairs[0][1]
+    found = (
+        f"{engine}: {consequence(engine, container_id(form, True), names[0], form.suffixes[INPUT_SCALE])}"
+        for engine in ("vLLM", "SGLang")
+    )
+    return (
+        f"{len(names)} experts saw no token and get no input scale ({listed(names)}); {'; '.join(found)};"
+        " --unseen-experts layer gives them one",
+    )
+
+
+def _several(layers: list[str]) -> str:
+    """Return text that names layers in a warning: the only name, or the number of layers and the first few names."""
+    return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
+
+
+def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
+    """Return a list with one warning about the stacks of experts that stay unquantized because of their names.
+
+    Return [] if there are no such stacks.
+
+    decisions: tensor name -> the decision whether it is converted.
+    """
+    kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
+    return (
+        [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []
+    )
