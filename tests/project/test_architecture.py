@@ -89,6 +89,12 @@ def test_imports_point_one_way(module):
         assert part(other) == part(module) or LAYER[part(other)] < LAYER[part(module)], f"{module} imports {other}"
 
 
+def test_contributing_lists_every_part_of_the_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    missing = {name for name in LAYER if f"`{name}/`" not in text and f"`{name}.py`" not in text}
+    assert missing == {"__main__"}
+
+
 ENGINES = ("fp4kit.cpu", "fp4kit.cuda", "fp4kit.host")
 DISPATCHERS = {"fp4kit.ops.engines", "fp4kit.ops.identify_amaxes"}  # identify_amaxes computes on the host only
 
