@@ -48,6 +48,15 @@ def test_sums_below_the_normal_numbers(unit, kind) -> None:
     both(*tiny(kind), unit=unit, c=np.full((40, 33), 3e-39, np.float32))
 
 
+@pytest.mark.parametrize("unit", ["sm100", "sm80", "cdna3"])
+def test_products_of_minus_zero(unit) -> None:
+    """If all products and C are -0, the sum is +0, as the sum of products in MMA-Sim is."""
+    for dtype in (np.float16, ml_dtypes.float8_e4m3fnuz if unit == "cdna3" else ml_dtypes.bfloat16):
+        a, b, c = np.zeros((3, 48), dtype), -np.ones((5, 48), dtype), np.full((3, 5), -0.0, np.float32)
+        both(a, b, c=c, unit=unit)
+        assert not np.signbit(fp4kit.matmul(a, b, c=c, unit=unit)).any()
+
+
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp4-block16"])
 def test_terms_that_lose_bits(kind) -> None:
     for a, b, c in far_apart(kind, np.random.default_rng(9)):

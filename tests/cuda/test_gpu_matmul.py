@@ -86,6 +86,12 @@ def test_sums_below_the_normal_numbers(unit, kind) -> None:
     both(*tiny(kind), unit=unit, c=np.full((40, 33), 3e-39, np.float32))
 
 
+@pytest.mark.parametrize("unit", ["sm100", "cdna3"])
+def test_products_of_minus_zero(unit) -> None:
+    a, b = np.zeros((3, 48), np.float16), -np.ones((5, 48), np.float16)
+    both(a, b, np.full((3, 5), -0.0, np.float32), unit=unit)
+
+
 def test_terms_that_lose_bits() -> None:
     """Scales and sums so far apart that terms lose bits take the path that adds term by term."""
     rng = np.random.default_rng(6)

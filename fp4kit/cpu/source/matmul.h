@@ -170,7 +170,7 @@ struct Adders {
   // Add a step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how.
   void floor(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) {
-      double largest[2] = {0, 0}, sums[2] = {-0.0, -0.0};
+      double largest[2] = {0, 0}, sums[2] = {0, 0};
       for (i64 k = i; k < i + call.step; ++k) {
         double& top = largest[(k - i) % call.sums];
         top = std::max(top, power_of_term(a.powers[k][0], b.powers[k][l]));

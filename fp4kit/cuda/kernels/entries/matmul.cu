@@ -144,7 +144,7 @@ struct Sum {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
     const int count = static_cast<int>(a.sums);
-    double largest[2] = {0.0, 0.0}, sums[2] = {-0.0, -0.0};
+    double largest[2] = {0.0, 0.0}, sums[2] = {0.0, 0.0};
     for (int k = i; k < i + a.step; ++k) {
       const double x = d.rows[row][k], y = d.columns[k][column];
       const double power = x == 0.0 || y == 0.0 ? zero_power : term_power(x, least_a) * term_power(y, least_b);
