@@ -106,7 +106,7 @@ def texts(cell: dict[str, Any]) -> list[str]:
 
 NAMES = [path.stem for path in NOTEBOOKS]
 RUNS = exhaustive(NAMES)  # starting a kernel is slow
-NEEDS_MODEL = ("05-real-model",)
+NEEDS = {"02-training": ("torch", "torch"), "05-real-model": (demo.MODULE, demo.PACKAGE)}  # module, package
 
 
 def test_there_are_notebooks():
@@ -154,8 +154,10 @@ def test_fresh_run_prints_what_is_stored(name, tmp_path):
 
     For figures, only their presence is compared.
     """
-    if name in NEEDS_MODEL and importlib.util.find_spec(demo.MODULE) is None:
-        pytest.skip(f"{demo.PACKAGE} is not installed")
+    if name in NEEDS:
+        module, package = NEEDS[name]
+        if importlib.util.find_spec(module) is None:  # faster than an import of torch
+            pytest.skip(f"{package} is not installed")
     notebook = ROOT / "notebooks" / f"{name}.ipynb"
     run_in_subprocess(notebook, tmp_path / notebook.name, tmp_path)
     fresh = load(tmp_path / notebook.name)
