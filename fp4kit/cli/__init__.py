@@ -77,6 +77,7 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     Raise UsageError for arguments that the command does not accept, and ValueError if there is no command.
 
     task: its ``name`` and ``destination`` are set here, for the last line that guard.run writes to stderr.
+    argv: the arguments after ``fp4kit``; None for those of the process.
     """
     try:
         arguments = sys.argv[1:] if argv is None else argv

@@ -232,6 +232,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
 def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
     """Add --activations, --activation-rule and --unseen-experts, which the commands convert and verify share.
 
+    parser: the parser of the command.
     does: what the command does with the activations, as a text for the help.
     """
     group = parser.add_argument_group("input scales from activations")
@@ -443,6 +444,7 @@ def _print_assignment(out: Output, assignment: Assignment | None) -> None:
 def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
     """Return the plan of the conversion that the arguments describe.
 
+    args: the parsed arguments.
     assignment: the recipes that --bits assigns to layers, or None.
     """
     wishes, search = _wishes(args), None
@@ -498,6 +500,7 @@ def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = Non
 
     Raise CheckpointError if --activation-rule or --unseen-experts is given without --activations.
 
+    args: the parsed arguments.
     rule, unseen: the defaults of --activation-rule and --unseen-experts; None for "max" and "error".
     """
     given = {"--activation-rule": args.activation_rule, "--unseen-experts": args.unseen_experts}
@@ -628,6 +631,7 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
 def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int]) -> None:
     """Print the totals, the number of layers per action, the skipped files and the warnings.
 
+    out, plan, destination: where to print; the plan; the directory or file of the result.
     verb: the start of the first line, "wrote DST" or "would write".
     actions: action -> number of layers; empty in a dry run.
     """

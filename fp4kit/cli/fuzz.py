@@ -116,6 +116,7 @@ def _run(
 ) -> fuzz.Report:
     """Run one case (--case) or random cases, in this process or in several (--processes), and return the report.
 
+    args: the parsed arguments.
     engine: the engine to compare with the specification; None to check only invariants of the specification.
     device: "gpu" or "host", for further processes; "" without an engine.
     pool: the recipes and operations from which cases are drawn.

@@ -123,7 +123,11 @@ class _Signals:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: raise Stopped while the command runs, and exit with its exit code after it has ended."""
+        """Handle the signal ``number``: raise Stopped while the command runs. After the command has ended, exit.
+
+        The exit code is then the command's. A forked worker process dies from the signal instead. ``frame`` is not
+        used.
+        """
         if os.getpid() != self._process:  # in a forked worker: die as without this handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -184,6 +188,7 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
     If the reader of stdout went away (SIGPIPE), nothing is written unless the command has a destination.
 
+    task, signals: the command that was stopped, and the handler of its signals.
     number: the signal to report if ``signals`` has received none.
     """
     number = signals.stop_listening(number)

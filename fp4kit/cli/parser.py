@@ -88,7 +88,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help or the version with ``write``, because argparse itself would ignore an error of stdout."""
+        """Print the help or the version on stdout with ``write``, because argparse would ignore an error.
+
+        ``file`` is ignored.
+        """
         write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

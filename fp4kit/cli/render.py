@@ -123,6 +123,8 @@ def _total(widths: Sequence[int]) -> int:
 def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
     """Return one row of a table as a line, with each cell padded to the width of its column.
 
+    row: the cells of the row.
+    widths: the width of each column.
     numeric: for each column, True if it is aligned to the right.
     """
     pads = (" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
@@ -158,6 +160,7 @@ def _stacked(
     widths: the width that each column needs.
     right: for each column, True if it is aligned to the right.
     width: the number of terminal columns.
+    ellipsis: the text that replaces the middle of a shortened name.
     """
     fits = _total(widths[1:]) + 2 <= width
     lines = []

@@ -236,7 +236,12 @@ def _worked(sides: tuple[Compared, Compared], at: tuple[int, int], row: int) -> 
 
 
 def _code_text(part: Weights, at: tuple[int, int]) -> str:
-    """Return the code and the block scale of an element as text; "" for values without codes."""
+    """Return the code and the block scale of an element as text; "" for values without codes.
+
+    Args:
+        part: the compared rows of a side.
+        at: the row and column of the element in these rows.
+    """
     if part.q is None:
         return ""
     r = part.q.recipe

@@ -48,6 +48,9 @@ def _compared(
     of 16 E2M1 elements.
 
     name: the name of the result. The other arguments are those of compare_layouts.
+    train, rollout: the names of the layout that is written and of the layout that is read.
+    recipe: the recipe that quantizes keys and values.
+    labels: the names of the two sides, for the text.
     """
     total = x.size
     setting = f"kv_layout {train} in {labels[0]} and {rollout} in {labels[1]}; use one layout, or convert the pages"

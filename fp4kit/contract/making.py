@@ -119,9 +119,14 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
-    """Return how values were made that quantize and dequantize do not give: by a recipe's own fake quantizer.
+    """Return the Making for values that fake_quantize gives, and that differ from quantizing and then dequantizing.
 
-    Return Making(None) if no recipe in `tried` gives them.
+    The result names the recipe and the step "decode". Return Making(None) if no recipe in `tried` gives the values, or
+    if the side has codes.
+
+    part: the compared rows of the side.
+    x: these rows of the unquantized weight.
+    tried: the recipes with their amaxes.
     """
     for one in tried:
         if not one.recipe.fake_only and part.values is not None:
@@ -166,7 +171,7 @@ def values_of(one: Weights, other: Weights) -> np.ndarray:
 
 
 def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return where two arrays of equal shape differ in any bit. NaN equals NaN.
+    """Return a mask of the elements in which two arrays of equal shape differ in any bit. NaN equals NaN.
 
     Arrays of different dtypes are first converted to the dtype to which NumPy promotes both.
     """

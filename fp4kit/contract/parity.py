@@ -260,7 +260,13 @@ class _Check:
     def _half_quantized(
         self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
     ) -> LayerParity:
-        """Return the result for a layer that only one side quantizes."""
+        """Return the result for a layer that only one side quantizes.
+
+        Args:
+            found: the result so far.
+            plain: for each side, True if it leaves the layer unquantized.
+            recipes: the recipe of each side, or None.
+        """
         labels = [side.label for side in self.sides]
         at = 0 if plain[0] else 1
         other = recipes[1 - at]
@@ -301,7 +307,16 @@ class _Check:
         rows: np.ndarray,
         recipes: Sequence[Recipe | None],
     ) -> Compared:
-        """Return the compared rows of side i, and how that side made them."""
+        """Return the compared rows of side i, and how that side made them.
+
+        Args:
+            i: the number of the side, 0 for the trainer and 1 for the rollout.
+            name: the layer.
+            whole: the tensors that the side has for the layer; None if its contract makes them from ``x``.
+            x: the unquantized weight; None if it is unknown.
+            rows: the indices of the rows to compare.
+            recipes: the recipe of the layer on each side; None if it is unknown.
+        """
         side, recipe = self.sides[i], recipes[i]
         if whole is None:
             assert x is not None
@@ -346,7 +361,7 @@ class _Check:
         return Making(None)
 
     def _group(self, side: Side, name: str) -> tuple[str, ...]:
-        """Return the layers that share their tensor amax with a layer, as the contract of a side says."""
+        """Return the layers that share their tensor amax with a layer, itself included, by the contract of a side."""
         if side.contract is None or "shared_amax" in side.contract.unknown:
             return (name,)
         names = self.source or {}
@@ -460,6 +475,10 @@ class _Check:
         """Yield the comparison of tensors that both contracts quantize by the recipes of one setting.
 
         Yield nothing if both leave them unquantized, or if a side has no contract or does not know the setting.
+
+        setting: "activations" or "kv_cache", the setting of a Contract that states the recipe.
+        kind: the kind of the results, as in LayerParity.
+        tensors: name -> array to quantize.
         """
         contracts = [side.contract for side in self.sides]
         if any(one is None or setting in one.unknown for one in contracts):
@@ -478,7 +497,12 @@ class _Check:
             yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
 
     def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
-        """Return what was compared, in words."""
+        """Return what was compared, in words.
+
+        Args:
+            found: the results of all layers.
+            count: the number of layers of the model.
+        """
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         return f"compared {elements:,} of {total:,} elements in {layers}"

@@ -65,8 +65,10 @@ def with_products(
 
     If products differ and all else is equal, the first step that differs is "product".
 
+    found: the result so far; it is not changed.
     a, b: the products of both sides.
     setting: the text about units or operands that differ; "" if only inputs can differ.
+    labels: the names of the two sides, for the text.
     """
     differs = differing_bits(a, b)
     found = replace(found, products=(int(differs.sum()), differs.size))

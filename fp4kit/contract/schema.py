@@ -469,12 +469,12 @@ def _pattern(pair: Any) -> tuple[str, Recipe | None]:
 
 
 def _entries(name: str, values: Any) -> tuple[Any, ...]:
-    """Return a list or tuple as a tuple. Raise TypeError for anything else."""
+    """Return a list or tuple as a tuple. Raise TypeError for anything else, naming the field `name`."""
     if not isinstance(values, (tuple, list)):
         raise TypeError(f"{OP}: {name} is {values!r:.60}; needs a tuple")
     return tuple(values)
 
 
 def _words(name: str, values: Any) -> tuple[str, ...]:
-    """Return a list or tuple of strings as a tuple. Raise TypeError for anything else."""
+    """Return a list or tuple of strings as a tuple. Raise TypeError for anything else, naming the field `name`."""
     return tuple(as_word(OP, f"an entry of {name}", one) for one in _entries(name, values))

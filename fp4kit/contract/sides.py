@@ -81,7 +81,10 @@ class Side:
         return self.stored is None
 
     def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
-        """Return the recipe that the contract states for a layer, or else that of its Quantized; None for neither."""
+        """Return the recipe that the contract states for a layer, or else that of its Quantized; None for neither.
+
+        q: the layer's Quantized; None if the side has none.
+        """
         if self.contract is not None and "weights" not in self.contract.unknown:
             return self.contract.recipe_of(layer)
         return None if q is None else q.recipe
@@ -134,6 +137,8 @@ class Side:
 
         If no amax gives the scale, return the nearest one. Return None if the amax is measured: if the contract's
         input_scales is not "static", the layer has no stored scale, or the recipe has no tensor scale, or several.
+
+        dtype: the dtype of the activations.
         """
         if self.contract is None or self.contract.input_scales != "static" or recipe.tensor_scaling != "tensor":
             return None

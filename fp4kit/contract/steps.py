@@ -116,6 +116,7 @@ def first_step(
     Only parts of x are examined: at most _MOST_WINDOWS, the first ones that hold affected elements.
 
     x: the elements (m, k) of both sides. affected: bool (m, k), the elements whose codes or values differ.
+    a, b: the arithmetic of each side.
     """
     found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
     traced_count = 0
@@ -161,6 +162,10 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
     """Return {name: result} of the steps by which a part of x is quantized and decoded, in the order of the steps.
 
     Results without one entry per element, row, block or tensor are left out.
+
+    x: the elements of a side.
+    one: the arithmetic of the side.
+    rows, columns: the ranges of the part.
     """
     part = np.ascontiguousarray(x[rows, columns])
     amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
@@ -247,7 +252,9 @@ def _is_missing(step: str, a: dict[str, _Result], b: dict[str, _Result]) -> bool
 
 
 def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> Any:
-    """Return where one result differs: the first of `names` that both sides recorded. Return None if there is none.
+    """Return a mask (m, k) of the elements for which one recorded result differs between the sides.
+
+    The result is the first of `names` that both sides recorded. Return None if there is none.
 
     Bits are compared, or numbers if the formats differ; then two NaN are equal.
     """
@@ -266,7 +273,7 @@ def _step(name: str) -> str:
 
 
 def _ties(a: dict[str, _Result], b: dict[str, _Result]) -> np.ndarray:
-    """Return where both sides have equal quotients in the middle between the values of their codes: bool (m, k).
+    """Return a mask (m, k) of ties: both sides have equal quotients, in the middle between the values of their codes.
 
     All entries are False if the sides recorded no quotient in a common format.
     """

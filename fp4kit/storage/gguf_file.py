@@ -28,7 +28,7 @@ _NO_MAGIC = "it does not begin with GGUF"
 _VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, if the key general.alignment is absent
 _ALIGNMENT_KEY = "general.alignment"
-UINT16, INT32, STRING, ARRAY = 2, 5, 8, 9  # GGUF's numbers of types of values
+UINT16, INT32, STRING, ARRAY = 2, 5, 8, 9  # the numbers that stand for types of values in GGUF
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _NAMES = {
     0: "uint8",

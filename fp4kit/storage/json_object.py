@@ -61,5 +61,8 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
 
 
 def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
-    """Return ``value`` as JSON bytes in ASCII that end with a newline. Keys keep their order."""
+    """Return ``value`` as JSON bytes in ASCII that end with a newline. Keys keep their order.
+
+    indent: the number of spaces per level of nesting.
+    """
     return (json.dumps(value, indent=indent) + "\n").encode("ascii")

@@ -38,7 +38,7 @@ _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Return ``specs`` in the order in which a file stores them.
 
-    Tensors with wide elements come first, which keeps every tensor aligned.
+    Tensors with wide elements come first, which keeps every tensor aligned. Tensors of one dtype are sorted by name.
     """
     return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
 

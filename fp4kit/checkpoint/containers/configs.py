@@ -60,7 +60,7 @@ WRITTEN = (
 
 # how Model-Optimizer declares NVFP4 layers with one factor per column
 _AWQ: dict[str, Any] = {"quant_algo": "NVFP4_AWQ", "has_zero_point": False, "pre_quant_scale": True}
-# format that can hold layers of several containers -> how its configs call that
+# format whose configs can declare layers in several containers -> the name of such a checkpoint in messages
 MIXED = {"compressed-tensors": "compressed-tensors mixed-precision", "modelopt": "modelopt MIXED_PRECISION"}
 
 
@@ -84,6 +84,10 @@ def container_id(form: Container, has_input_scale: bool) -> str:
 
     It is "modelopt" and the ``quant_algo`` for Model-Optimizer's containers, so that NVFP4 with input scales and NVFP4
     without them have different names. It is ``form.name`` for all other containers.
+
+    Args:
+        form: the container.
+        has_input_scale: True if the layers have input scales. It matters for NVFP4 only.
     """
     return f"modelopt {quant_algo(form, has_input_scale)}" if form.format == "modelopt" else form.name
 
@@ -147,7 +151,7 @@ def mixed_declarations(
         layers: container -> names of its layers.
         ignore: the exclusion list of compressed-tensors.
         scaled: the names of the containers whose layers have input scales.
-        own: fp4kit's record of the conversion.
+        own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
     """
     if next(iter(layers)).format == "compressed-tensors":
         compressed = {
@@ -203,9 +207,10 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 def awq_declarations(
     declared: Mapping[str, Any], beside: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Turn Model-Optimizer's configs for NVFP4 into those for AWQ, if some layers have one factor per column.
+    """Return Model-Optimizer's configs for NVFP4, changed to declare AWQ. Call this if layers have a factor per column.
 
-    Return (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is None.
+    The result is (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is
+    None.
 
     Args:
         declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
@@ -343,7 +348,7 @@ def _fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str,
 def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` that transformers reads for gpt-oss.
 
-    Only ``ignore``, the exclusion list, is used.
+    ``ignore`` is the exclusion list. The other arguments are not used.
     """
     return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
 

@@ -276,6 +276,7 @@ def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
 
     Return {} if the result is a directory.
 
+    plan: the plan, which tells whether the result is a directory.
     target: the destination, which is the final path of a single file. For a split GGUF model, it is NAME.gguf.
     """
     if plan.is_split:
@@ -573,6 +574,8 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
 
     The data of a file that an interrupted run left is kept. Return tensor name -> (file, byte position of its data).
 
+    plan: the plan; a GGUF header takes keys from its source.
+    file: the output file to create.
     folder: the partial directory, in which the file is created.
     """
     path = folder / file.name

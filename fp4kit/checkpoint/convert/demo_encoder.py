@@ -53,6 +53,7 @@ def cosines_of_embeddings(source: Path, destination: Path) -> tuple[float, float
 def embed(tensors: Tensors, tokens: Sequence[int]) -> np.ndarray:
     """Return the embedding of a text, float32 [384] of length 1: the mean over its tokens, normalized.
 
+    tensors: name -> array, the tensors of the model.
     tokens: the ids of the text without [CLS] and [SEP], which are added.
     """
     mean = encode(tensors, [_CLS, *tokens, _SEP]).mean(axis=0)
@@ -99,6 +100,8 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 def encode(tensors: Tensors, tokens: Sequence[int], seen: Seen = lambda name, x: None) -> np.ndarray:
     """Return the last hidden states of the encoder for one sequence, float32 [tokens, 384]. GELU has its tanh form.
 
+    tensors: name -> array, the tensors of the model.
+    tokens: the ids of the sequence, with [CLS] and [SEP].
     seen: called with the name and the input of each linear layer.
     """
     e = "embeddings"
@@ -113,6 +116,7 @@ def encode(tensors: Tensors, tokens: Sequence[int], seen: Seen = lambda name, x:
 def _layer(tensors: Tensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
     """Return the output of one encoder layer with input x.
 
+    tensors: name -> array, the tensors of the model.
     p: the prefix of its tensors' names.
     seen: called with the name and the input of each linear layer.
     """

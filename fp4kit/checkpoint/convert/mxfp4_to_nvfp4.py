@@ -80,6 +80,7 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
     The code is 0 for all-zero blocks, and for blocks whose scale E4M3 cannot represent.
 
+    weight, slab: the MXFP4 weight, and some of its rows.
     high: the largest scale exponent of all nonzero blocks that share the tensor scale.
     """
     assert slab.scales is not None
@@ -118,6 +119,8 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
     Return the numbers of blocks and values that changed, and the largest change. Only blocks out of range (whose new
     scale would be too small for E4M3) get new codes. Call this only if keeps_codes returns True.
 
+    job: the job, whose weight is MXFP4 and whose container is NVFP4.
+    readers, output: where to read the weight from, and where to write the result.
     high: the largest scale exponent of all nonzero blocks that share the tensor scale. If there are none, it is -2^20,
         and the tensor scale is 1.
     """
@@ -137,6 +140,7 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
 def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_]:
     """Return, for each block of a slab, whether it contains a nonzero code and its new scale is too small for E4M3.
 
+    weight, slab: the MXFP4 weight, and some of its rows.
     high: the largest scale exponent of all nonzero blocks that share the tensor scale.
     """
     assert slab.scales is not None
@@ -151,6 +155,8 @@ def _encoded(
 
     Blocks in range keep their codes and the scales that are given. The inputs are not changed.
 
+    job: the job, which gives the recipe and the weight of the slab.
+    slab: some rows of the weight.
     out: for each block of 32, whether it is out of range.
     scales: the E4M3 codes of the scales per block of 16; those of blocks out of range are replaced.
     amax: the tensor amax to quantize with.

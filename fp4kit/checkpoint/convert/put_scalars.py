@@ -30,6 +30,7 @@ def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored:
 
     The input scale comes from the job (see put_given_input_scale).
 
+    job, output: the job of the layer, and where to write the scalars.
     tensor_scale: the scale as a multiplier on decode; None if the layer has none.
     stored: the number to write for the tensor scale; see put_tensor_scale.
     """
@@ -44,6 +45,7 @@ def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float
 
     Raise CheckpointError if the scale or the number to write is not a positive normal float32.
 
+    job, output: the job of the layer, and where to write the scale.
     scale: the scale as a multiplier on decode.
     stored: the number to write, if the producer of the container does not compute it from the scale (see divisor_of).
         If None, the number is the reciprocal of the scale for containers with divisors, otherwise the scale in the
@@ -66,6 +68,7 @@ def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
 
     Raise CheckpointError if the scale or its reciprocal is not a positive normal float32.
 
+    job, output: the job of the layer, and where to write the scale.
     scale: the scale as a multiplier on decode.
     """
     check_input_scale(job, scale)
@@ -88,6 +91,7 @@ def check_input_scale(job: Job, stored: np.float32) -> None:
 def input_scale_of(form: Container, amax: np.float32) -> np.float32:
     """Return the number that a container stores as input scale: a multiplier, or a divisor if the container divides.
 
+    form: the container.
     amax: the measured amax of the layer's inputs.
     """
     if form.kind == "fp8 tensor":  # Model-Optimizer 0.47 export/quant_utils.py get_activation_scaling_factor
@@ -101,6 +105,8 @@ def put_given_input_scale(job: Job, output: Sink) -> None:
     This is for layers without an input scale and for layers with new codes, because the input scale of the source
     belongs to the old codes. Raise CheckpointError if the job gives neither, or if the user's number is unusable (see
     check_input_scale).
+
+    output: where to write the scale.
     """
     if job.input_amax is not None:
         stored = input_scale_of(job.container, np.float32(job.input_amax))

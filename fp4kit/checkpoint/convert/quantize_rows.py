@@ -33,6 +33,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     search. The errors are all 0 if the job has no search. Raise CheckpointError if a scale is unusable (see
     check_scales).
 
+    readers, output: where to read the weight from, and where to write the result.
     amax: the largest amax of the layers that share the tensor scale. With nonfinite="saturate", it also replaces
         infinities.
     """
@@ -81,6 +82,7 @@ def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
 def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
     """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays.
 
+    x: the rows, as an array in host memory.
     tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, ``of_zeros`` makes
         the scales.
     """
@@ -114,6 +116,7 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
     Return None in all other cases, and for an amax of 0. The caller then computes the number from the tensor scale.
 
+    recipe, form: the recipe that made the layer, and the container to write.
     amax: the largest amax of the layers that share the tensor scale.
     dtype: the dtype of the values that are quantized.
     """

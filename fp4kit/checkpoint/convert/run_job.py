@@ -164,6 +164,7 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
     shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
         measurements.
+    readers: where to read the weight from.
     """
     action, replaced, losses, changes = job.action, 0, Losses(), Changes()
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
@@ -205,6 +206,8 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
     A matrix that the model stores transposed is written some columns at a time.
 
+    job: the job of the weight.
+    readers, output: where to read the weight from, and where to write its values.
     shared: the measurements of the weight, to replace NaN by 0 and infinities by its amax; None to keep them.
     """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]

@@ -199,6 +199,7 @@ def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _F
     before, after: the paths of the file in the old and in the new version; None if the old version has no such file.
     spool: the path of the temporary files, without their endings (see _part).
     flips: where the changes are counted per layer.
+    tick: called with the number of bytes of the new file processed since its last call.
     """
     if before is None or before.stat().st_size != after.stat().st_size:
         tick(after.stat().st_size)
@@ -379,6 +380,7 @@ def _changed_items(
     A byte of two 4-bit codes counts once per code that differs. A tensor of GGUF blocks holds both parts, so the result
     has both; otherwise it has only ``part``.
 
+    weight: the weight that the tensor belongs to.
     part: the part that the tensor holds, CODES or SCALES.
     at: the positions of the changed bytes in the tensor.
     changes: for each changed byte, the XOR of its old and new value.

@@ -25,7 +25,7 @@ from fp4kit.layouts import unpacked
 
 _BF16 = 2.0**-8  # largest relative error of a number that was rounded to bfloat16
 LEAST_DB = 12.0  # the smallest signal-to-noise ratio of a layer that counts as sound
-_LUCK = 0.01  # largest expected number of whole columns that random damage would leave
+_LUCK = 0.01  # largest expected number of columns that random damage would leave without a wrong code
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ def fit_of(
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a sound layer (see Fit) are distributed over its columns as GPTQ's are.
 
-    They are if all codes of at least one column are nearest to the source under the stored scales, although so few
-    codes of all columns are nearest that random damage would leave no column whole. A code counts as nearest if a
-    quotient rounded to bfloat16 may have given it, because tools compute quotients in bfloat16 or in float32.
+    They are if all codes of at least one column are nearest to the source under the stored scales. In addition, so few
+    codes of the other columns must be nearest that random damage would hardly leave such a column. A code counts as
+    nearest if a quotient rounded to bfloat16 may have given it, because tools compute quotients in bfloat16 or in
+    float32.
 
     x: the source (N, K).
     """
@@ -127,7 +128,11 @@ class _Decoded:
 
 
 def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
-    """Yield the rows of a layer whose parts are in order, in ranges of rows that have about CHUNK elements each.
+    """Yield all rows of a layer, in ranges of rows that have about CHUNK elements each.
+
+    Codes and scales must have the shapes, order and values that the recipe needs.
+
+    layer: the layer as its file stores it.
 
     shape: the shape (N, K) of the layer.
     """

@@ -344,6 +344,7 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     It applies if a recipe gives all codes under the stored scales. It does not apply if the nearest hypothesis gives
     all codes and almost all scales, because then the few differing scales are damaged.
 
+    evidence: the stored layer and its source.
     trial: the hypotheses that were compared with a sample in the layout ``plain``.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
@@ -375,6 +376,7 @@ def _search_family(
 ) -> Explanation | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     nearest: the hypothesis that fits a sample best.
     found: the recipes that give all codes under the stored block scales.
@@ -407,6 +409,7 @@ def _other_codes_under_scales(
     - Only a few bytes differ, which means that they are damaged.
     - The signs of the codes are not those of the source.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
     unnamed: True to check for stochastic rounding.
@@ -468,6 +471,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | Non
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
     """Return the explanation that rows, block scales or whole blocks are permuted, or None if none of them are.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
     """
@@ -523,6 +527,7 @@ def _with_four_over_six(
 
     explained: an explanation that gives every byte.
     hypotheses: the hypotheses of this explanation.
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     alike = any(h.recipe.four_over_six == "mse" and h.recipe.scale_max == 256 for h in hypotheses)
@@ -548,8 +553,10 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
     Its sentence names a Hadamard transform or stochastic rounding, if a sample shows one and ``unnamed`` is True.
     Otherwise it names the hypothesis that fits the sample best, with its share of the layer's bytes.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample.
+    unnamed: True to search the sample also for a transform and stochastic rounding.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
     tally = count_matches(evidence, trial.nearest, early=False)
@@ -577,6 +584,7 @@ def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
     - The layout is not the usual one: it has a mishap, or the block scales are swizzled, or their number does not fit.
     - The tensor scale is not one that the recipe can have (see _sampled).
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     layer, r = evidence.layer, evidence.layer.recipe
@@ -598,6 +606,8 @@ def _sampled(
     Return None if the layer's tensor scale is not a positive finite number. Return None also if the recipe needs a
     tensor scale and the layer has none, or the reverse.
 
+    r: the recipe that decodes the layer.
+    rows, columns: the numbers of the rows, and the range of columns, from 0.
     dtype: the dtype of the source.
     """
     scale = layer.tensor_scale

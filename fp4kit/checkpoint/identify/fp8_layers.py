@@ -169,6 +169,7 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
     """Return whether a recipe gives all codes and scales of a layer, from its own amax or from one of ``amaxes``.
 
     x: the source (N, K).
+    r: the recipe.
     amaxes: amaxes of groups of layers that may share the layer's scale. They are used only for one scale per tensor.
     """
     if x.shape[1] % r.length_multiple:

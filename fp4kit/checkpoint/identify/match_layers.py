@@ -43,7 +43,7 @@ class Origin:
     """Locate the rows of a source from which a layer was made.
 
     weight: the weight of the source.
-    expert: the number of the matrix in the weight; 0 if it is no stack.
+    expert: the number of the matrix in the weight; 0 if the weight is not a stack.
     span: the range (first row, end row) of the matrix.
     """
 
@@ -73,6 +73,7 @@ class Origin:
     def slab(self, readers: Readers, rows: slice) -> Slab:
         """Read some of the rows as one Slab of stored parts.
 
+        readers: where to read the rows from.
         rows: the range of rows, counted from the first row of ``span``.
         """
         first = self.span[0]
@@ -365,6 +366,7 @@ def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer |
     FP8 with float scales, or with blocks of several rows, is returned as Fp8Layer, everything else as StoredLayer.
 
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
+    readers: where to read the parts from.
     """
     form = weight.container
     assert form is not None
@@ -387,6 +389,7 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
     """Read one layer of FP8 codes with one scale per tensor, per row or per 128x128 block.
 
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
+    readers: where to read the codes and scales from.
     """
     form = weight.container
     assert form is not None
@@ -404,6 +407,7 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
     If the first axis counts the experts, this is the matrix of the expert. Otherwise it is an equal share of the
     elements. A tensor that cannot be divided evenly, or that belongs to a single layer, is returned whole.
 
+    readers: where to read the elements from.
     part: the tensor of codes or block scales.
     weight: the weight that the tensor belongs to.
     expert: the number of the expert.

@@ -43,6 +43,7 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
     the source, or of the other half of a gated pair. Yield nothing if a row has no match, if two rows have the same
     match, or if the rows are in place.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     rows, height = plain.shape
@@ -73,6 +74,7 @@ def _nearest_sources(
     The result is -1 for a stored row whose signs no source row has. It is -2 - n for a stored row whose codes are all
     zero, with n the most similar source row.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     order: the order of codes within bytes.
     rows: the numbers of the stored rows.
@@ -156,6 +158,7 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
     A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere. Yield
     nothing if there are no block scales, or if their number does not fit the layer.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     scales = _linear_scales(evidence, plain)
@@ -181,6 +184,7 @@ def _same_blocks(
 ) -> bool:
     """Return whether the stored blocks are a permutation of the blocks that a hypothesis predicts.
 
+    evidence: the stored layer and its source.
     stored: the stored block scales (N, B).
     parts: arrays of row numbers, which are compared one after another.
     in_rows: True if blocks may move only within their row, False if they may move within an array of ``parts``.

@@ -77,6 +77,7 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
     - A block with the scale of the hypothesis has other values.
     - The hypothesis has a mishap, or its recipe searches no scales.
 
+    evidence: the stored layer and its source.
     hypothesis: the hypothesis that fits a sample best. All codes of the layer must follow from the stored scales.
     """
     if not hypothesis.recipe.search or hypothesis.mishaps:
@@ -103,6 +104,7 @@ def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
     Both must occur, and the stored one must have the smaller error in almost all blocks. Codes are not compared. Return
     False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     tensor = _tensor_of(evidence, _STATIC)
@@ -132,6 +134,7 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
     the smallest error without weights, because weights make other scales better in many blocks, but not in all. Return
     False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     tensor = _tensor_of(evidence, _AUTO_ROUND)
@@ -157,6 +160,7 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
     round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. At least half of the codes must
     be the nearest. Return False if codes, scales or rows are not in order, or if elements do not have 4 bits.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     layer = evidence.layer
@@ -189,6 +193,7 @@ def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray
 def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the scale codes that auto-round tries for some rows, one array (rows, blocks) per multiple of the amax.
 
+    evidence: the layer that the rows belong to.
     part: the rows.
     tensor: the tensor scale.
     """
@@ -212,6 +217,7 @@ def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
 
     Return None if there is no such amax, or if the layer is not NVFP4 with one tensor scale.
 
+    evidence: the layer, with its candidate amaxes.
     r: the recipe that computes the tensor scale.
     """
     stored = evidence.layer.tensor_scale
@@ -227,6 +233,8 @@ def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvide
 
     amax: the block amaxes, float32.
     tensor: the tensor scale.
+    r: the recipe.
+    evidence: the layer, whose source has the dtype to compute in.
     """
     name = r.block_rule or ""
     return np.asarray(BLOCK_RULES[name].code(amax, tensor.columns(r), r, evidence.x.dtype)).view(np.uint8)
@@ -240,6 +248,7 @@ def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
 def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]) -> _Rows:
     """Return some rows of a layer, with decoded values (see _Rows).
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read; block scales must be in linear order.
     rows: the numbers of the stored rows.
     """
@@ -253,6 +262,7 @@ def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]
 def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> npt.NDArray[np.float64]:
     """Return the decoded values of some rows under the stored tensor scale, float64 (rows, blocks, block size).
 
+    evidence: the layer that the rows belong to.
     codes: the element codes (rows, columns), one per byte.
     scales: the scale codes (rows, blocks).
     """
@@ -267,6 +277,8 @@ def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> 
 def _requantized(evidence: LayerEvidence, part: _Rows, scales: np.ndarray) -> npt.NDArray[np.float64]:
     """Quantize the source of some rows with given block scales, and return the decoded values.
 
+    evidence: the layer that the rows belong to.
+    part: the rows, with their source.
     scales: the scale codes (rows, blocks) to use in place of the stored ones.
     """
     x = np.ascontiguousarray(evidence.x[part.rows])

@@ -23,6 +23,7 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
     Return () if there are none, if codes or block scales are not in linear order, or if the tensor scale is not one
     positive finite number. Recipes that search scales themselves are not tried.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     """
     layer, scale = evidence.layer, evidence.layer.tensor_scale
@@ -47,6 +48,8 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 
     The others are those that the recipe computes from the candidate amaxes. The stored scale may be off by 2 ulp if the
     file stores its reciprocal. Yield only None if no tensor scale is stored.
+
+    r: the recipe that computes them from the amaxes.
     """
     stored = evidence.layer.tensor_scale
     yield stored
@@ -63,6 +66,7 @@ def _codes_match(
 ) -> bool:
     """Return whether a recipe gives all codes of some stored rows under their block scales and a tensor scale.
 
+    evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     r: the recipe.
     tensor_scale: the tensor scale; None if the recipe has none.

@@ -21,14 +21,16 @@ _OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the 
 
 
 def problems_of(checkpoint: Checkpoint) -> Counter[str]:
-    """Return text -> number of layers, for sampled layers whose codes and scales hardly belong together."""
+    """Return warning -> number of sampled layers, for the layers whose codes and scales hardly belong together."""
     with Readers() as readers:
         doubts = (doubt_of(readers, weight) for weight in _sample(checkpoint))
         return Counter(doubt for doubt in doubts if doubt)
 
 
 def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield (what, text) pairs about the producer of a checkpoint; nothing is concluded from values of the weights.
+    """Yield (what, text) pairs that tell about the producer of a checkpoint, such as ("recipe.yaml", "GPTQModifier").
+
+    They come from containers, configs, recipe.yaml, metadata and block scales. Values of weights are not examined.
 
     Raise CheckpointError if a file cannot be read.
     """
@@ -61,7 +63,7 @@ def modifiers_of(path: Path) -> list[str]:
     return list(dict.fromkeys(re.findall(r"^\s+(\w+Modifier):", text, re.MULTILINE)))
 
 
-_MOST_BYTES = 1 << 20  # of a recipe file
+_MOST_BYTES = 1 << 20  # at most so many bytes of a recipe file are read
 _LONGEST = 120  # longer metadata, such as a vocabulary, is left out
 
 

@@ -101,6 +101,8 @@ def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
 
     If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. Nothing is
     yielded if no shape fits.
+
+    r: not used.
     """
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):
         turned = reading.source_transposed
@@ -162,6 +164,8 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
     If the rows of the layout were moved and blocks span several rows, two variants are compared: rows that were moved
     before they were quantized, and rows that were moved afterwards.
 
+    evidence: the stored layer and its source.
+    layout: how the codes are read, and from which source rows the stored rows were made.
     orders: the orders of codes to try.
     trial: the verdict to which the results are added, in place.
     """
@@ -224,7 +228,9 @@ def _compare(
 ) -> None:
     """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block scales.
 
+    evidence: the stored layer and its source.
     layout: how codes are read, and from which source rows the stored rows were made.
+    sample: which rows and columns to compare.
     recipe_amax: the recipe and the tensor amax.
     codes: (order, stored codes of the sample in this order) per order of codes.
     scales: (name of the mishap or None, stored scales of the sample) per order of block scales.
@@ -255,6 +261,7 @@ def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> t
     Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
     the mishap of a wrong tensor scale. Return ([], MatchCount()) if none gives every byte.
 
+    evidence: the stored layer and its source.
     hypotheses: those that give every byte of a sample.
     """
     found: list[Hypothesis] = []

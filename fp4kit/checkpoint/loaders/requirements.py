@@ -237,9 +237,9 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
 def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
     """Yield a message for each wrong dtype or shape among the tensors that a layer has. Missing tensors are ignored.
 
-    Without codes, or if their rank is wrong, nothing else is checked, because N and K are unknown.
+    If the codes are missing or have a wrong rank, the other tensors are not checked, because N and K are unknown.
 
-    If the codes are missing or have a wrong rank, the other tensors are not checked.
+    container: one of ``containers.CONTAINERS``.
 
     parts: suffix -> (safetensors dtype, shape).
     required: the tensors that engines require; the first is the codes, which determine N and K.
@@ -363,6 +363,8 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
     Some of these faults concern only experts, or only other layers (see _EXPERTS_ALONE). They are yielded only if the
     checkpoint has such layers.
 
+    container: one of ``containers.CONTAINERS``.
+    family: the model's family, one of ``support.FAMILIES``.
     layers: the names of the quantized layers.
     """
     experts = {container_of(layer) is not None for layer in layers}

@@ -254,6 +254,8 @@ def family_of(config: Mapping[str, Any]) -> str:
 def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
     """Return one row of the Markdown table in the docs, for families that all engines treat alike.
 
+    container_id: one of ``containers.CONTAINERS``, or of ``containers.MIXTURES``.
+    families: the names of the families, at least one.
     notes: text of a note -> its number. Notes that are new in this row are added to it.
     """
     cells = []

@@ -262,7 +262,9 @@ def rest_of_kv(name: str) -> bool:
 
 
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
-    """Yield one warning that names NVFP4 layers without a tensor scale, or with one, if most other layers differ.
+    """Yield a warning that names the NVFP4 layers without a tensor scale if most layers have one, or the reverse.
+
+    Nothing is yielded if all layers have a tensor scale, if none has, or if half of them have.
 
     Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
     scale. Stacks of mlx-lm are not counted, because mlx-lm stores tensor scales for experts and for no other layers.

@@ -1,4 +1,4 @@
-"""Recognise layers whose nibbles are swapped, by the sizes of their columns. No source is needed.
+"""Recognize layers whose nibbles are swapped, by the sizes of their columns. No source is needed.
 
 Swapped nibbles exchange neighboring columns within their block, so codes still fit their scales. But in trained models
 the sizes of a layer's columns are correlated with tensors that nibbles do not touch: the weight of the norm before the
@@ -20,7 +20,7 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, Tenso
 
 _Floats = npt.NDArray[np.float64]
 _ROWS = 128  # rows of a layer whose columns are measured
-_MOST_LAYERS, _MOST_REFERENCES = 512, 64  # for each number of columns
+_MOST_LAYERS, _MOST_REFERENCES = 512, 64  # how many layers, and how many references, are read per number of columns
 # A correlation counts if it is above both limits, where K is the number of columns: random profiles stay below 6 sigma.
 _LEAST, _SIGMAS = 0.4, 6.0
 _GAIN = 0.25  # the correlation must be larger by this, and by 6 sigma, than that of the columns as stored

@@ -45,7 +45,7 @@ class _Layers(NamedTuple):
 
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Return "", which accepts every value of a config entry (see Check)."""
+    """Return "", which accepts every value of a config entry (see Check). The arguments are not used."""
     return ""
 
 
@@ -162,7 +162,7 @@ _SCHEME: dict[str, Check] = {
 def _scheme(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the scheme of weights in a config group, or "" to accept it (see Check).
 
-    It is refused if a key or the value of a key is not in _SCHEME.
+    It is refused if a key or the value of a key is not in _SCHEME, or if it is not an object.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -229,7 +229,7 @@ def _groups(value: Any, layers: _Layers) -> str:
 def _known_groups(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" (see Check).
 
-    The groups are not compared with the layers.
+    The groups are not compared with the quantized layers of the checkpoint; see _targets for that.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -346,6 +346,7 @@ def _transform(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``transform_config``, or "" if it declares no transform (see Check).
 
     Transforms rotate the stored weights. Only decoding to BF16 undoes some of them (see transforms.py).
+    ``layers`` is ignored.
     """
     if not value or value == {"config_groups": {}}:
         return ""
@@ -356,7 +357,7 @@ def _transform(value: Any, layers: _Layers) -> str:
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``sparsity_config``, or "" for dense weights (see Check).
+    """Return the reason to refuse ``sparsity_config``, or "" for dense weights (see Check). ``layers`` is ignored.
 
     Sparse weights are stored in formats of their own, which fp4kit does not read.
     """
@@ -365,7 +366,7 @@ def _dense(value: Any, layers: _Layers) -> str:
 
 
 def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it (see Check).
+    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it (see Check). ``layers`` is ignored.
 
     GPTQ, AWQ and smoothing are accepted, because they change only which values are stored. All other algorithms are
     refused, because they may rotate the weights.

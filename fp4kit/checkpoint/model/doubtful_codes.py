@@ -144,7 +144,7 @@ def _whole_numbers(sample: _Sample) -> str:
 
 
 def _unreached(sample: _Sample) -> str:
-    """Return a warning if no block has a code of a large magnitude; "" otherwise.
+    """Return a warning if no block has a code of a large magnitude (see _LEAST_SHARE); "" otherwise.
 
     A scale that follows from the largest element of its block gives this element a large code.
     """
@@ -168,10 +168,11 @@ def _unreached(sample: _Sample) -> str:
 def _equal_scales(sample: _Sample) -> str:
     """Return a warning if all block scales are equal, but the codes are those of blocks with other scales; else "".
 
-    Under scales that are truly equal, the elements of blocks are drawn alike. F is the variance between blocks of e^2,
-    relative to what the variance within blocks gives. It is near 1 under scales that are truly equal. It is far above 1
-    if scales that were different powers of two were replaced. Scales with a mantissa instead give every block an
-    element of the largest code, more often than independent elements do.
+    Under scales that are truly equal, the elements of all blocks have one distribution. F compares the mean square of
+    the codes between blocks: it is the variance of this mean square, relative to what the variance within blocks gives.
+    F is near 1 under scales that are truly equal. It is far above 1 if scales that were different powers of two were
+    replaced. Scales with a mantissa instead give every block an element of the largest code, more often than
+    independent elements do.
     """
     form, blocks = sample.form, _in_blocks(sample)
     scales = _scales(sample, sample.scales, blocks.shape)
@@ -194,7 +195,9 @@ def _equal_scales(sample: _Sample) -> str:
 
 
 def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
-    """Return the correlation of log s and log e over blocks, without the means of rows and columns of blocks.
+    """Return the correlation of log s and log e over blocks, after subtracting the means of rows and columns of blocks.
+
+    s is the scale of a block, and e is the root mean square of the block's codes.
 
     Return 0 if there are few blocks, or if s or e does not vary.
 
@@ -213,7 +216,12 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 
 
 def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
-    """Subtract the means of columns, and of rows if they have at least 4 entries. Return the used entries, flat."""
+    """Subtract the means of columns, and of rows if they have at least 4 entries. Return the used entries, flat.
+
+    Args:
+        x: one number per block, (rows of blocks, blocks per row).
+        used: a mask of the entries that count.
+    """
     for axis in (0, 1) if x.shape[1] >= 4 else (0,):
         count = np.maximum(used.sum(axis=axis, keepdims=True), 1)
         x = x - np.where(used, x, 0).sum(axis=axis, keepdims=True) / count

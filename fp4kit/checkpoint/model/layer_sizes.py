@@ -182,5 +182,9 @@ def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _why_twice(other: str) -> str:
-    """Return the reason to refuse a layer whose place in the model another layer has too."""
+    """Return the reason to refuse a layer whose place in the model another layer has too.
+
+    Args:
+        other: the name of the other layer.
+    """
     return f"is stored beside {shown(other)}, another name of the same part of the model; remove one of them"

@@ -28,7 +28,10 @@ def file_digest(path: Path) -> str:
 
 
 def _digest(file: Any) -> str:
-    """Return the SHA-256 of an open binary file, in hexadecimal. For Python 3.10, which lacks hashlib.file_digest."""
+    """Return the SHA-256 of an open binary file, in hexadecimal.
+
+    Python 3.10 needs it, because it lacks hashlib.file_digest.
+    """
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
         whole.update(data)

@@ -308,7 +308,7 @@ def _hint_on_directory(root: Path) -> str:
 
 
 def _hint_on_config(root: Path) -> str:
-    """Return advice for an error message about a directory without config.json."""
+    """Return advice for an error message about a directory without config.json: what it seems to be, and what to do."""
     if os.path.lexists(root / "adapter_config.json"):
         return "this is an adapter (PEFT), not a model; merge it into its model with merge_and_unload() first"
     if os.path.lexists(root / "params.json"):

@@ -215,6 +215,9 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
     """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have.
 
     A tensor scale that divides is returned as it is stored.
+
+    Args:
+        expert: the number of the matrix in a stack of experts; 0 for a single layer.
     """
     form = weight.container
     assert form is not None
@@ -231,7 +234,12 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
 
 
 def _stacked(parts: list[Any], is_stack: bool) -> Any:
-    """Return the parts of all experts as one array, or the only part of a single layer; None if there are none."""
+    """Return the parts of all experts as one array, or the only part of a single layer; None if there are none.
+
+    Args:
+        parts: one part (an array or None) per matrix.
+        is_stack: True if the layer is a stack of experts.
+    """
     if parts[0] is None:
         return None
     return np.stack(parts) if is_stack else parts[0]

@@ -81,7 +81,11 @@ class Mixture:
                 raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
 
     def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
-        """Return the reason why no layer takes the pattern at ``index``. The arguments are those of check_patterns."""
+        """Return the reason why no layer takes the pattern at ``index``. The arguments are those of check_patterns.
+
+        Args:
+            index: the position of the pattern in the list of patterns, from 0.
+        """
         pattern = self._patterns[index]
         for module in modules:
             if fnmatchcase(module, pattern):

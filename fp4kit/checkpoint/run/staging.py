@@ -390,6 +390,7 @@ def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None
     If a rename fails, files that were already renamed are moved back.
 
     stage: the partial directory. Its ``published`` is set to True.
+    destination: the destination of the run.
     paths: name of a file in the partial directory -> its final path; {} if the directory itself is the result.
 
     Raises CheckpointError if another program has created one of the final paths.

@@ -241,6 +241,7 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
     name: the layer's name for the result.
     a, b: the rows of the layer in each checkpoint.
+    readers: where to read both layers from.
     """
     height = max((o.weight.container.block[0] for o in (a, b) if o.weight.container is not None), default=1)
     found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
@@ -263,6 +264,7 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
 
     a, b: the rows of the whole layer in each checkpoint.
     rows: the range of rows to compare, counted from the first row of the layer.
+    readers: where to read both layers from.
     """
     one, other = a.slab(readers, rows), b.slab(readers, rows)
     x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))

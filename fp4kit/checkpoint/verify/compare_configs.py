@@ -108,6 +108,7 @@ def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, A
 
     place: the name of the file, for the results.
     prefix: a text to put before every key: the outer keys with "." after each, or "".
+    a, b: the objects, from the checkpoints a and b.
     """
     for name in sorted({*a, *b}):
         key = f"{prefix}{name}"

@@ -54,6 +54,7 @@ def _group(check: Check, groups: Mapping[str, str]) -> str:
 def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
     """Return the fault of one layer; "" if none is found.
 
+    check: the layer, with its source rows.
     members: the layers that may share its tensor scale.
     """
     form, origin = check.stored.container, check.origin

@@ -107,6 +107,7 @@ def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
 
     Return 0 if the layer has no input scale, or one that is not positive and finite.
 
+    weight: the layer.
     stored: tensor name -> stored value of input scales.
     """
     place, form = weight.parts.get(INPUT_SCALE), weight.container

@@ -247,6 +247,7 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
     Layers that are checked together with those of ``form`` are left out, as in DeepSeek-V4. Return {} if ``form`` is
     None.
 
+    model: the checkpoint.
     form: the container that most layers have, from _form.
     """
     found: dict[str, list[str]] = defaultdict(list)
@@ -313,6 +314,7 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
 
     Nothing is yielded if the container has no exclusion list, or if no engine reads it.
 
+    model: the checkpoint.
     name: the container's name in loaders/, from _container_id.
     form: the container; None if no layer is quantized.
     config: the content of config.json, with its ``quantization_config`` at the top level.
@@ -333,6 +335,7 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
     """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list.
 
+    model: the checkpoint.
     form: the container of the quantized layers.
     """
     facts = model_facts(model.config or {})

@@ -121,6 +121,7 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
     they are divisors with equal reciprocals.
 
     parts: part name -> weight.
+    readers: where to read the scales from.
     """
 
     def scale(part: Weight) -> tuple[float, float]:
@@ -277,6 +278,7 @@ def _rescaled(
 
     NaN stays NaN.
 
+    form: the container of the layer.
     codes: the E4M3 codes of the block scales.
     scale, shared: the old and the new tensor scale, as multipliers on decode.
     """
@@ -291,6 +293,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
     Raise CheckpointError if ``target`` cannot be written (see reconcile).
 
     changed: layer name -> its new scales.
+    readers: where to read the tensors from.
     tick: called with the number of bytes of tensors written since the last call.
     """
     is_file = target.suffix.lower() == ".safetensors"
@@ -332,7 +335,9 @@ def _write_file(
 ) -> None:
     """Write a copy of one safetensors file into ``folder``.
 
+    file: the file to copy.
     new: tensor name -> new array; all other tensors are copied byte for byte.
+    readers: where to read its tensors from.
     tick: called with the number of bytes of each chunk after it is written.
     """
     specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
@@ -351,6 +356,7 @@ def _chunks(
 
     file, entry: the file that holds the tensor, and the tensor's entry in the header of this file.
     new: tensor name -> new array.
+    readers: where to read the tensor from.
     """
     if entry.name in new:
         yield new[entry.name]

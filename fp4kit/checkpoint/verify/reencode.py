@@ -414,6 +414,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
     job: the job that re-encodes it, which may differ from ``check.job``.
     shared: the combined measurements of the layers that share its tensor scale.
     found: the counts of the stored values, for the result.
+    readers: where to read the source and the file from.
     """
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
@@ -426,6 +427,8 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int] | None] = (None,)) -> StoredCounts:
     """Count the stored values of a quantized matrix. If it has source rows, include the errors against them.
 
+    check: the matrix, with its source rows if it has any.
+    readers: where to read both from.
     spans: the rows to count, as (first row, end row) pairs, which begin at whole blocks; None stands for all rows.
     """
     form, origin = check.stored.container, check.origin

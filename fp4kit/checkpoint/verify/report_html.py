@@ -234,7 +234,11 @@ def _chart(
 
 
 def _tip(point: _Point, value: float, other: int | None) -> str:
-    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4"."""
+    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4".
+
+    value: the value of the point, in the unit of the chart.
+    other: the number that is labelled "other"; None if there is none.
+    """
     number = "" if point.number == other else f" {point.number}"
     return f"{point.kind}{number}: {value:.4g}"
 
@@ -397,7 +401,7 @@ def _columns(report: VerifyReport) -> tuple[_Column, ...]:
 
 
 def _labels(columns: Sequence[_Column]) -> str:
-    """Return the style that shows the headings before the cells where the page is too narrow for a table."""
+    """Return the CSS that shows each cell's heading before the cell on pages that are too narrow for a table."""
     rules = "".join(
         f'#layers td:nth-child({i + 1})::before{{content:"{column.name}"}}' for i, column in enumerate(columns) if i
     )
@@ -431,6 +435,7 @@ def _content(cell: str) -> str:
 def _number(value: float | None, text: str | None = None) -> str:
     """Return the HTML of a table cell that sorts as a number. None is shown as "-" and sorts last.
 
+    value: the number.
     text: the text to show instead of the number; None to show the number, a float with four digits.
     """
     if value is None:

@@ -323,6 +323,7 @@ def _settings(
 
     The records are those in the manifest and the config. What the user gives has precedence over them.
 
+    model: the checkpoint.
     wanted: the recipe that the user gives, or None.
     options: the devices to use; everything else in it is ignored.
     search: the search of block scales that the user gives, or None.
@@ -380,6 +381,7 @@ def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:
 
     Return [] if no patterns are recorded.
 
+    model: the checkpoint.
     own: the entry ``fp4kit`` of quantization_config; None if there is none.
     """
     if isinstance(own, Mapping):
@@ -511,6 +513,7 @@ class _SourceComparison:
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
     """Execute a verification from ``prepare``: compare all values and files, and return the report.
 
+    prepared: the verification to execute.
     options: workers, devices and progress, as for convert; None for the defaults. Devices must be those that
         ``prepare`` was given.
 
@@ -546,6 +549,7 @@ def _report(
 ) -> VerifyReport:
     """Combine the results of a verification into a report, whose layers are in the order of the files.
 
+    prepared: the verification that was executed.
     found: the results of the checks.
     changed: (name, number of differing bytes) of unconverted tensors that differ from the source.
     file_differences: lines "file: difference" about files that differ from the manifest; None without a manifest.
