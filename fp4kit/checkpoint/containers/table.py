@@ -165,8 +165,9 @@ FP8_BLOCKS = Container(
     "F8_E4M3",
     "F32",
 )
-# The containers of _fp8: FP8 with one scale per layer or per row, or with 128x128 blocks whose scales are called
-# weight_scale. Those of quark, and Model-Optimizer's with blocks, are only read.
+# The safetensors dtypes of codes and scales in the containers that _fp8 returns. These are FP8 with one scale per layer
+# or per row, or with 128x128 blocks whose scales are called weight_scale. fp4kit reads quark's, and Model-Optimizer's
+# with blocks, but does not write them.
 _FP8_DTYPES = ("F8_E4M3", "F32")
 
 
@@ -265,7 +266,9 @@ COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn", "")
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
-    """Return a variant of a container as torchao's safetensors files store it, with swizzled scales; it is only read.
+    """Return a variant of a container as torchao's safetensors files store it, with swizzled scales.
+
+    fp4kit reads such files but does not write them.
 
     Args:
         name: the new container's name without "torchao".
@@ -383,9 +386,9 @@ def container(name: str) -> Container:
 
 
 def _with_block(name: str, block: tuple[int, int]) -> Container:
-    """Return the container called ``name``, with its block replaced by ``block`` if they differ.
+    """Return the container called ``name``, with its block replaced by ``block`` if the two blocks differ.
 
-    They differ only after ``for_columns``. Unpickling calls this function.
+    Unpickling calls this function. The blocks differ only for a container that ``for_columns`` has returned.
     """
     found = container(name)
     return found if found.block == block else replace(found, block=block)

@@ -32,6 +32,7 @@ def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
     A .json file, or the contract file of a directory, is loaded, and ``source`` is not used. For any other checkpoint,
     the contract is inferred.
 
+    path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
     source: the model that the checkpoint was made from; None if it is not at hand.
     """
     place = Path(path)

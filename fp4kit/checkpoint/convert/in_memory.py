@@ -239,6 +239,7 @@ class TensorConverter:
         Until then, store the layer in ``_waiting`` and yield nothing. When the last layer of the group arrives, yield
         the pairs of all its layers. Raise CheckpointError if the layers of a group have different recipes.
 
+        module, matrix: the name and the values of the layer.
         own: the rules of this layer.
         """
         group = fused_layers.group_of(module) if own.form.has_tensor_scale else None

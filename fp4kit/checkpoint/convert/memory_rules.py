@@ -95,7 +95,10 @@ class Rules:
         return self._of_choice(self.mixture.of(module)) if self.recipes else self
 
     def _of_choice(self, choice: Choice) -> Rules:
-        """Return rules for the recipe and the container of a choice, without input scales if they have no place."""
+        """Return rules with the recipe and the container of a choice.
+
+        Input scales are left out if this recipe has no tensor scale but another recipe of the rules has one.
+        """
         assert choice.form is not None
         key = choice.recipe.id, choice.form.name
         if key not in self._by_choice:

@@ -58,7 +58,9 @@ def _parts(
     ``rules.input_scale`` nor ``input_amax``.
 
     module: the name of the layer, with which the yielded names begin.
+    matrix: the values of the layer, [N, K], or [E, N, K] for a stack of experts.
     shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
+    rules: the recipe and the container.
     input_amax: the amax of the layer's inputs; None if it was not measured.
     """
     form = rules.form
@@ -91,7 +93,10 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
     The divisor is the one that the recipe computes, otherwise the reciprocal of the scale. Raise CheckpointError if the
     scale or the divisor is not a positive normal float32, because no loader could use it.
 
+    module: the name of the layer, for the message.
+    q: the quantized layer.
     amax: the largest amax of the layers that share the tensor scale.
+    rules: the recipe and the container.
     """
     scale = np.float32(float(q.tensor_scale))
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)

@@ -103,5 +103,6 @@ def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Ite
     module: the name of the stack without ".weight".
     name: the full name of the stack's tensor.
     shape: the shape [E, N, K] of the stack, with N rows and K columns per expert, however the model stores them.
+    rules: the container to write, and the config of the model.
     """
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)

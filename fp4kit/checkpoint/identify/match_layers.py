@@ -388,6 +388,7 @@ def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer |
 def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
     """Read one layer of FP8 codes with one scale per tensor, per row or per 128x128 block.
 
+    weight: the quantized weight that holds the layer.
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
     readers: where to read the codes and scales from.
     """

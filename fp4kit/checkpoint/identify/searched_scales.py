@@ -49,6 +49,7 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
     The others are those that the recipe computes from the candidate amaxes. The stored scale may be off by 2 ulp if the
     file stores its reciprocal. Yield only None if no tensor scale is stored.
 
+    evidence: the layer, with its candidate amaxes.
     r: the recipe that computes them from the amaxes.
     """
     stored = evidence.layer.tensor_scale

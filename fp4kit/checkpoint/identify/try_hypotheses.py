@@ -102,6 +102,7 @@ def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
     If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. Nothing is
     yielded if no shape fits.
 
+    evidence: the stored layer and its source.
     r: not used.
     """
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):

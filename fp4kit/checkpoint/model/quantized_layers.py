@@ -217,6 +217,8 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
     A tensor scale that divides is returned as it is stored.
 
     Args:
+        readers: where to read the parts from.
+        weight: the quantized weight.
         expert: the number of the matrix in a stack of experts; 0 for a single layer.
     """
     form = weight.container

@@ -85,6 +85,7 @@ class Mixture:
 
         Args:
             index: the position of the pattern in the list of patterns, from 0.
+            modules, copied: the quantized layers, and the reason for each other weight, as for check_patterns.
         """
         pattern = self._patterns[index]
         for module in modules:

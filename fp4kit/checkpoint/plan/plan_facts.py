@@ -145,6 +145,7 @@ class PlanFacts:
 
         If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
 
+        name: the name of the tensor.
         entry: the tensor's dtype and shape; those of the weight are used if it is one.
         facts: the facts about the model, from model_facts.
         """

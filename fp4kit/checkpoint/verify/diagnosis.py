@@ -56,6 +56,7 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 
     check: the layer, with its source rows.
     members: the layers that may share its tensor scale.
+    readers: where to read the layers from.
     """
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:
