@@ -8,7 +8,9 @@
 //   kReadsAmax                  true if the factor depends on the amax in addition to the code
 //   kReadsInput                 true if the code depends on the type of the elements
 //
-// Because of block_factor, one table of factors, indexed by scale code, is valid for all blocks.
+// For rules whose factor follows from the code (by_code and by_code_or_zero below), one table of factors, indexed by
+// scale code, serves all blocks: block_factor adapts an entry to the amax of the block. Other rules, such as those with
+// the base by_unrounded_scale, have no table (has_table in cuda/compile/traits.py).
 #pragma once
 
 #include "tensor_rules.cuh"

@@ -4,7 +4,7 @@
 
 #include "block_rules.cuh"
 
-// Return the smaller of a and b. If a is NaN, return NaN if NaN propagates in R, and otherwise b.
+// Return the smaller of a and b. If a is NaN, return NaN if NaN propagates in recipe R, and otherwise b.
 template <class R>
 FP4KIT_DEVICE float lesser(float a, float b) {
   if constexpr (R::kPropagateNan) return is_nan(a) ? a : fminf(a, b);

@@ -69,7 +69,7 @@ struct block_quark_file : by_code {
   }
 };
 
-// Return `ratio`, or 0 if the tensor's amax is 0. The caller rounds the result to a block scale.
+// Return a block scale before it is rounded: `ratio` as the rule computed it, or 0 if the tensor's amax is 0.
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
@@ -157,8 +157,8 @@ struct block_comfy_kitchen : by_code {
   }
 };
 
-// Return the code of a block scale that is at least the smallest positive value of the scale format. NaN gives the code
-// of that value.
+// Return the code of a block scale. Scales below the smallest positive value of the scale format, and NaN, give the
+// code of that value.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float scale) {
   return encode_scale<R>(fminf(fmaxf(scale, min_subnormal_of<typename R::Scale>()), max_of<typename R::Scale>()));
@@ -194,8 +194,8 @@ struct block_mslk_power : block_mslk {
 struct by_unrounded_scale {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
-  // Return `scale`, which is not rounded, if it gives the scale code. Otherwise the caller gave the code; return its
-  // value.
+  // Return the number whose reciprocal multiplies elements. It is `scale`, the scale that the rule computes, not
+  // rounded, if its code is `code`. Otherwise the caller chose the code, and the number is the value of the code.
   template <class R>
   FP4KIT_DEVICE float scale_or_given(u32 code, float scale) {
     return encode_scale<R>(scale) == code ? scale : decode_scale<R>(code);

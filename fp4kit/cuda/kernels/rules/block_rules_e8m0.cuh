@@ -92,7 +92,7 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
 // Return ceilf(float32_log2(x)) without a logarithm, for x > 0. The result equals that of the float64 logarithm for all
-// positive float32 values.
+// positive finite float32 values. Infinity gives 128.
 //
 // Let x = 2^e * (1 + m / 2^23). The rounded logarithm is e, rather than above e, if log2(1 + m / 2^23) is at most half
 // an ulp at e. Let 2^k be the largest power of two that is at most |e|; k is one less if e = -2^k, where the ulp is

@@ -100,8 +100,9 @@ FP4KIT_DEVICE float with_code_sign(float y) {
 }
 
 // Return the code of x. Return kNan for NaN, and for infinity if kRounding is rnw. For Rounding::first, the value of
-// each code is multiplied with `step` before it is compared with x. Integers are rounded to nearest even and clamped to
-// [-max - 1, max], or to [-max, max] if kNarrow.
+// each code is multiplied with `step` before it is compared with x; other roundings ignore `step`. For a table of
+// values, return the code of the nearest value. Integers are rounded to nearest even and clamped to [-max - 1, max], or
+// to [-max, max] if kNarrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;

@@ -19,14 +19,15 @@ FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   return {factor, factor};
 }
 
-// Return the Factor of a scale code for a block that is not all zeros. A table of factors has this entry for the code.
+// Return the Factor of a scale code for a block that is not all zeros. It is the entry of the code in a table of
+// factors. The block rule must not read the amax, except to find blocks of zeros.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
   return factor_of<R, In>(code, 1.0f, t);
 }
 
-// Return the scale code of a block, and store its Factor in f. The Factor is looked up in `table` if R::kHasTable, and
-// otherwise computed.
+// Return the scale code of a block, and store the Factor of the block in f. If R::kHasTable, the Factor is looked up in
+// `table` and adapted to the amax. Otherwise it is computed, and `table` is not read.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
@@ -46,7 +47,8 @@ FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
 }
 
-// Return the amax of a block of `rows` rows, loaded kCount elements at a time by load(i, j, x).
+// Return the amax of a block of `rows` rows, loaded kCount elements at a time: load(i, j, x) loads the elements from
+// column j on of row i into x.
 template <class R, int kCount, class Load>
 FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   float largest = 0.0f;
@@ -67,9 +69,10 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
-// Return the code of an element after the producer packs it a second time. `code` is decoded and multiplied with the
-// scale in the type of the elements, and the product is encoded again. It gives the result of _repacked in
-// reference/quantize.py.
+// Return the code of an element after the producer packs it a second time. `code` is the code of the first time and
+// `scaled` the number that was rounded to it. The product of the value of `code` and the block scale, 1 / factor, is
+// rounded to the type of the elements and encoded again. If `scaled` is NaN, NaN is encoded again. It gives the result
+// of _repacked in reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;

@@ -16,7 +16,8 @@ FP4KIT_DEVICE bool is_moderate(float x) {
   return x > 0x1p-80f && x < 0x1p80f;
 }
 
-// Return 1 / divisor, or NaN if quotient_by must not use this reciprocal.
+// Return 1 / divisor for quotient_by. Return NaN unless 2^-80 < divisor < 2^80, because quotient_by may be wrong for
+// other divisors.
 FP4KIT_DEVICE float safe_reciprocal(float divisor) {
   return is_moderate(divisor) ? 1.0f / divisor : nan_value();
 }
@@ -70,8 +71,8 @@ FP4KIT_DEVICE float saturation() {
 }
 
 // Return true if the products of s.encode with elements whose magnitude has at most the bits `largest` need no clamp.
-// Return false if such a product is NaN. If R::kStatic, nearest_finite clamps, so the products must only be far from
-// overflow. (There, the given amax is often smaller than the largest element.)
+// Return false if such a product is NaN. If R::kStatic, the caller gave the amax and nearest_finite clamps, so the
+// products must only be far from overflow. (There, the given amax is often smaller than the largest element.)
 template <class R>
 FP4KIT_DEVICE bool has_small_products(u32 largest, FakeScale s) {
   return float_of(largest) * s.encode < (R::kStatic ? 0x1p80f : saturation<typename R::Element>());

@@ -65,8 +65,8 @@ FP4KIT_DEVICE_CALL Run<In, 16> hadamard_exact_call(Run<In, 16> x) {
   return hadamard_exact<kSignMask>(x);
 }
 
-// Return a pair of magnitudes: the largest one among the low halves of all pairs, and the largest one among the high
-// halves.
+// Return a pair of 16-bit magnitudes: the largest one among the low halves of all pairs, and the largest one among the
+// high halves.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
   u32 largest = In::max_magnitude(pairs[0], pairs[1]);
@@ -75,8 +75,9 @@ FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
   return largest & 0x7FFF7FFFu;
 }
 
-// Return true if no sum rounds (reason 1 above). `largest` is the float32 bits of the largest |y|, and `smallest` those
-// of the smallest nonzero |x|. Infinity and NaN are not allowed.
+// Return true if no float32 sum of the transform rounds (reason 1 at the head of this file). `largest` is the float32
+// bits of the largest result |y|, and `smallest` those of the smallest nonzero element |x|. Neither may be infinite or
+// NaN.
 template <class In>
 FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   constexpr u32 kMaxExponentGap =
@@ -84,8 +85,8 @@ FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
-// Return a pair: the smallest nonzero magnitude minus 1 among the low halves, and among the high halves. A half is
-// 0xFFFF if all its magnitudes are zero.
+// Return a pair: the bits of the smallest nonzero magnitude among the low halves, and among the high halves, each minus
+// 1. A half of the result is 0xFFFF if all its magnitudes are zero.
 template <int kCount>
 FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   u32 smallest = 0xFFFFFFFFu;
@@ -95,8 +96,8 @@ FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   return smallest;
 }
 
-// Return true if every y rounds to the right bits although its sums may have rounded (reason 2 above). `largest` is the
-// largest |y|.
+// Return true if every y rounds to the right bits although float32 sums may have rounded (reason 2 at the head of this
+// file). `largest` is the largest result |y|.
 template <class In>
 FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   const float error =
@@ -109,8 +110,8 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   return differ == 0u;
 }
 
-// Return true if the float32 sums y are conclusive. `largest` is the float32 bits of the largest |y|. `smallest` is the
-// bits of the smallest nonzero |x|, in the type In, minus 1.
+// Return true if the float32 sums y are conclusive, that is, if they give the right bits. `largest` is the float32 bits
+// of the largest |y|. `smallest` is the bits of the smallest nonzero |x|, in the type In, minus 1.
 template <class In>
 FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 smallest) {
   if (largest >= kInfinityBits) return false;
@@ -118,8 +119,8 @@ FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 sm
          is_rounding_certain<In>(y, float_of(largest));
 }
 
-// Store in y the transform of x by float32 sums, and return true if the sums are conclusive. Store the float32 bits of
-// the largest |y| in `largest`.
+// Store in y the transform of x by float32 sums, and return true if y has the right bits. Store the float32 bits of the
+// largest |y| in `largest`.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];

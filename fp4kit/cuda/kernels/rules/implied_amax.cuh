@@ -26,9 +26,9 @@ FP4KIT_DEVICE float covered_range() {
   return R::kHasScales ? full_range<R>() : max_of<typename R::Element>();
 }
 
-// Compare the scale of the amax with these bits with `scale` > 0. Return -1 if it is smaller, 0 if it is equal, and 1
-// if it is larger or NaN. Also return -1 if it is at least kJumpRatio times `scale`, because the amax is then too
-// small.
+// Compare the tensor scale of an amax, given by its bits, with `scale` > 0. Return -1 if the tensor scale is smaller, 0
+// if the two are equal, and 1 if the tensor scale is larger or NaN. Also return -1 if the tensor scale is at least
+// kJumpRatio times `scale`, because the amax is then too small.
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;
@@ -85,9 +85,10 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   return amax;
 }
 
-// Return the TensorScale of a stored scale and the amax stored with it, both at `index`. Set is_known to false if the
-// rule needs an amax, and the stored one is missing or gives another scale than the stored scale. The amax must then be
-// implied.
+// Return the TensorScale of the stored scale at `index` of tensor_scale, which may come with an amax at `index` of
+// tensor_amax (a null pointer if there are none). Fields that decoding does not need are 1. Set is_known to false if
+// the rule needs an amax, and the stored amax is missing or gives another scale than the stored scale; the caller must
+// then find the amax that the scale implies.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
                                              bool& is_known) {
@@ -104,13 +105,14 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
 }
 
 // Return the TensorScale to encode with if elements shall decode with the scale `decode`. `amax` is the amax that this
-// scale implies, or kUnknownAmax. It gives the results of encoding_scale in reference/implied_amax.py.
+// scale implies, or kUnknownAmax. If the amax is unknown, the encode scale is 1 / decode. It gives the results of
+// encoding_scale in reference/implied_amax.py.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
 }
 
-// Return the TensorScale of a stored scale whose amax is not known and must be implied.
+// Return the TensorScale of a stored scale with the amax that the scale implies, or kUnknownAmax if it implies none.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   const float amax = implied_amax<R, In>(scale);

@@ -79,7 +79,7 @@ FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   return run;
 }
 
-// Store words at `out`, which must be a multiple of 16 bytes, or of the words' total size if that is smaller.
+// Store words at address `out`, which must be a multiple of 16 bytes, or of the words' total size if that is smaller.
 template <int kWords>
 FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   if constexpr (kWords == 1) {

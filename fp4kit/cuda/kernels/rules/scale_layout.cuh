@@ -58,14 +58,16 @@ FP4KIT_DEVICE Index scale_row_step(Index columns) {
   return kLayout == ScaleLayout::linear ? columns : kLayout == ScaleLayout::swizzled_128x4 ? 16 : 4;
 }
 
-// Return the number of rows of a matrix of scales, including padding to whole scale tiles.
+// Return the number of rows of a matrix of scales, including padding to whole scale tiles. Linear matrices are not
+// padded.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 padded_rows(i64 rows) {
   constexpr i64 kTile = kLayout == ScaleLayout::swizzled_128x4 ? 128 : kLayout == ScaleLayout::swizzled_8x4 ? 8 : 1;
   return (rows + kTile - 1) / kTile * kTile;
 }
 
-// Return the number of bytes of a matrix of scales, including padding to whole scale tiles.
+// Return the number of bytes of a matrix of scales, including padding to whole scale tiles. Linear matrices are not
+// padded.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 scale_bytes(i64 rows, i64 columns) {
   return padded_rows<kLayout>(rows) * (kLayout == ScaleLayout::linear ? columns : (columns + 3) / 4 * 4);

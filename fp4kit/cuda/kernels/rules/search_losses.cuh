@@ -67,7 +67,7 @@ FP4KIT_DEVICE float add_square(const SearchBlock<kWeighted>& block, int i, float
 //   powers      sum of (w) |d|^p
 //   hessian     d^T H d
 enum class Objective { squares, magnitudes, largest, powers, hessian };
-// Return the Objective that one of these flags selects, or `squares` if none is set. `largest` has precedence over
+// Return the Objective that these flags select, or `squares` if none is set. `largest` has precedence over
 // `magnitudes`, and that over `powers`.
 FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bool powers) {
   return largest      ? Objective::largest
@@ -195,8 +195,8 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
 }
 
 // Return true if the pruned search may trust its sums: if no squared residual that decides the winner underflows or
-// overflows, even with weights far from 1. `scale` is that of the first upward code of the block. The result is always
-// true without weights.
+// overflows, even with weights far from 1. `amax` is the largest magnitude of the block, and `scale` the smallest scale
+// above amax / 7 (the first upward code of shared/search.cuh). The result is always true without weights.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

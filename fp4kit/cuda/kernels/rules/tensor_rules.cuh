@@ -14,9 +14,9 @@ struct TensorScale {
   float encode, decode, amax;
 };
 
-// The element value to which a tensor rule maps the tensor's amax, or 0 if that is the largest value of the element
-// format.
 struct tensor_fouroversix_4;
+// kValue is the element value to which a tensor rule maps the tensor's amax, or 0 if that is the largest value of the
+// element format.
 template <class Rule>
 struct LargestElement {
   static constexpr float kValue = 0.0f;
