@@ -84,7 +84,8 @@ FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
   }
 }
 
-// Store the results of one row of a thread: multiplied by the factor, and by their sign if the call is inverse.
+// Store the results y of a thread for one row of the tile, from column `column` on. They are multiplied by the factor,
+// and by the sign of the row if the call is inverse.
 template <int kAcross>
 FP4KIT_DEVICE void store_row(const HadamardArguments& a, const Tile& tile, int row, int column,
                              const Widened<kAcross>& y) {

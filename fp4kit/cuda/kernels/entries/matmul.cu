@@ -20,13 +20,13 @@ struct Decoded {
 };
 
 // Return the value of element k of row `row` of matrix `matrix` of an operand, not multiplied by its block scale.
-// Return 0 beyond the operand.
+// Return 0 beyond the operand. `length` is K.
 FP4KIT_DEVICE float decoded(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length) {
   return row < x.rows && k < length ? element_at(x, row_index(x, matrix, row), k) : 0.0f;
 }
 
 // Store the block scale of element k of a row in `scale`, and 2^exponent of the scale in `power`. Both are 0 beyond the
-// operand, and 1 without block scales. The power of a zero scale is 0.
+// operand, whose K is `length`, and 1 without block scales. The power of a zero scale is 0.
 FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length, double& scale,
                                 double& power) {
   if (row >= x.rows || k >= length) {

@@ -159,7 +159,8 @@ FP4KIT_DEVICE void store_scales(Lines& lines, int line, u32 codes) {
   lines.exponents[line] = e;
 }
 
-// Load half `half` (0 or 1) of the codes of step `step` of a line. Beyond the operand, codes are 0.
+// Load half `half` (0 or 1) of the codes of step `step` of a line, which is row `row` of an operand. Beyond the
+// operand, whose K is `length`, codes are 0.
 FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64 step, int half, i64 length) {
   Codes codes = {};
   const i64 first = step * kStep + half * (kStep / 2);
@@ -169,8 +170,8 @@ FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64
   return codes;
 }
 
-// Load the four scale codes of step `step` of a line. Beyond the operand, they are 0, except that E8M0 scales beyond K
-// repeat the last one, because no E8M0 scale is zero.
+// Load the four scale codes of step `step` of a line, which is row `row` of an operand. Beyond the operand, whose K is
+// `length`, they are 0, except that E8M0 scales beyond K repeat the last one, because no E8M0 scale is zero.
 template <bool kE8M0>
 FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 step, i64 length) {
   if (row >= x.rows) return 0u;

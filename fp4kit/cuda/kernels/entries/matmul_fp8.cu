@@ -84,7 +84,8 @@ FP4KIT_DEVICE float magnitude_of_code(u32 code) {
   return float_of((code & 0x7Fu) << (23 - kMantissaBits)) * (kMantissaBits == 3 ? 0x1p120f : 0x1p112f);
 }
 
-// Load the sixteen codes of a line from element `first` of K on. Return zeros beyond the operand.
+// Load the sixteen codes of a line, which is row `row` of an operand, from element `first` of K on. Return zeros beyond
+// the operand, whose K is `length`.
 FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
   if (row >= x.rows || first >= length) return {};
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);

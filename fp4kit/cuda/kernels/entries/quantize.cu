@@ -2,8 +2,8 @@
 // values to which these codes decode instead (fake_quantize).
 //
 // A thread takes a run of elements, and neighboring threads take the runs of one block. A thread loads several runs
-// before it uses the first one. Because the factor of an E4M3 scale depends only on its code, each thread block first
-// fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
+// before it uses the first one. If the factor of an E4M3 scale follows from its code (R::kHasTable), each thread block
+// first fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
 //
 // Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
 // all rows of x, and of values if they are stored, begin at multiples of 16 bytes.

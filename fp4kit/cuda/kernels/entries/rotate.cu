@@ -56,15 +56,16 @@ FP4KIT_DEVICE LaneBlocks lane_blocks(const RotateArguments& a, i64 index) {
   return {position * kSize * a.inner + lane, a.inner, 1, minimum<i64>(a.inner - lane, kLanes), position % blocks};
 }
 
-// Return the lane of element e of the tile, and its index in its block.
+// Return the lane of element e of the tile, which is the number of its block in the tile.
 FP4KIT_DEVICE int lane_of(int e) {
   return kContiguous ? e / kSize : e % kLanes;
 }
+// Return the index of element e of the tile in its block.
 FP4KIT_DEVICE int index_of(int e) {
   return kContiguous ? e % kSize : e / kLanes;
 }
 
-// Return the sign of an element of a block: 1 or -1.
+// Return the sign of element i of block `block` along the middle axis: 1 or -1.
 FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) {
   return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
 }

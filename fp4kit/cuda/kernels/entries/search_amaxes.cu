@@ -15,7 +15,7 @@ struct SearchAmaxesArguments {
   const float* amax;         // the amaxes to search, one per rows_of_amax rows
   const float* tensor_amax;  // the amaxes of the tensor scale, one per rows_of_tensor rows, if the recipe has both
                              // block scales and a tensor scale
-  const float* weights;      // one weight per column of parts consecutive rows (null without weights)
+  const float* weights;      // one weight per column of `parts` consecutive rows (null without weights)
   const float* multiples;    // the candidates: the amax is multiplied with them
   double* losses;            // rows x count losses, for the multiples first ... first + count - 1
   double* least;             // for each amax: the smallest loss of the multiples tried so far

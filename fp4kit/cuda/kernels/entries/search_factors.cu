@@ -45,8 +45,8 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
   return sums.result();
 }
 
-// Return the multiple of a block's amax with the smallest error, or the first one if several have it. If the error of
-// the first multiple is NaN, return the first multiple.
+// Return the multiple of a block's amax with the smallest error, or the first one if several have it. `load` is that of
+// error_under. If the error of the first multiple is NaN, return the first multiple.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   u32 first = 0u, last = 0u;

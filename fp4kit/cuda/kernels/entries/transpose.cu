@@ -50,7 +50,7 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
 }
 
 // Transpose linear scales. A thread takes the scales of 4 x 4 blocks (a square), and a thread block takes kThreads
-// squares. `squares` is the number of squares of all matrices.
+// squares, from square item * kThreads on. `squares` is the number of squares of all matrices.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -61,8 +61,9 @@ FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 
   transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
-// Transpose a large tile of 8x4 scales. For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2 us, and
-// 79.4 us if scales are transposed with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so
+// Transpose large tile number `item` of `items`, which consists of 8x4 scales. A matrix has `tall` large tiles below
+// each other and `wide` beside each other. For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2 us,
+// and 79.4 us if scales are transposed with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so
 // those are transposed with the codes.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {

@@ -85,8 +85,9 @@ constexpr int kFinders = FP4KIT_FINDERS;
 constexpr int kFinders = 1;
 #endif
 
-// Return the float32 bits of the largest magnitude in this thread's part of the array. The threads of a cluster divide
-// the array among them. Each thread has loads of 256 bytes in flight, because nothing else hides their latency.
+// Return the float32 bits of the largest magnitude in this thread's part of the `count` elements at x, among the
+// elements that count according to kInput. The threads of a cluster divide the array among them. Each thread has loads
+// of 256 bytes in flight, because nothing else hides their latency.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
   constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;

@@ -30,10 +30,10 @@ struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
-// Combine each of kCount values over all rows of a block, in any order. Each thread passes the values of its row, and
-// gets the results of its block in `values`. All threads of the thread block must call this function. It uses
-// tile.parts[kPart] and the following kCount - 1 parts. A warp has neighboring rows, or a part of one row if a row has
-// more than 32 blocks.
+// Combine each of kCount values over all rows of a block by Operation, in any order. `column` is the number of the
+// thread's block in the tile. Each thread passes the values of its row, and gets the results of its block in `values`.
+// All threads of the thread block must call this function. It uses tile.parts[kPart] and the following kCount - 1
+// parts. A warp has neighboring rows, or a part of one row if a row has more than 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = TileMemory<R>::kColumns,
@@ -56,8 +56,8 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   }
 }
 
-// Return the amax of a block to all threads that handle its rows. `amax` is the amax of this thread's row. All threads
-// of the thread block must call this function.
+// Return the amax of a block to all threads that handle its rows. `amax` is the amax of this thread's row, which is row
+// `row` of block `column` of the tile. All threads of the thread block must call this function.
 template <class R>
 FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {
@@ -73,8 +73,8 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
 }
 
 // Add each of two errors over the rows of a block, and store the sums in `error` of all threads that handle the block.
-// The order is a tree: row i and row i + 8, then rows i and i + 4, i + 2 and i + 1. All threads of the thread block
-// must call this function.
+// This thread handles row `row` of block `column` of the tile. The order is a tree: row i and row i + 8, then rows i
+// and i + 4, i + 2 and i + 1. All threads of the thread block must call this function.
 template <class R>
 FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
   if constexpr (R::kBlockRows > 1) {

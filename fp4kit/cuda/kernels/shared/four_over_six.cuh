@@ -67,7 +67,7 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
 }
 
 // Return the 4-bit codes of a run under the chosen scale, with the first code in the lowest bits. `amax` is the amax of
-// the block.
+// the block; if R::kFlush and it is below 2^-126, all codes are 0.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros

@@ -144,7 +144,8 @@ FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
 }
 
 // Look up the entries of a run under the scales with codes `six` and `four`. Store them in `entries`, and return their
-// sum. If both scales are equal, return a positive sum instead, which decides for six.
+// sum, a signed integer whose upper 24 bits are positive if six has the smaller error. If both scales are equal, return
+// a positive sum instead, which decides for six.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
   const PairOffset offset = table.offsets[key_of(six, four)];

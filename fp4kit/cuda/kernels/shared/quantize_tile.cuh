@@ -37,8 +37,8 @@ struct Choice {
 };
 
 // Choose the scale of a block by the fast path. `run` is the row of this thread. `table` holds the ApproximateScale of
-// each scale code, or is nullptr to compute it here. If kBlockRows > 1, all threads of the thread block must call this
-// function.
+// each scale code, or is nullptr to compute it here. `column` is the number of the block in the tile. If kBlockRows >
+// 1, all threads of the thread block must call this function.
 template <class R, class In>
 FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const ApproximateScale* table,
                                   TileMemory<R>& tile, int column) {
@@ -97,8 +97,9 @@ FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, cons
   store_scales<R, In>(a, position, c.code, t);
 }
 
-// Quantize a row of a block with 4over6 by the exact path. `run` holds its elements, from load_row. `inside` is false
-// if the row is outside of the matrix. If kBlockRows > 1, all threads of the thread block must call this function.
+// Quantize a row of a block with 4over6 by the exact path. `run` holds its elements, from load_row. tile_row and
+// `column` are the row of this thread in the tile and the number of its block. `inside` is false if the row is outside
+// of the matrix. If kBlockRows > 1, all threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockRow position, bool inside,
                                               Run<In, R::kBlock>& run, TensorScale t, TileMemory<R>& tile, int tile_row,
@@ -122,8 +123,9 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockR
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Quantize a row of a block by the exact path, for recipes other than 4over6. `inside` is false if the row is outside
-// of the matrix. If kBlockRows > 1, all threads of the thread block must call this function.
+// Quantize a row of a block by the exact path, for recipes other than 4over6. tile_row and `column` are the row of this
+// thread in the tile and the number of its block. `inside` is false if the row is outside of the matrix. If kBlockRows
+// > 1, all threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, bool inside, TensorScale t,
                                 TileMemory<R>& tile, int tile_row, int column) {
@@ -147,7 +149,8 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Quantize a matrix whose blocks have several rows. A thread block takes one tile after the other.
+// Quantize a matrix whose blocks have several rows. A thread block takes one tile after the other. `table` is that of
+// choose_scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -180,7 +183,8 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a matrix whose blocks have one row. A thread takes one block after the other.
+// Quantize a matrix whose blocks have one row. A thread takes one block after the other. `table` is that of
+// choose_scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {

@@ -25,10 +25,9 @@ constexpr int kSearchThreads = kWeighted ? kThreads : 512;
 constexpr u32 kMaxOpenCodes =
     14u;  // per block: seven codes below the first upward code, and seven of the eight upward codes
 
-// Return the rank of a code: an integer that orders codes by their losses and contains the code. It is 16 * floor(b /
-// 16)
-// + code % 16, where b is the bits of the loss. code % 16 identifies the code, because a block's ranked codes lie
-// within sixteen consecutive codes.
+// Return the rank of a code: an integer that orders codes by their losses and contains the code. It is 16 * (b / 16) +
+// code % 16, where b is the bits of the loss and b / 16 is rounded down. code % 16 identifies the code, because a
+// block's ranked codes lie within sixteen consecutive codes.
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
   return (bits_of(loss) & ~15u) | (code & 15u);
 }

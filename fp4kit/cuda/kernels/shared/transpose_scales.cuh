@@ -34,14 +34,16 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
-// Store the scale that a thread loaded in the tile, at its transposed place.
+// Store the scale that thread number `thread` loaded (load_scale) in the tile, at its transposed place. Do nothing for
+// threads that have no scale of the tile.
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
-// Store the tile at row k, column m of a swizzled output, 16 bytes at a time. 16 bytes are four columns of four rows:
-// of the rows that are contiguous in 128x4, or of four neighboring rows in 8x4.
+// Store the tile at row k, column m of a swizzled output, 16 bytes at a time. `threads` threads share the work, and
+// this is number `thread`. 16 bytes are four columns of four rows: of the rows that are contiguous in 128x4, or of four
+// neighboring rows in 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -60,7 +62,8 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
   }
 }
 
-// Store the tile at row k, column m of an output with any layout and alignment, one byte at a time.
+// Store the tile at row k, column m of an output with any layout and alignment, one byte at a time. `threads` threads
+// share the work, and this is number `thread`.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   const i64 columns = a.rows / T::kBlock,
