@@ -72,7 +72,7 @@ def has_table(r: Recipe) -> bool:
     """Return whether kernels look up the factor of a block in a table, by the code of its block scale.
 
     They do so for recipes with E4M3 scales of blocks of one row, if the factor depends only on the code and on the one
-    tensor scale.
+    tensor scale. The rules nunchaku and aiter have no table, because their factor depends on the amax of the block.
     """
     one_scale = r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
     return one_scale and not (r.block_rule and BLOCK_RULES[r.block_rule].reads_amax)

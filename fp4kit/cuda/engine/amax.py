@@ -83,7 +83,9 @@ def empty_amax() -> Any:
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the AmaxOperands for the tensor amaxes of x: one for the whole array, or one per row or block.
+    """Return the arguments by which launch.matrix.amax computes the tensor amaxes of x.
+
+    There is one amax for the whole array, or one per row or block, as the recipe has tensor scales.
 
     The recipe must not have float32 scales of blocks of several rows, for which use computed_tensor_amax.
     """
@@ -95,7 +97,10 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the AmaxOperands for the amaxes of x in blocks of one row, which have the columns of the recipe's."""
+    """Return the arguments by which launch.matrix.amax computes the amaxes of blocks of x.
+
+    Blocks have one row and as many columns as the recipe's blocks have elements.
+    """
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
 
@@ -112,7 +117,7 @@ def clip_amax(call: Call) -> Any:
 def amax(call: Call) -> Any:
     """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes.
 
-    Raise Declined if the blocks need the kernel partial_amax (needs_block_kernel), which does not support them.
+    Raise Declined if the blocks need the kernel partial_amax (see needs_block_kernel), but it does not support them.
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
@@ -150,7 +155,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the AmaxOperands by which the function amax computes its result, and the shape of this result.
+    """Return the arguments by which launch.matrix.amax computes the result of amax, and the shape of this result.
 
     It is for recipes for which needs_block_kernel is False. x: the array of the call, contiguous.
     """
@@ -175,7 +180,7 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the AmaxOperands for plain_amax, and the shape of the result."""
+    """Return the arguments by which launch.matrix.amax computes plain_amax, and the shape of the result."""
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 

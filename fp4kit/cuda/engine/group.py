@@ -58,7 +58,8 @@ def amax_launches(
     """Return the launches that compute the amaxes of arrays: one per dtype. Arrays without elements take none.
 
     Args:
-        operands: one pair (AmaxOperands, shape) per array. The operands differ only in their array.
+        operands: one pair per array: the arguments of launch.matrix.amax, and the shape of the result. The arguments
+            differ only in their array.
         outs: the arrays to write the amaxes to, which must hold zeros before each launch.
         mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
@@ -95,12 +96,18 @@ def tensor_amax_launches(
 
 
 def _write_tensor_amax(x: Any, out: Any, r: Recipe, mask: int | None) -> None:
-    """Compute the tensor amaxes of an array, and write them to out. The other arguments are as above."""
+    """Compute the tensor amaxes of an array, and write them to out.
+
+    r: the recipe. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
+    """
     out[...] = computed_tensor_amax(x, r, mask).reshape(out.shape)
 
 
 def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
-    """Compute amaxes in one launch per dtype. Return one array per pair of operands, as views of one vector."""
+    """Compute amaxes in one launch per dtype. Return one array per entry of `operands`, as views of one vector.
+
+    operands: one pair per array: the arguments of launch.matrix.amax, and the shape of the result.
+    """
     shapes = [shape for _, shape in operands]
     outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
     for call in amax_launches(operands, outs):
@@ -109,7 +116,9 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 
 
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
-    """Return the results of the function amax for N calls, from one launch per dtype. Each call is in a tuple.
+    """Return the results of the function amax for N calls, from one launch per dtype.
+
+    calls: one tuple per call, which holds the call alone.
 
     Raise Declined if the recipe's blocks need one launch per array (needs_block_kernel).
     """

@@ -93,7 +93,7 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
     """Split the arrays of a call into matrices. Yield each Matrix with its LaunchRequest.
 
-    Raise Declined as matrix_count does.
+    Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
 
     Args:
         request: the LaunchRequest of the whole call.

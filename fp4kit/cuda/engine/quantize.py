@@ -47,7 +47,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """Return the results of quantize for the rowwise and for the columnwise call.
 
     If a kernel supports both directions and both use one tensor amax, x is read only once. Otherwise call quantize
-    twice. Raise Declined as quantize does.
+    twice. Raise Declined if no kernel supports a call.
     """
     request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"

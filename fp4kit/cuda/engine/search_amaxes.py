@@ -92,7 +92,11 @@ def float64_bits(power: float) -> int:
 def _function(
     kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
 ) -> Any:
-    """Return one of the two compiled kernels. weighted: True if errors have weights. objective: objective_options."""
+    """Return one of the two compiled kernels.
+
+    kernel: its C++ name. weighted: True if errors have weights. objective: the items of
+    objective_options(power).
+    """
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
     source = instantiation(
         "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss

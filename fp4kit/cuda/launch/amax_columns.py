@@ -33,7 +33,10 @@ def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch for stacked matrices of a shape (B, M, K). aligned_runs: as in _function."""
+    """Return the prepared launch for stacked matrices of a shape (B, M, K).
+
+    aligned_runs: True if every row begins at a multiple of 16 bytes.
+    """
     matrices, rows, columns = shape
     width = 16 // dtype.itemsize if aligned_runs else 1  # columns per thread
     lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)

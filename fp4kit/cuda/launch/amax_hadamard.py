@@ -26,7 +26,8 @@ _WORD = 4  # bytes that a thread loads per row, if they are aligned
 def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device.
 
-    counted, mask: as in amax_hadamard. aligned_runs: True if a thread can load _WORD bytes at a time.
+    counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of the transform. aligned_runs:
+    True if a thread can load _WORD bytes at a time.
     """
     struct = transform_struct(mask)
     source = instantiation(

@@ -30,7 +30,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: 
 def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
     """Return the prepared launch for `count` elements. covered: the number of consecutive elements that an amax clips.
 
-    dtype, grad, aligned_runs: as in _clip_function.
+    dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays begin at multiples of 16 bytes.
     """
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(

@@ -174,7 +174,11 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
-    """Return whether the kernel fake_quantize supports a request: values by a fake_rule, for blocks of one row."""
+    """Return whether the kernel fake_quantize supports a request: values by a fake_rule.
+
+    It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS. It does not support
+    amax_nan="lanes".
+    """
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return uses_fake_rule(request) and rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
 
@@ -189,8 +193,9 @@ def has_patch_kernel(r: Recipe) -> bool:
 def _takes_patch(request: LaunchRequest) -> bool:
     """Return whether the kernel quantize_columns supports a request: blocks along columns, or square blocks.
 
-    It supports a Hadamard transform only for columnwise blocks of 16 elements. It supports neither stochastic rounding,
-    nor groups, nor scales or block amaxes that the caller passes.
+    The recipe must pass has_patch_kernel, and rows must consist of whole square blocks or, for blocks of one row, have
+    a multiple of PATCH_ROW_UNIT bytes. It supports a Hadamard transform only for columnwise blocks of 16 elements. It
+    supports neither stochastic rounding, nor groups, nor scales or block amaxes that the caller passes.
     """
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
@@ -206,7 +211,7 @@ def _takes_patch(request: LaunchRequest) -> bool:
 def _takes_table(request: LaunchRequest) -> bool:
     """Return whether the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6 recipe.
 
-    The recipe must sum errors ("mae" or "mse").
+    The recipe must sum errors ("mae" or "mse"), and have one tensor scale and blocks of 1 x 16 or 16 x 16.
     """
     r = request.recipe
     is_square = r.block == (16, 16) and r.amax_nan == "propagate"
@@ -223,7 +228,10 @@ def _by_rows(request: LaunchRequest) -> bool:
 
 
 def _takes_tile(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_tile supports a request: blocks of several rows, or 4over6."""
+    """Return whether the kernel quantize_tile supports a request: rowwise, for blocks of several rows or for 4over6.
+
+    Blocks must have 16 or 32 columns. The caller must not pass block amaxes.
+    """
     r = request.recipe
     rows, columns = r.block or (1, 0)
     fits_threads = columns in (HADAMARD_BLOCK, MAX_TILE_BLOCK_COLUMNS) and THREADS % rows == 0
@@ -231,7 +239,10 @@ def _takes_tile(request: LaunchRequest) -> bool:
 
 
 def _takes_scaled(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_with_scales supports a request: rowwise codes under the caller's scales."""
+    """Return whether the kernel quantize_with_scales supports a request: rowwise codes under the caller's scales.
+
+    The number of elements of a block must be a multiple of SCALED_RUN.
+    """
     return (
         request.scaled
         and not request.columns
@@ -240,12 +251,12 @@ def _takes_scaled(request: LaunchRequest) -> bool:
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_unblocked supports a request: a recipe without blocks."""
+    """Return whether the kernel quantize_unblocked supports a request: rowwise, for a recipe without blocks."""
     return _by_rows(request) and request.recipe.block is None
 
 
 def _takes_rows(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize supports a request: blocks of one row, without 4over6.
+    """Return whether the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6.
 
     The width of a block must be 16, or a multiple of 32.
     """

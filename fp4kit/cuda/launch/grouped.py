@@ -182,7 +182,8 @@ def _amax_function(
 
     Args:
         kernel: the C++ name of the kernel.
-        counted, mask: as for launch.matrix.amax.
+        counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform; None
+            for no transform.
         aligned_runs: True if the rows of all members begin at multiples of 16 bytes.
         small: the result of is_small.
     """
@@ -200,7 +201,10 @@ def amax_group(
 ) -> GroupedLaunch:
     """Return one launch that computes launch.matrix.amax of each array in xs and writes it into the array in outs.
 
-    If by_row is False, outs must hold zeros before each launch. counted, by_row, mask: as for launch.matrix.amax.
+    If by_row is False, outs must hold zeros before each launch.
+
+    counted: the elements that count: "all", "no_nan" or "finite". by_row: True for one amax per row. mask: the sign
+    mask of a Hadamard transform that is applied first; None for no transform.
     """
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     aligned_runs = [

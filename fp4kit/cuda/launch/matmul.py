@@ -117,7 +117,7 @@ def _scale_table(scale: Any, device: int) -> Any:
 
 
 def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
-    """Return the fields of an operand, and the arrays that must live until the launch."""
+    """Return the fields of the struct ProductOperand for an operand, and the arrays that must live until the launch."""
     contiguous = imports.cupy().ascontiguousarray
     codes = contiguous(x.codes)
     scales = None if x.scales is None else contiguous(x.scales)

@@ -244,7 +244,8 @@ def _amax_function(
 ) -> Any:
     """Return a compiled amax kernel. aligned_runs: True if every row that it reduces begins at a multiple of 16 bytes.
 
-    counted, mask: as for amax.
+    counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is
+    applied first; None for no transform.
     """
     source = instantiation(
         "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
@@ -265,7 +266,10 @@ def amax_launch(
 ) -> Launch:
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row.
 
-    Call it with the addresses of x and of the result, which must hold zeros. counted, mask: as for amax.
+    Call it with the addresses of x and of the result, which must hold zeros.
+
+    counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is
+    applied first; None for no transform.
     """
     function = _amax_function(
         "amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, aligned_runs, mask, device

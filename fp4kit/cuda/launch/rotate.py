@@ -122,7 +122,7 @@ def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool
 
     Args:
         x, out: contiguous (outer, length, inner), not empty, of one dtype.
-        size, inverse: as in Rotation.
+        size: the number of elements of a block. inverse: True if signs apply to the results instead of the elements.
         signs: uint8 (length,) on the device, 1 for a negative sign; None without signs.
         matrices: float32 (n, size, size), contiguous, for n = 1 or n = length / size; None for a Hadamard transform.
     """
