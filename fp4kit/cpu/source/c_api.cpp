@@ -166,7 +166,7 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_tiles(tiles.count(), call->threads, work);
 }
 
-// Do the work of fp4kit_decode in a format of one's own. call->decoder is not read.
+// Do the work of fp4kit_decode in a user-defined format (OwnFormat). call->decoder is not read.
 FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
   with_input_type(call->output, [&](auto out) {

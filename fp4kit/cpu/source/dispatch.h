@@ -39,7 +39,7 @@ struct BlockScales {
 using EncodeFunction = void (*)(const void*, Factors, float, i64, const u8*, u8*);          // encode_elements
 using ChooseFunction = bool (*)(const BlockRows&, const float*, TensorScale, u8*, float*);  // choose_scales
 using LoadMagnitudesFunction = void (*)(const void*, i64, i64, float*);                     // load_magnitudes
-using TensorScaleFunction = TensorScale (*)(float);                                         // of an amax
+using TensorScaleFunction = TensorScale (*)(float);                                         // tensor_scale
 using FillTablesFunction = void (*)(TensorScale, bool, DecodeTables&);                      // fill_tables
 using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeTables*, const TensorScales&, i64, i64,
                                    void*);  // decode_row
@@ -115,7 +115,7 @@ constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) {
 
 #pragma GCC visibility push(hidden)
 extern const Table<BlockRuleEntry> kBlockRules;
-extern const LoadMagnitudesFunction kLoadMagnitudes[kInputs];  // reads the blocks that `choose` compares
+extern const LoadMagnitudesFunction kLoadMagnitudes[kInputs];  // load_magnitudes, by InputKind
 extern const Table<TensorRuleEntry> kTensorRules;
 extern const Table<ElementEntry> kElements;
 extern const Table<DecoderEntry> kDecoders;

@@ -13,13 +13,13 @@
 #include "exact_division.h"
 
 #if defined(__AVX512F__)
-constexpr bool kHasSlowDivision = true;  // three products are faster than a division of 64-byte vectors
+constexpr bool kHasSlowDivision = true;  // with 64-byte vectors, three products are faster than one division
 #else
-constexpr bool kHasSlowDivision = false;  // with vectors of 32 bytes they are not
+constexpr bool kHasSlowDivision = false;  // with shorter vectors, one division is faster than three products
 #endif
 
-// Return true if these loops can apply a factor. It must not be negative, infinite or NaN. It must not be 0 either,
-// unless allows_zero_factor.
+// Return true if the loops of this file can apply the factor: if it is positive and finite, or if it is +0 and
+// allows_zero_factor is true.
 static __forceinline__ bool is_usable(float factor, bool allows_zero_factor) {
   return bits_of(factor) < kInfinityBits & (allows_zero_factor | (factor != 0.0f));
 }
@@ -96,8 +96,8 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return min_bits(float_of(low), high);
 }
 
-// Return the scaled element, whose rounding gives the code of x. It is x multiplied or divided by the block's factor
-// and, if E::kThenEncode, multiplied with the tensor's encode scale.
+// Return the scaled element, whose rounding gives the code of x. It is x multiplied or divided by the block's factor,
+// then rounded to In if E::kRoundScaled, and then multiplied with tensor_encode if E::kThenEncode.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -124,8 +124,8 @@ constexpr bool loads_without_negative_zero() {
   return false;
 }
 
-// Return, in the last four bits, the code of the element with these bits. kNearestE2m1<E> must hold. The other bits are
-// undefined.
+// Return, in the last four bits, the code of the element with these bits; the other bits are undefined. The element is
+// scaled as by `scaled`. kNearestE2m1<E> must hold.
 template <class E, class In, Method kMethod>
 static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tensor_encode) {
   using Bits = typename Input<In>::Bits;
@@ -146,8 +146,8 @@ static __forceinline__ u32 stochastic_code(float y, u32 random) {
   return encode_stochastic<typename E::Format>(y, random);
 }
 
-// Return the code of the element with these bits; a 4-bit code is in the last four bits. `random` is the element's
-// random byte, which only stochastic rounding uses.
+// Return the code of the element with these bits. A 4-bit code is in the last four bits, and the bits above it are
+// undefined. The element is scaled as by `scaled`. `random` is its random byte, which only stochastic rounding uses.
 template <class E, class In, bool kStochastic, Method kMethod>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode, u32 random) {
   using Format = typename E::Format;
@@ -179,7 +179,8 @@ struct Factors {
   const float* multipliers = nullptr;
   Method method = Method::general;
 
-  // Return the factor of a run as a Divisor. Fields that kMethod does not use are 0.
+  // Return the factor of a run as a Divisor. For Method::multiplier, its value is the multiplier. Fields that kMethod
+  // does not use are 0.
   template <Method kMethod, bool kDivide>
   __forceinline__ Divisor of(i64 run) const {
     if constexpr (kMethod == Method::multiplier) return {multipliers[codes[run]], 0.0f, 0.0f};
@@ -188,8 +189,8 @@ struct Factors {
   }
 };
 
-// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. `random`: one byte per
-// element, which only stochastic rounding uses.
+// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. `random`: one byte per element
+// for stochastic rounding; not read otherwise.
 //
 // Two neighboring elements are computed in one 32-bit lane, and their codes are combined there. Combining the codes of
 // separate lanes would take as long as computing them.
@@ -248,7 +249,8 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
 }
 
 // Encode `count` elements by the method that `factors` names, and store their codes, packed, in `out`. Use the general
-// method if the named one is not compiled for E. `random`: one byte per element, which only stochastic rounding uses.
+// method if the named one is not compiled for E. `random`: one byte per element for stochastic rounding; not read
+// otherwise.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

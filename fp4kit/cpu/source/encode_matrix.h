@@ -64,8 +64,8 @@ struct KnownAmaxes {
 };
 
 // Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr if a
-// divisor depends on more than its scale code, if a divisor has no exact multiplier, or if the matrix has fewer than
-// 2^14 elements.
+// divisor depends on more than its scale code or has no exact multiplier, if rounding is stochastic, if blocks do not
+// have 16 columns, or if the matrix has fewer than 2^14 elements.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kMinElements = 1 << 14;
   const u32 unused_bits = kElements[call.element].unused_bits[call.input];
@@ -170,7 +170,8 @@ struct Encoder {
     return !is_bad;
   }
 
-  // Store the packed codes of row `row` of the matrix, for the columns of a panel. `x` is the first element.
+  // Store the packed codes of row `row` of the matrix, for the columns of a panel. `x` points to the first of these
+  // elements, and `factors` holds their factors.
   void encode_row(const Bits* x, const Rectangle& panel, i64 row, Factors factors) const {
     u8 stream[kPanelColumns + 32];
     const u8* random = call.random ? call.random + row * call.random_step + panel.column : nullptr;
@@ -189,8 +190,9 @@ struct Encoder {
     for (i64 b = 0; b < count; ++b) factors[b] = call.factors ? call.factors[first + b] : tensor_factor;
   }
 
-  // Store the scale codes and the factors of a row of blocks, by the block rule of the call. `amax` are the block
-  // amaxes, and t is the tensor scale. Return false if a block needs the fallback.
+  // Store the scale codes and the factors of one row of `blocks` blocks, by the block rule of the call. `x` holds their
+  // elements, in `rows` rows, and `amax` their amaxes. t is the tensor scale. Return false if a block needs the
+  // fallback.
   bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes,
                    float* factors) const {
     const BlockRuleEntry& rule = kBlockRules[call.block_rule];

@@ -58,7 +58,7 @@ static __forceinline__ float rounded_magnitude(float a) {
 }
 
 // Store in `terms` the errors of the elements in one row of kLanes blocks, as [column][lane]. `x` holds their
-// magnitudes in the same order. `scale` and `factor` hold one number per block.
+// magnitudes in the same order. `scale` and `factor` hold one number per block, and t is the tensor scale.
 template <class R>
 static void find_error_terms(const float* x, const float* scale, const float* factor, TensorScale t,
                              float* __restrict terms) {

@@ -6,7 +6,7 @@
 
 #include "input_types.h"
 
-// Return the bits of x, rounded once to the type In. x must not be NaN.
+// Return the bits of x, rounded to nearest even to the type In, in one rounding. x must not be NaN.
 template <class In>
 static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
   if constexpr (sizeof(typename Input<In>::Bits) == 4)
@@ -55,7 +55,8 @@ static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits
     for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
 }
 
-// Transform `runs` contiguous runs of 16 elements in place. `mask` is the sign mask of hadamard_lanes.
+// Transform `runs` contiguous runs of 16 elements in place. If bit i of `mask` is set, element i of every run is
+// negated first.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
   for (i64 first = 0; first < runs; first += kLanes) {

@@ -36,11 +36,12 @@ struct ProductCall {
   Adder adder;
   i32 step;     // the number of elements of K per step
   i32 promote;  // the number of elements of K per chain, whose sum is added in float32; 0 for one chain over all of K
-  // The number of bits that a term keeps after the point of the largest term, and the number of bits after the point
-  // to which a sum is truncated. For floor, output_bits is FloorDotAdd::sum_bits.
+  // fraction_bits: the bits that a term keeps after the point of the largest term. output_bits: the bits after the
+  // point to which a sum is truncated; for floor, FloorDotAdd.sum_bits.
   i32 fraction_bits, output_bits;
-  // The exponent of a term of zero; for floor, the number of sums of products, and 1 if C counts as 0 when its exponent
-  // is far below the largest.
+  // zero_exponent: the exponent of a term that is zero. sums and c_vanishes are for floor only. sums: the number of
+  // sums over which products are distributed. c_vanishes: 1 if C counts as 0 when its exponent is far below the
+  // largest.
   i32 zero_exponent, sums, c_vanishes;
   i32 output;  // the dtype of `out`, as an index of with_input_type
 };
@@ -116,7 +117,7 @@ struct Adders {
     return power == 0 ? zero_power : power;
   }
 
-  // Add a step as NVIDIA's units do, with every product as a term.
+  // Add one step, from decoded element i on, to the sums c as NVIDIA's matrix units do. Every product is a term.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
@@ -136,7 +137,8 @@ struct Adders {
     for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
   }
 
-  // Add a step as NVIDIA's units do, with the exact sum of 16 products as a term.
+  // Add one step, from decoded element i on, to the sums c as NVIDIA's FP4 units do. Every exact sum of 16 products is
+  // a term.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
@@ -167,7 +169,8 @@ struct Adders {
     }
   }
 
-  // Add a step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how.
+  // Add one step, from decoded element i on, to the sums c as the matrix units of CDNA3 do (FloorDotAdd of
+  // fp4kit/units.py).
   void floor(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) {
       double largest[2] = {0, 0}, sums[2] = {0, 0};
@@ -185,12 +188,12 @@ struct Adders {
     }
   }
 
-  // Add one product in float64.
+  // Add the product of element i to the sums c, in float64.
   void add_float64(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) c[l] += a.values[i][0] * b.values[i][l];
   }
 
-  // Add one product of two values rounded to float32, in float32.
+  // Add the product of element i to the sums c, in float32. Both values are rounded to float32 first.
   void add_float32(const Row& a, const Columns& b, i64 i, double* c) const {
     const float value = static_cast<float>(a.values[i][0]);
     for (int l = 0; l < kProductLanes; ++l) {
@@ -199,7 +202,8 @@ struct Adders {
     }
   }
 
-  // Add one block in float32: the sum of the products of its elements, times the product of both scales.
+  // Add the block that begins at element i to the sums c, in float32: the sum of the products of its elements, times
+  // the product of both scales.
   void add_float32_blocks(const Row& a, const Columns& b, i64 i, double* c) const {
     float sum[kProductLanes] = {};
     for (i64 k = i; k < i + call.step; ++k) {
@@ -212,7 +216,8 @@ struct Adders {
     }
   }
 
-  // Add a step by the adder of the call. Do nothing for Adder::exact, whose sums ProductTask::add_exact adds.
+  // Add one step, from decoded element i on, to the sums c by the adder of the call. Do nothing for Adder::exact, whose
+  // sums ProductTask::add_exact adds.
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
@@ -258,7 +263,7 @@ struct ProductTask {
     double sums[kProductRows][kPanels][kProductLanes], totals[kProductRows][kPanels][kProductLanes];
   };
 
-  // Return the number of tasks side by side.
+  // Return the number of tasks across the columns of D.
   i64 panels() const { return (call.columns + kPanels * kProductLanes - 1) / (kPanels * kProductLanes); }
   // Return the number of tasks.
   i64 count() const { return panels() * ((call.rows + kProductRows - 1) / kProductRows); }
@@ -330,7 +335,7 @@ struct ProductTask {
     }
   }
 
-  // Multiply a sum by the tensor scales of its row and column, and store it.
+  // Multiply a sum by the tensor scales of its row and column, and store it in D.
   void put(i64 row, i64 column, float sum) const {
     const float* fa = call.a.factors;
     const float* fb = call.b.factors;

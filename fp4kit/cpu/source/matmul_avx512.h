@@ -275,7 +275,7 @@ struct LaneTask {
     alignas(64) float sums[kLanesPanels][kLanesRows][kProductLanes], totals[kLanesPanels][kLanesRows][kProductLanes];
   };
 
-  // Return the number of tasks side by side.
+  // Return the number of tasks across the columns of D.
   i64 across() const { return (call.columns + kLanesPanels * kProductLanes - 1) / (kLanesPanels * kProductLanes); }
   // Return the number of tasks.
   i64 count() const { return across() * ((call.rows + kLanesRows - 1) / kLanesRows); }
@@ -346,8 +346,8 @@ struct LaneTask {
   }
 
   // Add one step, which begins at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: true if
-  // the sum of a step, with C, fits 32 bits. exist[r]: the lanes of row r that exist. The other arguments are those of
-  // add_steps.
+  // the sum of a step, with C, fits 32 bits. exist[r]: the lanes of row r that exist. The other arguments mean what
+  // they mean in add_steps.
   template <bool kSmall>
   __attribute__((always_inline)) inline void add_step(const LaneLine* a, const LaneColumns& b, i64 row, i64 first,
                                                       i64 k, i64 i, const __mmask16* exist,
@@ -383,8 +383,9 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) _mm512_store_ps(c[r], sums[r]);
   }
 
-  // Store in `sums` the sums of a step, with C, truncated toward zero to float32. They are integers, whose terms of C
-  // are in `totals`, and may have more than 32 bits. The other arguments are those of add_step.
+  // Store in `sums` the sums of a step as integers, truncated toward zero to float32. They include C, whose terms are
+  // in `totals`, and may have more than 32 bits. inverses: the factors that turn terms into integers, by row. The other
+  // arguments are those of add_step.
   __attribute__((always_inline)) inline void add_chunks(const LaneLine* a, const LaneColumns& b, i64 i,
                                                         const __m512* inverses, __m512i* totals, __m512* sums) const {
     __m512i wrong = _mm512_setzero_si512();  // the sign bit of a lane is set if a sum does not fit 32 bits
@@ -419,13 +420,15 @@ struct LaneTask {
     return _mm512_sub_epi32(largest, _mm512_set1_epi32(127 + kLowest));
   }
 
-  // Return the lanes with a largest exponent for which float32 does not compute the terms. above: from above_lowest.
+  // Return the lanes whose largest exponent is outside of kLowest ... kHighest, where float32 cannot compute the terms.
+  // above: the result of above_lowest.
   static __mmask16 is_extreme(__m512i above) {
     return _mm512_cmpgt_epu32_mask(above, _mm512_set1_epi32(kHighest - kLowest));
   }
 
   // Store in `sums` the sums of a step as integers, truncated toward zero to float32, for kLanesBlock rows. They may
-  // have more than 32 bits. own: the terms of C. The other arguments are those of add_step.
+  // have more than 32 bits. own: the terms of C. inverses: the factors that turn terms into integers. The other
+  // arguments are those of add_step.
   __attribute__((noinline)) void add_wide(const LaneLine* a, const LaneColumns& b, i64 i, const __m512* inverses,
                                           const __m512i* own, __m512* sums) const {
     const i64 count = chunk();
@@ -469,6 +472,7 @@ struct LaneTask {
   }
 
   // Add to `totals` the terms of `count` products, from decoded element i on, as integers, for kLanesBlock rows.
+  // inverses: the factors that turn terms into integers, by row.
   __attribute__((always_inline)) static inline void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count,
                                                               const __m512* inverses, __m512i* totals) {
     __m512i sums[kLanesBlock];

@@ -46,7 +46,7 @@ constexpr int kNoScale = 10000;
 struct ScaleRange {
   int lowest = kNoScale, highest = -kNoScale;
 
-  // Extend the range by another one.
+  // Extend the range so that it contains the exponents other_lowest ... other_highest.
   void add(int other_lowest, int other_highest) {
     lowest = std::min(lowest, other_lowest);
     highest = std::max(highest, other_highest);
@@ -70,7 +70,7 @@ struct ScaleTable {
     }
   }
 
-  // Return the entries of 32 codes.
+  // Return the table's entries for 32 scale codes.
   __m512i of(__m256i codes) const { return looked_up(entries, _mm512_cvtepu8_epi16(codes)); }
 };
 
@@ -186,7 +186,9 @@ struct VnniRows {
   unsigned shifted;
 };
 
-// Store what holds for all `count` lines of a panel or of a block of rows, in `to`. To: VnniColumns or VnniRows.
+// Combine the scales of the `count` lines of a panel or of a block of rows. For each step, store in `to` the range of
+// their exponents, the largest spread of a line, and whether the step is shifted. Then set the scales of shifted steps
+// to 8, and the shifts of other steps to 0. To: VnniColumns or VnniRows.
 template <class To>
 void combine_scales(To& to, LineScales* lines, int count, int steps) {
   to.shifted = ~0u;
@@ -257,7 +259,7 @@ struct VnniTask {
     alignas(64) float sums[kVnniPanels][kVnniRows][kVnniLanes];
   };
 
-  // Return the number of tasks side by side.
+  // Return the number of tasks across the columns of D.
   i64 across() const { return (call.columns + kVnniPanels * kVnniLanes - 1) / (kVnniPanels * kVnniLanes); }
   // Return the number of tasks.
   i64 count() const { return across() * ((call.rows + kVnniRows - 1) / kVnniRows); }
@@ -431,8 +433,8 @@ struct VnniTask {
     return static_cast<__mmask16>(inexact | (outside & _mm512_test_epi32_mask(bits, bits)));
   }
 
-  // Add a shifted step to the sums c. The sum of all products has less than 24 bits, so a fused multiply-add toward
-  // zero adds it to C and truncates the result.
+  // Add step number `step`, which must be a shifted one, to the sums c. The sum of all products has less than 24 bits,
+  // so a fused multiply-add toward zero adds it to C and truncates the result.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_shifted(
       const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -450,7 +452,7 @@ struct VnniTask {
     }
   }
 
-  // Add a step to the sums c, with pairs of scales as integers.
+  // Add step number `step` to the sums c. The scales of two groups are multiplied at once, as pairs of 16-bit integers.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_pairs(const VnniRows& a,
                                                                                     const VnniColumns* b, int step,
@@ -501,7 +503,8 @@ struct VnniTask {
     }
   }
 
-  // Add a step to the sums c, with terms as doubles.
+  // Add step number `step` to the sums c, with terms as doubles. This is for scales whose exponents differ too much for
+  // add_pairs.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) static void add_doubles(const VnniRows& a, const VnniColumns* b,
                                                                           int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -534,7 +537,7 @@ struct VnniTask {
     }
   }
 
-  // Add a step to the sums c, which must lose no bits in it.
+  // Add step number `step` to the sums c, in the fastest way that its scales allow. No sum may lose bits in this step.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_step(const VnniRows& a,
                                                                                    const VnniColumns* b, int step,

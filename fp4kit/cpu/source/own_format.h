@@ -1,4 +1,4 @@
-// Functions that encode and decode matrices in formats of one's own: element and scale formats that are known only at
+// Functions that encode and decode matrices in user-defined formats: element and scale formats that are known only at
 // run time, under the amax rules (reference/block_rules_amax.py). Scales, and elements that have no compiled
 // arithmetic, are rounded by tables.
 //
@@ -38,13 +38,13 @@ namespace {
 
 constexpr float kSmallestScale = 1e-38f;  // SMALLEST_SCALE of reference/tensor_rules.py
 
-// Return the key of a float, which must not be NaN.
+// Return the key of a float: an integer, in the order of floats, with -0 before 0. x must not be NaN.
 __forceinline__ i32 key_of(float x) {
   const i32 bits = static_cast<i32>(bits_of(x));
   return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
-// Return the number of bounds, among 255 ascending ones, that are not above a key: the piece of the key.
+// Return the index of the piece that contains a key: the number of the 255 ascending `bounds` that are at most `key`.
 __forceinline__ u32 piece_of_256(i32 key, const i32* bounds) {
   u32 piece = 0;
   for (u32 step = 128; step; step /= 2) piece += key >= bounds[piece + step - 1] ? step : 0u;
@@ -57,7 +57,8 @@ __forceinline__ float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < kSmallestScale ? kSmallestScale : scale);
 }
 
-// Store the codes, one per byte, of `count` elements multiplied by a factor, in a format whose pairs share a bit.
+// Store the codes, one per byte, of `count` elements multiplied by a factor. `own` must be a format whose pairs of
+// elements share a bit (has_pairs).
 template <class In>
 void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   for (i64 i = 0; i < count; i += 2) {
@@ -72,7 +73,8 @@ void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, co
   }
 }
 
-// Store the codes, one per byte, of `count` elements multiplied by a factor. Elements have type In.
+// Store the codes, one per byte, of `count` elements multiplied by a factor, by the tables of `own`. Elements have type
+// In.
 template <class In>
 void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   if (own.has_pairs) {
@@ -108,7 +110,7 @@ struct OwnEncoder {
   const Encoder<In> encoder{call};
 
   // Store the scale codes and the factors of a row of blocks, from their amaxes and the tensor scale t. Return false if
-  // an amax divided by the largest element is NaN.
+  // a scale, before it is rounded, is negative or NaN.
   bool find_scales(const float* amax, i64 blocks, TensorScale t, u8* codes, float* factors) const {
     bool is_done = true;
     for (i64 b = 0; b < blocks; ++b) {
@@ -120,7 +122,8 @@ struct OwnEncoder {
     return is_done;
   }
 
-  // Encode a panel whose first element is x.data[0]: store its scales and codes.
+  // Encode a panel whose first element is x.data[0]: store its scales and codes. Return false if the panel needs the
+  // fallback.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
     float amax[kMaxPanelBlocks], factors[kMaxPanelBlocks];
     u8 codes[kPanelColumns], scales[kMaxPanelBlocks];
@@ -151,8 +154,8 @@ struct OwnEncoder {
     return true;
   }
 
-  // Store the codes of a panel, by the entry of kElements in the call. `amax` are the amaxes of the elements of its
-  // `count` blocks, or nullptr if they are not known.
+  // Store the codes of a panel, by the entry of kElements in the call. `amax` holds the amaxes of its `count` blocks,
+  // or is nullptr if they are not known. Return false if a factor is not usable or out of range.
   bool encode_by_entry(View<Bits> x, const Rectangle& panel, const float* amax, float* block_factors, i64 count) const {
     float run_factors[kMaxPanelBlocks];
     Factors factors{block_factors};
@@ -163,7 +166,7 @@ struct OwnEncoder {
     return true;
   }
 
-  // Encode a tile, panel by panel.
+  // Encode a tile, panel by panel. Return false if a panel needs the fallback.
   bool encode_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, call.block_rows, [&](Rectangle panel) {

@@ -47,7 +47,8 @@ struct Rotator {
 
   const RotateCall& call;
 
-  // Return the number of groups, and the number of tasks. A task is some groups that a thread takes at a time.
+  // groups() returns the number of groups, tasks() the number of tasks, and groups_per_task() the largest number of
+  // groups per task. Threads take one task at a time.
   i64 groups() const { return call.length / call.size * (across() ? call.outer * lane_groups() : lane_groups()); }
   i64 groups_per_task() const { return maximum<i64>(kTaskElements / (call.size * kLanes), 1); }
   i64 tasks() const { return (groups() + groups_per_task() - 1) / groups_per_task(); }

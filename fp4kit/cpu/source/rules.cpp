@@ -6,12 +6,13 @@
 
 namespace {
 
-// A stand-in for all recipes whose factors are those of Base, a base of block rules that reads only codes and amaxes.
+// A stand-in for the recipes whose block rules inherit the function `factor` from Base. With it they share one compiled
+// function, because Base::factor reads nothing else of a recipe.
 template <class Base>
 struct FactorsOf {
   using BlockRule = Base;
 };
-// True if the block rule of R computes factors by the function of Base.
+// Return true if the block rule of recipe R inherits from Base and computes factors by the function of Base.
 template <class R, class Base>
 constexpr bool uses_factor_of() {
   if constexpr (std::is_base_of_v<Base, typename R::BlockRule>)

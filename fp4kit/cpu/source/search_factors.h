@@ -81,8 +81,9 @@ struct FactorSearch {
     float element_factors[kMaxPanelBlocks], errors[kMaxPanelBlocks];
   };
 
-  // Store the errors of a trial's blocks. Return false if the trial needs the fallback: if a factor is not usable, if a
-  // value cannot be decoded, or if codes wrap.
+  // Encode, decode and measure the blocks of a trial, all from row `row` of the matrix, and store their errors in the
+  // trial. Return false if the trial needs the fallback: if a factor is not usable, if a value cannot be decoded, or if
+  // codes wrap.
   bool measure(Trial& trial, i64 row) const {
     float run_factors[kMaxPanelBlocks], values[kPanelColumns];
     u8 codes[kPanelColumns];
@@ -100,10 +101,10 @@ struct FactorSearch {
     return true;
   }
 
-  // Find the best multiple of each block amax in a row of `blocks` blocks, at most kPanelColumns elements, and store it
-  // in `out`. If several factors give the smallest error, the first one wins. Return false if the row needs the
-  // fallback: if an element is NaN or infinite, if the tensor's encode scale is needed but not usable, or if `measure`
-  // returns false for a trial.
+  // For each of `blocks` blocks in a row, find the multiple of the block amax with the smallest error, and store it in
+  // `out`. `x` is the first element; the blocks have at most kPanelColumns elements together. If several factors give
+  // the smallest error, the first one wins. Return false if the row needs the fallback: if an element is NaN or
+  // infinite, if the tensor's encode scale is needed but not usable, or if `measure` returns false for a trial.
   bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     u8 first_codes[kMaxPanelBlocks], last_codes[kMaxPanelBlocks], codes[kMaxPanelBlocks];
@@ -137,8 +138,8 @@ struct FactorSearch {
     return true;
   }
 
-  // Search the block amaxes of a tile and store them in call.out. Return false if search_row does so for a row. The
-  // amaxes of the tile in call.out are then incomplete.
+  // Search the block amaxes of a tile and store them in call.out. Return false if a row needs the fallback; the amaxes
+  // of the tile are then incomplete.
   bool search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {

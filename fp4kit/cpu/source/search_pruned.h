@@ -40,7 +40,7 @@ struct LaneBlocks {
   float a[kSearchBlockSize][kLanes], w[kWeighted ? kSearchBlockSize : 1][kLanes], amax[kLanes];
   u32 min_code[kLanes], max_code[kLanes], is_open[kLanes];
 
-  // Return the block of a lane, with its elements next to each other.
+  // Return the block of a lane as a SearchBlock, in which its elements, and its weights if kWeighted, are contiguous.
   __forceinline__ SearchBlock<kWeighted> block(int lane) const {
     SearchBlock<kWeighted> of_lane;
     FP4KIT_UNROLL

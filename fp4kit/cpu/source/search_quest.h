@@ -23,7 +23,8 @@ struct SearchQuestCall {
 
 namespace {
 
-// Stands for a recipe whose largest element value has the exponent 0.
+// A stand-in for a recipe whose largest element value has the exponent 0. With it, quest_amax gives amaxes without the
+// factor 2^emax.
 struct QuestRecipe {
   struct Element {
     static constexpr int kEmax = 0;

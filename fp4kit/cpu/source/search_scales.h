@@ -108,8 +108,8 @@ struct ScaleSearch {
       find_hessian_losses(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
   }
 
-  // Full search: return the code in min_code ... max_code with the smallest loss, the first one if several have it. The
-  // block has `rows` rows.
+  // Full search of one block: return the code in min_code ... max_code with the smallest loss, the first one if several
+  // have it. The block has `rows` rows and begins at place `at` of the tile.
   u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
                    u32 max_code) const {
     float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
@@ -129,7 +129,8 @@ struct ScaleSearch {
     return found;
   }
 
-  // Store the block amax of a candidate in call.out, once for each of the `rows` rows of the block.
+  // Store the block amax of the candidate `code` in call.out, once for each of the `rows` rows of the block at place
+  // `at`.
   void store_amax(const Rectangle& tile, const BlockPlace& at, i64 rows, u32 code) const {
     float* out = call.out + (tile.row + at.row) * call.out_step + tile.column / kSearchBlockSize + at.block;
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
@@ -173,7 +174,7 @@ struct ScaleSearch {
     return unproven;
   }
 
-  // Find the amax of one block of `rows` rows by a full search, and store it.
+  // Find the amax of the block at place `at` by a full search, and store it. The block has `rows` rows.
   void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
     float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 min_code[kLanes], max_code[kLanes], bits = 0;

@@ -110,7 +110,8 @@ bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found
   return is_finite;
 }
 
-// Store the tensor scales of the given tensor amaxes. Return false if an amax is NaN, infinite or negative.
+// Compute tensor scales from the given tensor amaxes by a tensor rule, and store them in `found`. Return false if an
+// amax is NaN, infinite or negative.
 bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;
@@ -119,9 +120,9 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
   return true;
 }
 
-// Store the tensor scales of a call by a tensor rule. They are computed from the given tensor amaxes or, if `given` is
-// nullptr, from the elements. Return false if an element or a given amax is not finite, or if a given amax is negative.
-// Store nothing, and return true, if tensor_rule is -1.
+// Compute the tensor scales of a call by a tensor rule, and store them in `found`. They are computed from the given
+// tensor amaxes or, if `given` is nullptr, from the elements. Return false if an element or a given amax is not finite,
+// or if a given amax is negative. Store nothing, and return true, if tensor_rule is -1.
 //
 // The block amaxes are kept for the encoder in two cases, if the matrix has at most 2^22 elements: if one thread does
 // all work, or if blocks have several rows. Otherwise the encoder computes them again, because loading many of them

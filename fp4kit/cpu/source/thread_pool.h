@@ -11,7 +11,8 @@
 
 namespace {
 
-// Call work(context, index) for every index in [0, count). WebAssembly modules have no threads here.
+// Call work(context, index) for every index in [0, count), in order, in the calling thread. This is the version for
+// WebAssembly, where this library uses no threads.
 void for_each_index(int64_t count, int, void (*work)(void*, int64_t), void* context) {
   for (int64_t index = 0; index < count; ++index) work(context, index);
 }
