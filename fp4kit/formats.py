@@ -502,7 +502,7 @@ class Codebook(ElementFormat):
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest magnitude that is not 0."""
+        """Exponent of the smallest magnitude that is not 0: the floor of its log2."""
         return int(np.frexp(np.float64(self.min_subnormal))[1]) - 1
 
     @ieee("Codebook.encode")

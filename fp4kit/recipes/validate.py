@@ -271,7 +271,7 @@ def _check_tensor_rule(r: Any) -> None:
     - A rule is needed if tensor_scaling is not "none". Without a rule, block scales are needed.
     - A producer's rule for block scales needs E4M3 block scales. Only such a rule allows a scale_max other than 448.
     - A producer's rule for elements needs scale None, and elements of the kind it scales: integers or floats.
-    - With an amax rule (rules.ANY_FORMAT), the block rule must be None or an amax rule too, and the reverse.
+    - If one of tensor_rule and block_rule is an amax rule (rules.ANY_FORMAT), the other must be one too, or None.
     """
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
         _refuse(

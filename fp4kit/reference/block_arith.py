@@ -24,7 +24,7 @@ def encode_e4m3_scale(scale: np.ndarray) -> np.ndarray:
 
 
 def encode_e8m0_scale(scale: np.ndarray) -> np.ndarray:
-    """Return the E8M0 codes of block scales, rounded up to powers of two, as codec.encode_e8m0 does."""
+    """Return the E8M0 codes of block scales, rounded up to powers of two; 0 gives code 0, and NaN gives 255."""
     return encode_e8m0(show("block scale before rounding", scale), "rp")
 
 

@@ -71,7 +71,7 @@ def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
     """Return the default factor of E4M3 rules, by which elements are divided: scale * tensor.decode.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN, and a
-    scale of 0 gives 0.
+    scale of 0 gives 0. amax, recipe and dtype are not used.
     """
     return decode_scale(codes) * tensor.decode
 
@@ -92,7 +92,7 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
 
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. The product in the
     inner parentheses is rounded first. If the product with amax is NaN, the code is that of 448, or NaN if
-    recipe.amax_nan is "propagate". Source: TE core_nvfp4.cuh.
+    recipe.amax_nan is "propagate". dtype is not used. Source: TE core_nvfp4.cuh.
     """
     return encode_e4m3_scale(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX))
 
@@ -104,7 +104,7 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
     FLT_MAX. Then nonzero elements get the code of the largest value, although all elements decode to 0. If scale is
-    NaN, the factor is FLT_MAX, or NaN if recipe.amax_nan is "propagate".
+    NaN, the factor is FLT_MAX, or NaN if recipe.amax_nan is "propagate". amax and dtype are not used.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
@@ -116,6 +116,7 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
     tensor.encode is the encode scale of the tensor, E4M3() gives a code, which saturates at 448, and rcp is PTX
     rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. NaN gives a NaN code.
+    recipe and dtype are not used.
     """
     return encode_e4m3_scale(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))))
 
@@ -128,7 +129,8 @@ def factor_flashinfer(
         factor = rcp(scale * rcp(tensor.encode)), or 0 if amax is 0 or subnormal
 
     scale is the value of the scale code, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every
-    operation are flushed to zero. For scale 0 and any other amax, the factor is infinite. A NaN scale gives NaN.
+    operation are flushed to zero. For scale 0 and any other amax, the factor is infinite. A NaN scale gives NaN. recipe
+    and dtype are not used.
     """
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
@@ -140,7 +142,7 @@ def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recip
         code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0 or subnormal
 
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. Subnormal operands
-    and results of every operation are flushed to zero. NaN gives a NaN code.
+    and results of every operation are flushed to zero. NaN gives a NaN code. recipe and dtype are not used.
     """
     return encode_e4m3_scale(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))))
 
@@ -153,7 +155,7 @@ def factor_flashinfer_precise(
         factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX), or 0 if amax is 0 or subnormal
 
     scale is the value of the scale code. Subnormal operands and results of every operation are flushed to zero. A scale
-    of 0 or NaN gives FLT_MAX.
+    of 0 or NaN gives FLT_MAX. recipe and dtype are not used.
     """
     factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
@@ -165,7 +167,7 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
         code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if that is 0
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The factor is the
-    default, scale * tensor.decode, which divides the elements. NaN gives a NaN code.
+    default, scale * tensor.decode, which divides the elements. NaN gives a NaN code. dtype is not used.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
     return encode_e4m3_scale(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max))
@@ -177,7 +179,7 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
         code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if that is 0
 
     6 stands for the largest element value. A tensor amax of 0 gives the code of 448, and a NaN gives a NaN code. The
-    elements are then divided by the default factor, scale * tensor.decode.
+    elements are then divided by the default factor, scale * tensor.decode. dtype is not used.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
@@ -190,7 +192,7 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
         code = E4M3(clamp(amax / 6 / tensor.decode, 2^-6, 448))
 
     6 stands for the largest element value, tensor.decode is the decode scale of the tensor, and 2^-6 is the smallest
-    normal value of E4M3. So a block of zeros gets the code of 2^-6. NaN gives a NaN code.
+    normal value of E4M3. So a block of zeros gets the code of 2^-6. NaN gives a NaN code. dtype is not used.
     """
     ratio = amax / recipe.element.max / tensor.decode
     return encode_e4m3_scale(np.clip(ratio, E4M3.min_normal, E4M3.max))
@@ -202,7 +204,7 @@ def factor_torchao(
     """Return the factor that multiplies the elements of each block, as torchao computes it: tensor.encode / scale.
 
     scale is the value of the scale code, and tensor.encode is 1 / tensor.decode. A NaN scale gives NaN. The rule's own
-    codes are never 0; a code 0 that a caller passes gives an infinite factor.
+    codes are never 0; a code 0 that a caller passes gives an infinite factor. amax, recipe and dtype are not used.
     """
     return tensor.encode / decode_scale(codes)
 
@@ -224,7 +226,8 @@ def factor_compressed_tensors(
 ) -> np.ndarray:
     """Return scale / tensor.encode, by which compressed-tensors divides the elements of each block.
 
-    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN.
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN. amax,
+    recipe and dtype are not used.
     """
     return decode_scale(codes) / tensor.encode
 
@@ -235,7 +238,8 @@ def factor_compressed_tensors(
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return 2^(127 - code), the default factor of E8M0 rules.
 
-    The factor multiplies elements and is 1 / scale. It is NaN for code 255.
+    The factor multiplies elements and is 1 / scale. It is NaN for code 255. amax, tensor, recipe and dtype are not
+    used.
     """
     return inverse_e8m0(codes)
 
@@ -271,7 +275,7 @@ def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as OCP MX v1.0 defines the scale.
 
     emax is the exponent of the largest element value. Exponents below -127, also that of amax = 0, give code 0
-    (2^-127). inf and NaN give code 255 (NaN).
+    (2^-127). inf and NaN give code 255 (NaN). tensor and dtype are not used.
     """
     return _shifted_exponent(amax, recipe.element)
 
@@ -280,7 +284,8 @@ def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao's mode CEIL does.
 
     emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. Exponents
-    below -127, also that of amax = 0, give code 0 (2^-127). inf and NaN give code 255 (NaN).
+    below -127, also that of amax = 0, give code 0 (2^-127). inf and NaN give code 255 (NaN). tensor and dtype are not
+    used.
     """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted_exponent(amax, recipe.element, up=mantissa != 0)
@@ -291,7 +296,7 @@ def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
     value. So an amax of 1.75 * 2^k or more counts as 2^(k + 1) for E2M1, and one of 1.9375 * 2^k or more for E4M3 and
-    E2M3. amax = 0 gives code 0. If r is infinite or amax is NaN, the code is 255 (NaN).
+    E2M3. amax = 0 gives code 0. If r is infinite or amax is NaN, the code is 255 (NaN). tensor and dtype are not used.
     """
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 
@@ -299,7 +304,8 @@ def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as Transformer Engine computes it.
 
-    M is the largest element value. 0 gives code 0 (2^-127), inf gives 254, and NaN gives 255. Source: TE float_to_e8m0.
+    M is the largest element value. 0 gives code 0 (2^-127), inf gives 254, and NaN gives 255. tensor and dtype are not
+    used. Source: TE float_to_e8m0.
     """
     return encode_e8m0_scale(amax * (ONE / recipe.element.max))
 
@@ -326,7 +332,7 @@ def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     """Return the E8M0 code of amax * rcp(M), rounded up to a power of two, as FlashInfer computes it.
 
     M is the largest element value, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation
-    are flushed to zero. 0 gives code 0, inf gives 254, and NaN gives 255.
+    are flushed to zero. 0 gives code 0, inf gives 254, and NaN gives 255. tensor and dtype are not used.
     """
     return encode_e8m0_scale(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)))
 
@@ -340,7 +346,7 @@ def factor_e8m0_flashinfer_fp4(
     also 0 for codes 254 and 255, where 2^(127 - code) is subnormal and therefore flushed.
 
     FlashInfer's FP4 kernel computes ex2(127 - code) and checks for a product of 0. Its FP8 kernel computes rcp of the
-    scale. Both give this factor.
+    scale. Both give this factor. amax, tensor, recipe and dtype are not used.
     """
     return np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), ZERO)
 
@@ -353,7 +359,7 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
     log2 is rounded to float32, and the exponent is clamped to [-127, 127]. amax = 0 and NaN give exponent -127. For an
     amax a few ulp above M * 2^k, the rounded log2 is k. The exponent is then one too small, and the block's largest
-    value saturates.
+    value saturates. tensor and dtype are not used.
     """
     ratio = amax / recipe.element.max
     exponent = np.ceil(show("log2 of the scale", log2(np.where(ratio > 0, ratio, np.float32(2.0**-127)))))
@@ -368,7 +374,7 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 
     For float16 elements the producer rounds the bits of a float16. So an amax below 2^-14, a subnormal, becomes 2^-14
     or 0. A scale that is 0 in float16 is replaced by 1. An infinite or NaN amax gives a NaN scale, as in OCP MX; the
-    producer stores 127 with zero codes.
+    producer stores 127 with zero codes. tensor is not used.
     """
     mantissa_bits = 3 if recipe.element.bits == 6 else 1
     if dtype == np.float16:

@@ -27,7 +27,7 @@ def _code(rounding: str) -> Code:
         """Return the scale code of each block: S(amax / M * tensor.encode).
 
         tensor.encode is the encode scale of the tensor, or 1 without a tensor scale. A NaN amax gives the NaN of the
-        scale format, or its largest value if it has no NaN.
+        scale format, or its largest value if it has no NaN. dtype is not used.
         """
         assert recipe.scale is not None
         scale = show("block scale before rounding", amax / recipe.element.amax_target * tensor.encode)
@@ -45,7 +45,7 @@ def factor_amax(
     """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode), or 1e38 near 0.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If the magnitude of their
-    product is below 1e-38, the factor is the reciprocal of 1e-38. A NaN scale gives NaN.
+    product is below 1e-38, the factor is the reciprocal of 1e-38. A NaN scale gives NaN. amax and dtype are not used.
     """
     assert recipe.scale is not None
     return reciprocal_of_scale(decode(codes, recipe.scale) * tensor.decode)

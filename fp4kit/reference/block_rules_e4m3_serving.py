@@ -47,7 +47,7 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
         code = E4M3(clamp(tensor.encode * (amax * fp32(1/6)), -448, 448))
 
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
-    rounded first. NaN gives a NaN code. Source: vLLM nvfp4_emulation_utils.py.
+    rounded first. NaN gives a NaN code. recipe and dtype are not used. Source: vLLM nvfp4_emulation_utils.py.
     """
     return encode_e4m3_scale(tensor.encode * (amax * INV6))
 
@@ -58,7 +58,7 @@ def factor_vllm(
     """Return the factor that multiplies the elements of each block in vLLM's emulation: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
-    0, the factor is 1 / 1e8. A NaN scale gives NaN.
+    0, the factor is 1 / 1e8. A NaN scale gives NaN. amax, recipe and dtype are not used.
     """
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
@@ -75,7 +75,8 @@ def factor_vllm_cuda(
         factor = tensor.encode * rcp(scale), or 0 if scale is 0
 
     scale is the value of the scale code, tensor.encode the encode scale of the tensor, and rcp is PTX
-    rcp.approx.ftz.f32. A NaN scale gives NaN. Source: vLLM _nvfp4_quant_dequant_kernel.
+    rcp.approx.ftz.f32. A NaN scale gives NaN. amax, recipe and dtype are not used. Source: vLLM
+    _nvfp4_quant_dequant_kernel.
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
@@ -90,7 +91,8 @@ def factor_auto_round(
     """Return the factor that multiplies the elements of each block in auto-round: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
-    0, the factor is 0. A NaN scale gives NaN. Source: auto-round data_type/nvfp.py.
+    0, the factor is 0. A NaN scale gives NaN. amax, recipe and dtype are not used. Source: auto-round
+    data_type/nvfp.py.
     """
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
@@ -101,7 +103,7 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
         code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if that is 0
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
-    and NaN gives a NaN code.
+    and NaN gives a NaN code. dtype is not used.
     """
     codes = encode_e4m3_scale(amax / (recipe.element.max * tensor.decode))
     return np.where(codes == 0, encode(ONE, E4M3), codes)
@@ -112,8 +114,8 @@ def factor_quark(
 ) -> np.ndarray:
     """Return scale * tensor.decode, or 2^-23 if that is 0. Quark divides the elements of each block by this factor.
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN.
-    Source: Quark real_quantize_fp4_fp6_per_group.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN. amax,
+    recipe and dtype are not used. Source: Quark real_quantize_fp4_fp6_per_group.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
@@ -127,7 +129,7 @@ def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
         code = E4M3(t / tensor.decode)
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The code may be 0.
-    Codes saturate at 448, and NaN gives a NaN code.
+    Codes saturate at 448, and NaN gives a NaN code. dtype is not used.
     """
     scale = amax / recipe.element.max
     scale = decode_scale(encode_e4m3_scale(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode)) * tensor.decode
@@ -143,7 +145,7 @@ def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
         code = E4M3((amax / 6) * tensor.encode), or 0 if the whole tensor is zero
 
     6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448,
-    and NaN gives a NaN code. Source: fouroversix pytorch/reference.py.
+    and NaN gives a NaN code. dtype is not used. Source: fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / recipe.element.max, tensor)
 
@@ -154,7 +156,7 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
         code = E4M3((amax / 4) * tensor.encode), or 0 if the whole tensor is zero
 
     So the block's amax becomes an E2M1 value of about 4. tensor.encode is the encode scale of the tensor. Codes
-    saturate at 448, and NaN gives a NaN code. Source: fouroversix pytorch/reference.py.
+    saturate at 448, and NaN gives a NaN code. recipe and dtype are not used. Source: fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / np.float32(4), tensor)
 
@@ -182,7 +184,8 @@ def factor_fouroversix(
     """Return the factor that multiplies the elements of each block in fouroversix: 1 / (tensor.decode * scale).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
-    0. A NaN scale gives NaN. An infinite factor becomes NaN, unless recipe.keep_infinity is set.
+    0. A NaN scale gives NaN. An infinite factor becomes NaN, unless recipe.keep_infinity is set. amax and dtype are not
+    used.
     """
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)
@@ -197,7 +200,7 @@ def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     """Return the E4M3 scale code of each block, as qwix 0.1.8 computes it with XLA on a CPU.
 
     It is the code of block_arith.qwix_scale(amax, recipe, dtype), which is 1 for a very small amax and for 0. There is
-    no tensor scale. Codes saturate at 448, and NaN gives a NaN code.
+    no tensor scale. Codes saturate at 448, and NaN gives a NaN code. tensor is not used.
     """
     return encode_e4m3_scale(qwix_scale(amax, recipe, dtype))
 
@@ -207,7 +210,8 @@ def factor_qwix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in qwix: block_arith.qwix_reciprocal of the scale.
 
-    The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor.
+    The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor. amax,
+    tensor and recipe are not used.
     """
     return qwix_reciprocal(decode_scale(codes), dtype)
 
@@ -220,8 +224,8 @@ def code_vllm_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
         code = E4M3(tensor.encode * (amax * rcp(6)))
 
-    tensor.encode is 1 / k_scale or 1 / v_scale. NaN gives a NaN code. Source: vLLM nvfp4_utils.cuh
-    cvt_warp_fp16_to_fp4.
+    tensor.encode is 1 / k_scale or 1 / v_scale, and rcp is PTX rcp.approx.ftz.f32. Codes saturate at 448, and NaN gives
+    a NaN code. recipe and dtype are not used. Source: vLLM nvfp4_utils.cuh cvt_warp_fp16_to_fp4.
     """
     return encode_e4m3_scale(tensor.encode * (amax * reciprocal_approx_ftz(E2M1.max)))
 
@@ -233,7 +237,9 @@ def factor_vllm_kv(
 
         factor = rcp(scale * rcp(tensor.encode)), or 0 if scale is 0
 
-    scale is the value of the scale code. A NaN scale gives NaN. If the product is subnormal, the factor is infinite.
+    scale is the value of the scale code, tensor.encode is 1 / k_scale or 1 / v_scale, and rcp is PTX
+    rcp.approx.ftz.f32. A NaN scale gives NaN. If the product is subnormal, the factor is infinite. amax, recipe and
+    dtype are not used.
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, reciprocal_approx_ftz(scale * reciprocal_approx_ftz(tensor.encode)))
@@ -244,8 +250,9 @@ def code_flashinfer_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
         code = E4M3(rcp(tensor.decode) * (amax * rcp(6)))
 
-    tensor.decode is the decode scale of the tensor. Subnormal operands and results of every operation are flushed to
-    zero. NaN gives a NaN code. Source: FlashInfer csrc/fp4_kv_quantization.cu.
+    tensor.decode is the decode scale of the tensor, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results
+    of every operation are flushed to zero. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype are not
+    used. Source: FlashInfer csrc/fp4_kv_quantization.cu.
     """
     return encode_e4m3_scale(
         multiply_ftz(reciprocal_approx_ftz(tensor.decode), multiply_ftz(amax, reciprocal_approx_ftz(E2M1.max)))
@@ -259,8 +266,9 @@ def factor_flashinfer_kv(
 
         factor = rcp(scale * tensor.decode), or 0 if amax is 0 or subnormal
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. Subnormal operands and
-    results of every operation are flushed to zero. For scale 0 and any other amax, the factor is infinite.
+    scale is the value of the scale code, tensor.decode the decode scale of the tensor, and rcp is PTX
+    rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. For scale 0 and any other
+    amax, the factor is infinite. A NaN scale gives NaN. recipe and dtype are not used.
     """
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), tensor.decode))
     return np.where(np.abs(amax) < FLT_MIN, ZERO, factor)
@@ -269,8 +277,8 @@ def factor_flashinfer_kv(
 def code_flashinfer_kv_page(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return E4M3(amax / (6 * tensor.decode)), the scale code of each block in FlashInfer's store into pages.
 
-    tensor.decode is the decode scale of the tensor. Codes saturate at 448. Source: FlashInfer page.cuh
-    nvfp4_append_quantize_block.
+    tensor.decode is the decode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype
+    are not used. Source: FlashInfer page.cuh nvfp4_append_quantize_block.
     """
     return encode_e4m3_scale(amax / (E2M1.max * tensor.decode))
 
@@ -282,7 +290,8 @@ def factor_flashinfer_kv_page(
 
         factor = 1 / (scale * tensor.decode), or 0 if scale is 0
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. amax, recipe and dtype are
+    not used.
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, ONE / (scale * tensor.decode))
@@ -295,7 +304,7 @@ def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     """Return the E4M3 scale code of each block, as comfy-kitchen computes it: E4M3(amax / 6 / tensor.decode).
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
-    and NaN gives a NaN code. Source: comfy-kitchen backends/eager/quantization.py quantize_nvfp4.
+    and NaN gives a NaN code. dtype is not used. Source: comfy-kitchen backends/eager/quantization.py quantize_nvfp4.
     """
     return encode_e4m3_scale(amax / recipe.element.max / tensor.decode)
 
@@ -306,7 +315,8 @@ def factor_comfy_kitchen(
     """Return scale * tensor.decode, the divisor of each block's elements in comfy-kitchen; NaN if it is 0.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. With NaN, every element of
-    the block gets the recipe's nan_code. This code is 0, because the producer replaces such elements by +0.
+    the block gets the recipe's nan_code. This code is 0, because the producer replaces such elements by +0. amax,
+    recipe and dtype are not used.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, NAN, scale)
@@ -323,7 +333,7 @@ def code_mslk(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
         code = E4M3(clamp((amax / 6) * tensor.encode, 2^-9, 448))
 
     6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. So a block of zeros has
-    code 1, and so has a block whose product is NaN. Source: MSLK quantize_kernels/nvfp4.py.
+    code 1, and so has a block whose product is NaN. dtype is not used. Source: MSLK quantize_kernels/nvfp4.py.
     """
     return _mslk_code(amax / recipe.element.max * tensor.encode)
 
@@ -334,7 +344,7 @@ def factor_mslk(
     """Return the factor that multiplies the elements of each block in MSLK: tensor.encode / scale.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. The rule's own codes are
-    never 0. A code 0 that a caller passes gives an infinite factor.
+    never 0. A code 0 that a caller passes gives an infinite factor. amax, recipe and dtype are not used.
     """
     return tensor.encode / decode_scale(codes)
 
@@ -344,7 +354,7 @@ def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 
         code = E4M3(clamp((amax * fp32(1/6)) * tensor.encode, 2^-9, 448))
 
-    tensor.encode is the encode scale of the tensor. A NaN product counts as 2^-9.
+    tensor.encode is the encode scale of the tensor. A NaN product counts as 2^-9. recipe and dtype are not used.
     """
     return _mslk_code(amax * INV6 * tensor.encode)
 
@@ -352,9 +362,9 @@ def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MSLK computes it for scales that are powers of two: E4M3(2^k).
 
-    2^k is (amax / 4) * tensor.encode, rounded up if its mantissa is above 1.75 and otherwise down. A product that is
-    0, infinite or NaN counts as 1. Powers below 2^-9 give code 0. tensor.encode is the encode scale of the tensor.
-    Source: MSLK quantize_kernels/nvfp4.py.
+    2^k is (amax / 4) * tensor.encode, rounded up if its mantissa is above 1.75 and otherwise down. A product that is 0,
+    infinite or NaN counts as 1. Powers below 2^-9 give code 0. tensor.encode is the encode scale of the tensor. recipe
+    and dtype are not used. Source: MSLK quantize_kernels/nvfp4.py.
     """
     product = np.asarray(amax / np.float32(4) * tensor.encode, np.float32)
     power = (np.minimum(product.view(np.int32), _INFINITY_BITS) + 0x1FFFFF & _INFINITY_BITS).view(np.float32)
@@ -367,8 +377,8 @@ factor_mslk_fast = factor_mslk_power = factor_mslk
 def code_nunchaku(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return E4M3(amax * fp32(1/6)), the scale code of each block in Nunchaku.
 
-    Codes saturate at 448. A NaN amax, which only a caller can pass, counts as infinite. Source: Nunchaku gemm_w4a4.cuh
-    quantize_w4a4_fp4_from_fpsum_warp.
+    Codes saturate at 448. A NaN amax, which only a caller can pass, counts as infinite. tensor, recipe and dtype are
+    not used. Source: Nunchaku gemm_w4a4.cuh quantize_w4a4_fp4_from_fpsum_warp.
     """
     return encode_e4m3_scale(_nunchaku_scale(amax))
 
@@ -378,9 +388,10 @@ def factor_nunchaku(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in Nunchaku: rcp(min(amax * fp32(1/6), 448)).
 
-    The scale is not rounded to E4M3 before its reciprocal is taken. If the scale is 0 or subnormal, the factor is
-    infinite, and its products with zeros are NaN. For a code that amax does not give, which the caller has passed to
-    quantize, the factor is the reciprocal of the code's value.
+    rcp is PTX rcp.approx.ftz.f32. The scale is not rounded to E4M3 before its reciprocal is taken. If the scale is 0 or
+    subnormal, the factor is infinite, and its products with zeros are NaN. For a code that amax does not give, which
+    the caller has passed to quantize, the factor is the reciprocal of the code's value. tensor, recipe and dtype are
+    not used.
     """
     return reciprocal_approx_ftz(_scale_or_given(codes, _nunchaku_scale(amax)))
 
@@ -401,8 +412,8 @@ def _nunchaku_scale(amax: np.ndarray) -> np.ndarray:
 def code_aiter(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return E4M3(amax * fp32(1/6)), the scale code of each block in aiter's Triton kernel.
 
-    Codes saturate at 448, and NaN gives a NaN code. Source: aiter Triton _nvfp4_quant_op, compiled for an H100, where
-    the division by 6 becomes this product.
+    Codes saturate at 448, and NaN gives a NaN code. tensor, recipe and dtype are not used. Source: aiter Triton
+    _nvfp4_quant_op, compiled for an H100, where the division by 6 becomes this product.
     """
     return encode_e4m3_scale(show("block scale before rounding", amax * INV6))
 
@@ -414,7 +425,7 @@ def factor_aiter(
 
     The division is that of PTX div.full.f32. The divisor is not rounded to E4M3. If it is 0, the factor is infinite,
     and its products with zeros are NaN. For a code that amax does not give, which the caller has passed to quantize,
-    the divisor is the code's value.
+    the divisor is the code's value. tensor, recipe and dtype are not used.
     """
     scale = _scale_or_given(codes, np.asarray(amax * INV6, np.float32))
     return divide_full(np.ones_like(scale), scale)
@@ -424,8 +435,8 @@ def code_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     """Return E4M3(max(amax, 6 * 2^-9) / 6), the scale code of each block in DeepSeek-V4's compressed KV cache.
 
     6 stands for the largest element value. So the code is at least 1, also for a block of zeros. Codes saturate at 448,
-    and NaN gives a NaN code. By the default factor, elements are divided by the value of the code. Source: DeepSeek-V4
-    inference/kernel.py.
+    and NaN gives a NaN code. By the default factor, elements are divided by the value of the code. tensor and dtype are
+    not used. Source: DeepSeek-V4 inference/kernel.py.
     """
     largest = recipe.element.max
     return encode_e4m3_scale(np.maximum(amax, largest * E4M3.min_subnormal) / largest)

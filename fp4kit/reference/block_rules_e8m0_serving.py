@@ -55,8 +55,8 @@ def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM's Triton code does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. amax = 0 gives code 0 (2^-127), and an infinite or NaN amax gives 254. Source: vLLM downcast_to_mxfp of
-    mxfp4_utils.py, as Triton's interpreter runs it.
+    value. amax = 0 gives code 0 (2^-127), and an infinite or NaN amax gives 254. tensor and dtype are not used. Source:
+    vLLM downcast_to_mxfp of mxfp4_utils.py, as Triton's interpreter runs it.
     """
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
@@ -66,7 +66,7 @@ def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
     value. So a scale of 2^-127, also that of amax = 0, is stored as 2^-126. An infinite amax gives 254, and NaN gives
-    127. Source: Quark even_round, real quantization.
+    127. tensor and dtype are not used. Source: Quark even_round, real quantization.
     """
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
@@ -76,7 +76,8 @@ def factor_e8m0_quark_even(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in Quark: 2^(127 - code), or NaN if amax is NaN.
 
-    If the scale was 2^-127, code 1 was stored in place of code 0. The factor is then still 2^127.
+    If the scale was 2^-127, code 1 was stored in place of code 0. The factor is then still 2^127. tensor and dtype are
+    not used.
     """
     was_raised = (codes == 1) & (_even_exponent(amax, recipe) < 1)
     return np.where(np.isnan(amax), NAN, np.where(was_raised, np.float32(2.0**127), inverse_e8m0(codes)))
@@ -86,7 +87,7 @@ def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     """Return the E8M0 code of amax / M, rounded up to a power of two, as triton_kernels does with ROUND_UP.
 
     M is the largest element value. The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255, and NaN
-    gives 0. Source: triton_kernels mxfp.py.
+    gives 0. tensor and dtype are not used. Source: triton_kernels mxfp.py.
     """
     return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
 
@@ -96,7 +97,8 @@ def factor_e8m0_triton_up(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in triton_kernels: 2^(127 - code).
 
-    For codes 0 and 255 the factor is 0. Finite elements then become zeros, and infinite elements become NaN.
+    For codes 0 and 255 the factor is 0. Finite elements then become zeros, and infinite elements become NaN. amax,
+    tensor, recipe and dtype are not used.
     """
     return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
 
@@ -104,8 +106,8 @@ def factor_e8m0_triton_up(
 def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax / M, rounded down to a power of two, as triton_kernels does with ROUND_DOWN.
 
-    M is the largest element value. If the quotient is below 2^-126, the code is 0. inf and NaN give 255. Source:
-    triton_kernels mxfp.py.
+    M is the largest element value. If the quotient is below 2^-126, the code is 0. inf and NaN give 255. tensor and
+    dtype are not used. Source: triton_kernels mxfp.py.
     """
     return exponent_field(show("block scale before rounding", amax / recipe.element.max)).astype(np.uint8)
 
@@ -126,7 +128,7 @@ def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     """Return the E8M0 code of amax / 4, rounded up to a power of two, as fouroversix does with scale rule static_4.
 
     The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255. NaN gives 0, because the producer's byte
-    wraps. Source: fouroversix quantize_to_mxfp4.
+    wraps. tensor, recipe and dtype are not used. Source: fouroversix quantize_to_mxfp4.
     """
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 
@@ -136,7 +138,8 @@ def factor_e8m0_fouroversix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in fouroversix: 2^(127 - code).
 
-    For code 255 the factor is 0. For code 0 it is NaN, because the producer divides zeros by 0.
+    For code 255 the factor is 0. For code 0 it is NaN, because the producer divides zeros by 0. amax, tensor, recipe
+    and dtype are not used.
     """
     return np.where(codes == 0, NAN, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
@@ -160,8 +163,8 @@ factor_e8m0_even_normal = factor_e8m0_triton_up
 def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of max(amax, 1e-4) / M, rounded up to a power of two, as DeepGEMM does.
 
-    M is the largest element value. The power is at most 2^127, also for an infinite or NaN amax. Source: DeepGEMM
-    utils/math.py ceil_to_ue8m0.
+    M is the largest element value. The power is at most 2^127, also for an infinite or NaN amax. tensor and dtype are
+    not used. Source: DeepGEMM utils/math.py ceil_to_ue8m0.
     """
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
@@ -188,7 +191,7 @@ def _auto_round_factor(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in auto-round and SGLang: 2^(127 - code).
 
-    The factor is NaN if amax is infinite or NaN.
+    The factor is NaN if amax is infinite or NaN. tensor, recipe and dtype are not used.
     """
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
@@ -197,8 +200,8 @@ def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as auto-round computes it.
 
     log2 is rounded to float32, and emax is the exponent of the largest element value. The exponent is clamped to [-127,
-    127]. amax = 0 gives the code of 2^(1 - emax). An infinite or NaN amax gives code 0. Source: auto-round
-    data_type/mxfp.py quant_mx.
+    127]. amax = 0 gives the code of 2^(1 - emax). An infinite or NaN amax gives code 0. tensor and dtype are not used.
+    Source: auto-round data_type/mxfp.py quant_mx.
     """
     return _auto_round(
         np.floor(show("log2 of the amax", log2(amax))) - recipe.element.emax, amax, 1 - recipe.element.emax
@@ -209,7 +212,7 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as auto-round's quant_mx_rceil computes it.
 
     log2 is rounded to float32, and M is the largest element value. The exponent is clamped to [-127, 127]. amax = 0
-    gives the code of 2. An infinite or NaN amax gives code 0.
+    gives the code of 2. An infinite or NaN amax gives code 0. tensor and dtype are not used.
     """
     return _auto_round(np.ceil(show("log2 of the scale", log2(amax / recipe.element.max))), amax, 1)
 
@@ -218,7 +221,7 @@ def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe:
     """Return the E8M0 code of 2^ceil(log2(amax / 7.25)), as auto-round's quant_mx_rceil_v2 computes it.
 
     log2 is rounded to float32. The exponent is clamped to [-127, 127]. amax = 0 gives the code of 2. An infinite or NaN
-    amax gives code 0.
+    amax gives code 0. tensor, recipe and dtype are not used.
     """
     return _auto_round(np.ceil(show("log2 of the scale", log2(amax / np.float32(7.25)))), amax, 1)
 
@@ -244,6 +247,7 @@ def factor_e8m0_auto_round_rceil(
     """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil: 2^(127 - code).
 
     It is NaN if amax is infinite or NaN, or if a positive amax divided by the largest element value underflows to 0.
+    tensor and dtype are not used.
     """
     return _auto_round_up_factor(codes, amax, amax / recipe.element.max)
 
@@ -253,7 +257,8 @@ def factor_e8m0_auto_round_rceil_v2(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil_v2: 2^(127 - code).
 
-    It is NaN if amax is infinite or NaN, or if a positive amax divided by 7.25 underflows to 0.
+    It is NaN if amax is infinite or NaN, or if a positive amax divided by 7.25 underflows to 0. tensor, recipe and
+    dtype are not used.
     """
     return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
 
@@ -295,8 +300,8 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     """Return the E8M0 code of s = T(2^(floor(T(log2(amax))) - emax)), as Quark computes it with scale mode floor.
 
     T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, as for amax
-    = 0, it is replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. An infinite or NaN amax gives 127. Source:
-    Quark get_scale.
+    = 0, it is replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. An infinite or NaN amax gives 127. tensor is
+    not used. Source: Quark get_scale.
     """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -307,7 +312,7 @@ def factor_e8m0_quark_floor(
     """Return the factor by which Quark divides the elements of each block with scale mode floor.
 
     It is the scale s that code_e8m0_quark_floor computes, even if s was stored as 2^-126. For a code that amax does not
-    give, which the caller has passed to quantize, the factor is the value of the code.
+    give, which the caller has passed to quantize, the factor is the value of the code. tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -316,8 +321,8 @@ def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     """Return the E8M0 code of s = T(2^(ceil(T(log2(amax))) - emax)), as Quark computes it with scale mode ceil.
 
     T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, as for amax
-    = 0, it is replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. An infinite or NaN amax gives 127. Source:
-    Quark get_scale.
+    = 0, it is replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. An infinite or NaN amax gives 127. tensor is
+    not used. Source: Quark get_scale.
     """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
 
@@ -328,7 +333,7 @@ def factor_e8m0_quark_ceil(
     """Return the factor by which Quark divides the elements of each block with scale mode ceil.
 
     It is the scale s that code_e8m0_quark_ceil computes, even if s was stored as 2^-126. For a code that amax does not
-    give, which the caller has passed to quantize, the factor is the value of the code.
+    give, which the caller has passed to quantize, the factor is the value of the code. tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
@@ -337,7 +342,7 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
     """Return the E8M0 code of 2^ceil(max(T(log2(T(amax / M))), -127)), as SGLang's MXFP4 utility computes it.
 
     T rounds to the dtype of the elements, and M is the largest element value. amax = 0 gives code 0 (2^-127), and an
-    infinite or NaN amax gives code 0 too. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
+    infinite or NaN amax gives code 0 too. tensor is not used. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
     """
     ratio = round_to(amax / recipe.element.max, dtype)
     logarithm = show("log2 of the scale", round_to(log2(ratio), dtype))
@@ -348,8 +353,8 @@ def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     """Return the E8M0 code of 2^ceil(T(log2(d))), d = max(T(amax / M), T(1e-10)), as SGLang's KV cache computes it.
 
     T rounds to the dtype of the elements, and M is the largest element value. The exponent is clamped to [-127, 127].
-    If T(1e-10) is 0, as for float16, amax = 0 gives code 0. An infinite or NaN amax gives code 0, too. Source: SGLang
-    kvfp4_tensor.py.
+    If T(1e-10) is 0, as for float16, amax = 0 gives code 0. An infinite or NaN amax gives code 0, too. tensor is not
+    used. Source: SGLang kvfp4_tensor.py.
     """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
     logarithm = show("log2 of the scale", round_to(log2(ratio), dtype))
@@ -363,7 +368,7 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     """Return the E8M0 code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), as qwix 0.1.8 computes it with XLA on a CPU.
 
     s is block_arith.qwix_scale of amax, reciprocal is block_arith.qwix_reciprocal, and T rounds to the dtype of the
-    elements. If s is infinite or NaN, the code is 255.
+    elements. If s is infinite or NaN, the code is 255. tensor is not used.
 
     Exact: XLA computes log by a polynomial for vectors and by libm for single elements. Neither is correctly rounded,
     but the log here is. For every s, all three give the same exponent.
@@ -382,7 +387,7 @@ def factor_e8m0_qwix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of a block in qwix: 2^(127 - code), or 0 if amax is infinite.
 
-    Code 255, which a NaN amax gives, has the factor NaN.
+    Code 255, which a NaN amax gives, has the factor NaN. tensor, recipe and dtype are not used.
     """
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))
 
@@ -394,8 +399,8 @@ def code_e8m0_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     """Return the E8M0 code of 2^ceil(log2(max(amax / M, 2^-127))), as comfy-kitchen computes it.
 
     log2 is rounded to float32, and M is the largest element value. The exponent is at most 127. An infinite or NaN amax
-    gives code 0, because the producer casts it to an integer. Source: comfy-kitchen backends/eager/quantization.py
-    quantize_mxfp8.
+    gives code 0, because the producer casts it to an integer. tensor and dtype are not used. Source: comfy-kitchen
+    backends/eager/quantization.py quantize_mxfp8.
     """
     exponent = np.ceil(show("log2 of the scale", log2(np.maximum(amax / recipe.element.max, np.float32(2.0**-127)))))
     return np.where(np.isfinite(amax), _clipped(exponent), np.uint8(0))
@@ -406,7 +411,8 @@ def factor_e8m0_comfy_kitchen(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in comfy-kitchen: 2^(127 - code).
 
-    Code 0 stands for the scale 0 there, so that its factor is infinite. In a block of zeros it is 1.
+    Code 0 stands for the scale 0 there, so that its factor is infinite. In a block of zeros it is 1. tensor, recipe and
+    dtype are not used.
     """
     return np.where(codes > 0, inverse_e8m0(codes), np.where(amax == 0, ONE, np.float32(np.inf)))
 
@@ -426,7 +432,8 @@ def code_e8m0_mslk_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as MSLK's MX4 kernel computes it with mode ceil.
 
     emax is the exponent of the largest element value. The logarithm is taken exactly. amax = 0 gives code 0. The scale
-    is at most 2^(127 - emax), also for an infinite or NaN amax. Source: MSLK quantize_kernels, triton_quantize_mx4.
+    is at most 2^(127 - emax), also for an infinite or NaN amax. tensor and dtype are not used. Source: MSLK
+    quantize_kernels, triton_quantize_mx4.
     """
     return _mslk_code(amax, 0x7FFFFF, recipe)
 
@@ -434,9 +441,10 @@ def code_e8m0_mslk_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def code_e8m0_mslk_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as MSLK's MX4 kernel computes it with mode even.
 
-    r is 2^(k + 1) if amax is above 1.75 * 2^k, with k = floor(log2(amax)), and otherwise amax. An amax of exactly
-    1.75 * 2^k is not raised, unlike in the rule e8m0_even. amax = 0 gives code 0. The scale is at most 2^(127 - emax),
-    also for an infinite or NaN amax.
+    emax is the exponent of the largest element value. r is 2^(k + 1) if amax is above 1.75 * 2^k, with k =
+    floor(log2(amax)), and otherwise amax. An amax equal to that bound is not raised, unlike in the rule e8m0_even. amax
+    = 0 gives code 0. The scale is at most 2^(127 - emax), also for an infinite or NaN amax. tensor and dtype are not
+    used.
     """
     return _mslk_code(amax, 0x1FFFFF, recipe)
 
@@ -444,8 +452,8 @@ def code_e8m0_mslk_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def code_e8m0_mslk_nearest(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(amax) + 0.5) - emax), as MSLK's MX4 kernel computes it with mode nearest.
 
-    log2 and the sum are rounded to float32. amax = 0 counts as 2^-126. The scale is at most 2^(127 - emax), also for an
-    infinite or NaN amax.
+    emax is the exponent of the largest element value. log2 and the sum are rounded to float32. amax = 0 counts as
+    2^-126. The scale is at most 2^(127 - emax), also for an infinite or NaN amax. tensor and dtype are not used.
     """
     is_usual = (amax > 0) & np.isfinite(amax)
     logarithm = show("log2 of the amax", log2(np.where(is_usual, amax, np.float32(2.0**-126))))
@@ -458,7 +466,7 @@ def code_e8m0_aiter_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     """Return the E8M0 code of amax / M, rounded up to a power of two, as aiter does with mode RoundUp.
 
     M is the largest element value. The power is at least 2^-126, so only amax / M = 0 gives code 0. inf and NaN give
-    255. Source: aiter utility/fp4_utils.py f32_to_e8m0.
+    255. tensor and dtype are not used. Source: aiter utility/fp4_utils.py f32_to_e8m0.
     """
     return np.minimum(exponent_up(amax / recipe.element.max), 255).astype(np.uint8)
 
@@ -467,7 +475,7 @@ def code_e8m0_aiter_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     """Return the E8M0 code of amax / 2^emax, rounded up to a power of two, as aiter does with mode Ceil.
 
     emax is the exponent of the largest element value. The power is at least 2^-126, so only amax / 2^emax = 0 gives
-    code 0. inf and NaN give 255.
+    code 0. inf and NaN give 255. tensor and dtype are not used.
     """
     return np.minimum(exponent_up(amax / np.float32(2.0**recipe.element.emax)), 255).astype(np.uint8)
 
@@ -475,7 +483,8 @@ def code_e8m0_aiter_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of max(amax, 6 * 2^-126) * fp32(1/6), rounded up to a power of two, as DeepSeek-V4 does.
 
-    So the scale is at least 2^-126. inf and NaN give 255. Source: DeepSeek-V4 inference/kernel.py fp4_act_quant.
+    So the scale is at least 2^-126. inf and NaN give 255. tensor, recipe and dtype are not used. Source: DeepSeek-V4
+    inference/kernel.py fp4_act_quant.
     """
     ratio = np.maximum(amax, E2M1.max * FLT_MIN) * INV6
     return np.minimum(exponent_up(ratio), 255).astype(np.uint8)
@@ -484,7 +493,8 @@ def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def code_e8m0_deepseek_fp8(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of max(amax, 1e-4) * fp32(1/M), rounded up to a power of two, as DeepSeek-V4 does for FP8.
 
-    M is the largest element value. inf and NaN give 255. Source: DeepSeek-V4 inference/kernel.py act_quant.
+    M is the largest element value. inf and NaN give 255. tensor and dtype are not used. Source: DeepSeek-V4
+    inference/kernel.py act_quant.
     """
     ratio = np.maximum(amax, np.float32(1e-4)) * (ONE / recipe.element.max)
     return np.minimum(exponent_up(ratio), 255).astype(np.uint8)

@@ -36,7 +36,7 @@ def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 
     6 stands for the largest element value. Rounding is to nearest, but ties go up. A d below 2^-6 has the code
     min(int(d * 512 + 0.5), 7), so it never rounds up to 2^-6, the smallest normal value. From d = 248 on, the code is
-    that of 448. NaN gives code 0.
+    that of 448. NaN gives code 0. tensor and dtype are not used.
     """
     d = show("block scale before rounding", np.where(amax > 0, amax / recipe.element.max, ZERO))
     low = np.minimum(d * np.float32(512) + np.float32(0.5), np.float32(7)).astype(np.int32)
@@ -50,7 +50,7 @@ def factor_gguf(
 ) -> np.ndarray:
     """Return the factor with which the elements of each block are compared in llama.cpp: the value of the scale code.
 
-    Each element gets the code whose value * factor is nearest to it.
+    Each element gets the code whose value * factor is nearest to it. amax, tensor, recipe and dtype are not used.
     """
     return decode(codes, E4M3)
 
@@ -61,8 +61,8 @@ def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
         code = low byte of floor(log2f(amax)) - emax + 127, or 0 if amax is 0, infinite or NaN
 
     emax is the exponent of the largest element value. If amax is at most 44 ulp below a power of two, log2f rounds up
-    to an integer. If amax is below 2^-125, the byte wraps to 255, 254, ..., as x86-64 casts negative numbers. Source:
-    quantize_row_mxfp4_ref.
+    to an integer. If amax is below 2^-125, the byte wraps to 255, 254, ..., as x86-64 casts negative numbers. tensor
+    and dtype are not used. Source: quantize_row_mxfp4_ref.
     """
     positive = (amax > 0) & np.isfinite(amax)
     exponent = (
@@ -77,7 +77,7 @@ def factor_e8m0_gguf(
     """Return the factor with which the elements of each block are compared in llama.cpp: 2^(code - 127).
 
     Each element gets the code whose value * factor is nearest to it. Code 255 gives an infinite factor. Then every
-    finite element gets code 0.
+    finite element gets code 0. amax, tensor, recipe and dtype are not used.
     """
     return np.ldexp(ONE, codes.astype(np.int32) - 127)
 
@@ -88,8 +88,8 @@ def factor_e8m0_gguf(
 def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
     """Return E4M3(scaled), but never a NaN code, because MLX saturates NaN too.
 
-    If amax is NaN, the code is that of 448. If `scaled` is NaN because it is 0 * inf, the code is that of -448, because
-    x86-64 sets the sign bit of this NaN.
+    scaled: the block scales before they are encoded. amax: the block amaxes. If amax is NaN, the code is that of 448.
+    If `scaled` is NaN because it is 0 * inf, the code is that of -448, because x86-64 sets the sign bit of this NaN.
     """
     codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode_e4m3_scale(scaled))
     return np.where(np.isnan(amax), E4M3.max_code, codes).astype(np.uint8)
@@ -107,7 +107,8 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
 def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the factor by which MLX's CPU back end divides the elements of each block: the magnitude of the scale.
 
-    The quotients are then multiplied by tensor.encode, the encode scale of the tensor.
+    The quotients are then multiplied by tensor.encode, the encode scale of the tensor. amax, tensor, recipe and dtype
+    are not used.
     """
     return np.abs(decode(codes, E4M3))
 
@@ -116,7 +117,7 @@ def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     """Return the E4M3 scale code of each block, as MLX's Metal kernels compute it: E4M3((amax / 6) * tensor.encode).
 
     6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448;
-    NaN saturates to 448 or -448 (see _saturated).
+    NaN saturates to 448 or -448 (see _saturated). dtype is not used.
     """
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 
@@ -127,7 +128,7 @@ def factor_mlx_metal(
     """Return the factor that multiplies the elements of each block in MLX's Metal kernels: tensor.encode / |scale|.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0, the factor is
-    0.
+    0. amax, recipe and dtype are not used.
     """
     scale = np.abs(decode(codes, E4M3))
     return np.where(scale == 0, ZERO, tensor.encode / scale)
@@ -162,7 +163,7 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 
     T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s <= 2^-128, the byte
     wraps to 255, 254, ..., which decode as huge scales. If s is infinite or NaN, the code is 128 for float32 elements,
-    otherwise 0.
+    otherwise 0. tensor is not used.
     """
     s = round_to(amax / recipe.element.max, dtype)
     significand, exponent = np.frexp(show("block scale before rounding", _defined(s)))
@@ -175,7 +176,7 @@ def factor_e8m0_mlx(
     """Return the factor 2^n by which MLX's CPU back end divides the elements of each block.
 
     n is code - 127. If the code is a wrapped byte, n is the exponent before it wrapped: code - 127 - 256. If amax is
-    infinite or NaN, the factor is 0.
+    infinite or NaN, the factor is 0. tensor and dtype are not used.
     """
     wraps = (codes >= _FIRST_WRAPPED) & (amax > 0) & (amax / recipe.element.max < np.float32(_MIN_NORMAL / 2))
     power = np.ldexp(ONE, codes.astype(np.int32) - 127 - np.where(wraps, 256, 0))
@@ -188,7 +189,7 @@ def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
         code = low byte of rint(T(log2(s))) + 127,   s = T(amax / M)
 
     T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s is infinite or NaN,
-    the code is 128 for float32 elements, otherwise 0. Exponents below -127 wrap to 255, 254, ...
+    the code is 128 for float32 elements, otherwise 0. Exponents below -127 wrap to 255, 254, ... tensor is not used.
 
     Later versions round the exponent up instead. With the nearest exponent, scaled E2M1 elements can reach 8.5 and then
     saturate.
@@ -205,7 +206,7 @@ def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: log2(amax / M) + 127.
 
     The logarithm is rounded to the nearest integer, ties away from zero, and clamped to [-127, 127]. So amax = 0 gives
-    code 0, and inf gives 254. M is the largest element value. A NaN amax gives code 255.
+    code 0, and inf gives 254. M is the largest element value. A NaN amax gives code 255. tensor and dtype are not used.
     """
     exponent = show("log2 of the scale", log2(amax / recipe.element.max)).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)

@@ -42,7 +42,7 @@ def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as torchao 0.18.0 does with mode FLOOR.
 
     emax is the exponent of the largest element value. Exponents below -127, also that of amax = 0, give code 0. inf
-    gives the code of 2^(128 - emax), and NaN gives 255 (NaN).
+    gives the code of 2^(128 - emax), and NaN gives 255 (NaN). tensor and dtype are not used.
     """
     return _shifted(amax, np.asarray(amax, np.float32), recipe)
 
@@ -51,7 +51,7 @@ def code_e8m0_ceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao 0.18.0 does with mode CEIL.
 
     emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. inf gives
-    the code of 2^(128 - emax), and NaN gives 255 (NaN).
+    the code of 2^(128 - emax), and NaN gives 255 (NaN). tensor and dtype are not used.
     """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted(amax, np.asarray(amax, np.float32), recipe, up=mantissa != 0)
@@ -61,7 +61,7 @@ def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao 0.18.0 does with mode EVEN.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. If r is infinite, the code is that of 2^(128 - emax). NaN gives 255 (NaN).
+    value. If r is infinite, the code is that of 2^(128 - emax). NaN gives 255 (NaN). tensor and dtype are not used.
     """
     bits = np.where(np.isnan(amax), 0, np.asarray(amax, np.float32).view(np.int32))
     rounded = (bits + (1 << 22 - recipe.element.mantissa_bits)).astype(np.int32).view(np.float32)
@@ -74,7 +74,7 @@ def factor_e8m0_floor_018(
     """Return the factor that multiplies the elements of each block in torchao 0.18.0: 2^(127 - code).
 
     For code 0, which stands for 2^-127, the factor is 2^126, because torchao divides by 2^-126 at least. For code 255
-    it is 0, because torchao divides by infinity.
+    it is 0, because torchao divides by infinity. amax, tensor, recipe and dtype are not used.
     """
     return np.where(codes == 0, MIN_NORMAL_INVERSE, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
@@ -86,7 +86,7 @@ def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as torchao 0.18.0 does with mode RCEIL.
 
     M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. So amax = 0
-    gives code 0, and inf gives 254. NaN gives 255 (NaN). Source: torchao _to_mx_rceil.
+    gives code 0, and inf gives 254. NaN gives 255 (NaN). tensor and dtype are not used. Source: torchao _to_mx_rceil.
     """
     exponent = np.ceil(show("log2 of the scale", log2(np.where(np.isnan(amax), ONE, amax / recipe.element.max))))
     return np.where(np.isnan(amax), 255, np.clip(exponent, -127, 127) + 127).astype(np.uint8)
@@ -97,6 +97,7 @@ def factor_e8m0_rceil_018(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in torchao 0.18.0's mode RCEIL: 2^(127 - code).
 
-    For code 0 the factor is 1, so that the elements of such a block become zeros.
+    For code 0 the factor is 1, so that the elements of such a block become zeros. amax, tensor, recipe and dtype are
+    not used.
     """
     return np.where(codes == 0, ONE, inverse_e8m0(codes))

@@ -57,7 +57,7 @@ def decode_compressed_tensors(
 ) -> np.ndarray:
     """Return values * (e4m3(scales) / tensor.encode), as compressed-tensors and vLLM do.
 
-    e4m3() decodes scale codes. compressed-tensors stores tensor.encode as its global scale.
+    e4m3() decodes scale codes. compressed-tensors stores tensor.encode as its global scale. recipe is not used.
     """
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
 
@@ -66,7 +66,7 @@ def decode_stored_divisor(values: np.ndarray, scales: np.ndarray, tensor: Tensor
     """Return values * (e4m3(scales) / (1 / tensor.decode)): compressed-tensors' decoding of another producer's codes.
 
     e4m3() decodes scale codes. A checkpoint of compressed-tensors stores 1 / tensor.decode as the divisor, if the
-    recipe of the codes does not compute a divisor itself.
+    recipe of the codes does not compute a divisor itself. recipe is not used.
     """
     return values * (decode(scales, E4M3)[..., None] / (ONE / tensor.decode))
 
@@ -74,7 +74,8 @@ def decode_stored_divisor(values: np.ndarray, scales: np.ndarray, tensor: Tensor
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (e4m3(scales) * rcp(tensor.encode)), as vLLM's Triton kernel does.
 
-    e4m3() decodes scale codes, and rcp is PTX rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
+    e4m3() decodes scale codes, and rcp is PTX rcp.approx.ftz.f32. recipe is not used. Source: vLLM
+    _nvfp4_quant_dequant_kernel.
     """
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
@@ -82,7 +83,7 @@ def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 def decode_flashinfer_kv(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return (values * e4m3(scales)) * tensor.decode, as FlashInfer's nvfp4_kv_dequantize does.
 
-    e4m3() decodes scale codes. The first product is exact, so the result is rounded once.
+    e4m3() decodes scale codes. The first product is exact, so the result is rounded once. recipe is not used.
     """
     return values * decode(scales, E4M3)[..., None] * tensor.decode
 
@@ -90,7 +91,7 @@ def decode_flashinfer_kv(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * R(R(e4m3(scales) * tensor.decode)), as auto-round does, where R(t) is 1 / t, or 0 if t is 0.
 
-    e4m3() decodes scale codes. Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
+    e4m3() decodes scale codes. recipe is not used. Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
     """
     return values * reciprocal_or_zero(reciprocal_or_zero(decode(scales, E4M3)[..., None] * tensor.decode))
 
@@ -106,14 +107,18 @@ def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (e4m3(scales) * tensor.decode), with the scale codes 0x7F and 0xFF read as 480 and -480.
 
-    e4m3() decodes scale codes, of which these two are usually NaN. Source: MLX mx.dequantize on a CPU, up to 0.32.2.
+    e4m3() decodes scale codes, of which these two are usually NaN. recipe is not used. Source: MLX mx.dequantize on a
+    CPU, up to 0.32.2.
     """
     numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
     return values * (numbers[..., None] * tensor.decode)
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return values * 2^(scales - 127), as OCP MX v1.0 defines it. Scale code 255 gives NaN."""
+    """Return values * 2^(scales - 127), as OCP MX v1.0 defines it. Scale code 255 gives NaN.
+
+    tensor and recipe are not used.
+    """
     return values * decode(scales, E8M0)[..., None]
 
 
@@ -128,7 +133,10 @@ def decode_e8m0_flashinfer_host(
 
 
 def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return values with -0 replaced by +0, for producers whose tables of values have no -0."""
+    """Return values with -0 replaced by +0, for producers whose tables of values have no -0.
+
+    recipe is not used.
+    """
     return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 
@@ -137,8 +145,8 @@ def decode_e8m0_flashinfer_api(
 ) -> np.ndarray:
     """Return values * f, where f is the float32 whose bits are scales << 23.
 
-    f is 2^(scales - 127), except that scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. Source: FlashInfer
-    e2m1_and_ufp8sf_scale_to_float, type 0.
+    f is 2^(scales - 127), except that scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. tensor and recipe
+    are not used. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0.
     """
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
@@ -146,8 +154,8 @@ def decode_e8m0_flashinfer_api(
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return ldexp(values, scales - 127): values * 2^(scales - 127) with an unbounded scale.
 
-    Scale code 255 stands for 2^128. This is no float32, but its product with an element of 0.5 is one. Source:
-    transformers convert_moe_packed_tensors.
+    Scale code 255 stands for 2^128. This is no float32, but its product with an element of 0.5 is one. tensor and
+    recipe are not used. Source: transformers convert_moe_packed_tensors.
     """
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
 
@@ -173,7 +181,8 @@ def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * 2^(scales - 127), where scale code 255 is infinity instead of NaN.
 
-    Under that scale, zeros become NaN. Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
+    Under that scale, zeros become NaN. tensor and recipe are not used. Source: Model-Optimizer MXFP4QTensor and
+    MXFP8QTensor.
     """
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
 
@@ -222,14 +231,20 @@ def _narrow_scales(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, 
 def decode_comfy_kitchen_float16(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to float16 and e4m3() decodes scale codes."""
+    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to float16 and e4m3() decodes scale codes.
+
+    recipe is not used.
+    """
     return _narrow_scales(values, scales, tensor, HALF)
 
 
 def decode_comfy_kitchen_bfloat16(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to bfloat16 and e4m3() decodes scale codes."""
+    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to bfloat16 and e4m3() decodes scale codes.
+
+    recipe is not used.
+    """
     return _narrow_scales(values, scales, tensor, BFLOAT16)
 
 
@@ -271,8 +286,8 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
     """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16.
 
     So a scale s of 2^16 or more is infinite, and one below 2^-24 is 0. Scale code 255 is infinite too. Under an
-    infinite scale, zeros become NaN. Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every
-    dtype.
+    infinite scale, zeros become NaN. tensor and recipe are not used. Source: MLX mx.dequantize of float16 on a CPU;
+    fouroversix dequantize, for every dtype.
     """
     scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))
     return round_to(values * round_to(scale, HALF)[..., None], HALF)
@@ -290,7 +305,7 @@ def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: Ten
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values / tensor.encode, or +0 if the tensor amax is at most 2^-24, as Model-Optimizer decodes integers.
 
-    Integer recipes have no block scales, so scales is None.
+    Integer recipes have no block scales, so scales is None. scales and recipe are not used.
     """
     zero = tensor.amax <= TINY_AMAX
     return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))

@@ -61,7 +61,7 @@ def nvfp4_modelopt_triton(
         s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if that is not positive
 
     s is the scale of a block, and amax its largest magnitude. If s is below 1e-5 or NaN, it is replaced by 1. So a
-    tensor whose scales are all below 1e-5 becomes zero. Zeros are +0. A NaN element gives -6 s.
+    tensor whose scales are all below 1e-5 becomes zero. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = show("tensor scale", np.where(gs <= 0, np.float32(1e-12), gs))
@@ -84,7 +84,7 @@ def nvfp4_modelopt_static(
 
     s is the scale of a block, and amax its calibrated amax. So amax / 6 is rounded as the recipe fp8-modelopt rounds
     with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0. If s is infinite or NaN, it
-    is replaced by 1. Zeros are +0. A NaN element gives -6 s.
+    is replaced by 1. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)
@@ -105,7 +105,7 @@ def nvfp4_modelopt_cuda(
 
     s is the scale of a block, and amax its largest magnitude. t and s are float64; 1 / s and s are then rounded to
     float32. An infinite or NaN amax counts as FLT_MAX. If amax is 0, or if tensor_amax is 0, infinite or NaN, s is
-    replaced by 1. If s is 0, y is 0. -0 gives +0, and a NaN element gives 6 s.
+    replaced by 1. If s is 0, y is 0. -0 gives +0, and a NaN element gives 6 s. dtype is not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
@@ -126,7 +126,7 @@ def mx_modelopt(
     s, the scale of a block, is amax / M rounded up to a power of two and clamped to [2^-127, 2^127], or 1 if amax is 0.
     M is the largest element value. The amax leaves out NaN elements, and an infinite amax counts as FLT_MAX. -0 gives
     +0. The producer leaves NaN elements undefined; here they give NaN, or the largest value times s in a format without
-    NaN.
+    NaN. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
@@ -144,7 +144,8 @@ def int_modelopt(
 
     M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. If
     tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. If the recipe has one scale per block, y is
-    then 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN.
+    then 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN. amax and
+    dtype are not used.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -161,7 +162,7 @@ def int4_qat(
     """Fake-quantize x to 4-bit integers as training stacks do for QAT: y = clip(rint(x / s), -7, 7) * s.
 
     The scale s is max(tensor_amax / 7, 1e-5), so zeros give zeros. -0 and NaN elements are kept. An infinite or NaN
-    tensor_amax makes everything that it covers NaN.
+    tensor_amax makes everything that it covers NaN. amax and dtype are not used.
     """
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
@@ -208,7 +209,7 @@ def _microxcaling(
         Every operation is rounded to dtype. emax is the exponent of the largest element value. log2 is rounded too, so
         its floor is one too large just below a power of two. If the exponent of s is above 127, the block becomes NaN.
         If it is below -127, it becomes -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros give NaN
-        (0 / 0).
+        (0 / 0). tensor_amax is not used.
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
@@ -263,7 +264,7 @@ def fp_quant(
 
     s is the scale of a block, and amax its largest magnitude. round() saturates, and ties go toward zero. log2 is
     rounded to float32. If amax is below 2^-124, s is 0, so that y is a zero with the sign of x. Every zero of x gives
-    -0. If amax is infinite or NaN, the whole block is NaN.
+    -0. If amax is infinite or NaN, the whole block is NaN. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)

@@ -85,7 +85,9 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
 
 def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks)."""
+    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks). recipe.flush flushes
+    subnormals.
+    """
     multiply, _ = ARITHMETIC[recipe.flush]
     return multiply(blocks, factor[..., None])
 
@@ -98,7 +100,7 @@ def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
 def encode_under(
     scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return the element codes of blocks with given scale codes, such as those of an earlier call.
+    """Return the element codes (m, blocks, 16) of blocks with given scale codes, such as those of an earlier call.
 
     The scale code alone determines the element codes: it does not matter which of the two candidates it came from.
 
@@ -141,8 +143,8 @@ def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) ->
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return the decoded elements, from `scaled`, the products of E2M1 values and block scales.
 
-    TE and fouroversix compute (scaled * tensor_amax) / (6 * scale_max). FlashInfer, whose recipes set flush, computes
-    scaled * tensor.decode.
+    TE and fouroversix compute (scaled * tensor.amax) / (6 * scale_max), where scale_max is the recipe's largest block
+    scale. FlashInfer, whose recipes set flush, computes scaled * tensor.decode.
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:

@@ -97,7 +97,7 @@ def amax_interval(
 def _kept_interval(
     scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return amax_interval of the float32 numbers in `scale`. Keep the result.
+    """Return amax_interval for the float32 numbers whose bytes are `scale`, in the given shape. Keep the result.
 
     Programs that identify a recipe request the interval of one stored scale for many variants of the codes.
     """
@@ -105,7 +105,7 @@ def _kept_interval(
 
 
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return amax_interval, computed by binary search."""
+    """Return what amax_interval returns for these arguments, computed by binary search."""
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
         center = likely_amax.view(np.int32).astype(np.int64)

@@ -178,10 +178,7 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
 def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
     """Return C + A B^T, added in steps along K, ascending: each step adds to the sums of the previous step.
 
-    The result is float32 (M, N).
-
-
-    K is a multiple of step.k. If K is 0, c itself is returned.
+    The result is float32 (M, N). K is a multiple of step.k. If K is 0, c itself is returned.
     """
     for start in range(0, a.elements.significand.shape[-1], step.k):
         c = add_step(_cut(a, start, start + step.k), _cut(b, start, start + step.k), c, step)

@@ -49,7 +49,7 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
     """Return the elements of a tile as contiguous float32, ready for quantization.
 
     hadamard: the sign mask of a Hadamard transform; None for no transform. With a mask, the elements are first
-    transformed, and the result is rounded to the dtype of x.
+    transformed, and the result is rounded to the dtype of x. recipe is not used.
     """
     if hadamard is not None:
         x = show("element after the Hadamard transform", hadamard_blocks(x, hadamard))

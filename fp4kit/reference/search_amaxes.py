@@ -72,7 +72,8 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: Terms, columns: int) -> np.ndarray:
-    """Return the loss of each part of a row of x, in float64: the sum of weight * |x - values|^power.
+    """Return the loss of each part of every row of x: the sum of weight * |x - values|^power, as float64 in one
+    dimension.
 
     If power is infinite, it is the maximum of weight * |x - values|. Without weights, each weight is 1.
 

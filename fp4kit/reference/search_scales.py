@@ -44,7 +44,7 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
 
 
 def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAULT_TERMS) -> np.ndarray:
-    """Return, for each block of float32 x, the candidate amax with the smallest loss.
+    """Return, for each block of float32 x, the candidate amax with the smallest loss: one float32 number per block.
 
     Among equal losses, the smallest amax is taken. If every loss is NaN or infinite, it is the smallest candidate that
     terms allow.
@@ -85,7 +85,7 @@ def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -
 def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
     """Return the block amaxes that give the positive E4M3 scales c: amax * (c * fp32(1 / N)), as float32 (126,).
 
-    amax is the tensor amax, and N is recipe.scale_max. fp32 rounds to float32.
+    amax is the tensor amax, and N is r.scale_max, the largest block scale of the recipe. fp32 rounds to float32.
     """
     return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
 

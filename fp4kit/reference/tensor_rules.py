@@ -83,7 +83,7 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         decode = 1 / encode
 
     2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. An amax of 0 gives encode = FLT_MAX.
-    NaN stays NaN.
+    NaN stays NaN. dtype is not used.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     encode_scale = np.where(encode_scale == 0, ONE, encode_scale)
@@ -108,7 +108,7 @@ def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) 
         encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 if amax is 0 or NaN
         decode = 1 / encode, or 1 if encode is 0
 
-    2688 stands for full_range(recipe). encode is 0 only if amax is infinite.
+    2688 stands for full_range(recipe). encode is 0 only if amax is infinite. dtype is not used.
     """
     encode_scale = np.minimum(full_range(recipe) / np.maximum(amax, FLT_MIN), FLT_MAX)
     encode_scale = np.where(amax > 0, encode_scale, ONE)
@@ -122,7 +122,7 @@ def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
         decode = 1 / encode
 
     2688 stands for full_range(recipe). If amax is 0, encode is FLT_MAX. An infinite amax gives encode = 0 and decode =
-    inf, and NaN gives NaN. Source: FlashInfer make_nvfp4_global_scale.
+    inf, and NaN gives NaN. dtype is not used. Source: FlashInfer make_nvfp4_global_scale.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     return encode_scale, ONE / encode_scale
@@ -148,7 +148,8 @@ def tensor_flashinfer_token_fast(amax: np.ndarray, recipe: Recipe, dtype: np.dty
         encode = rcp(decode), or FLT_MAX if decode is 0
 
     amax is that of the row, 2688 stands for full_range(recipe), and rcp is PTX rcp.approx.ftz.f32. Subnormal operands
-    and results of both operations are flushed to zero. An infinite amax gives encode = 0, and NaN gives NaN.
+    and results of both operations are flushed to zero. An infinite amax gives encode = 0, and NaN gives NaN. dtype is
+    not used.
     """
     decode_scale = multiply_ftz(amax, ONE / full_range(recipe))
     return np.where(decode_scale == 0, FLT_MAX, reciprocal_approx_ftz(decode_scale)), decode_scale
@@ -161,7 +162,7 @@ def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         encode = 1 / decode
 
     2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially: 0 gives encode = inf, inf
-    gives encode = 0, and NaN gives NaN.
+    gives encode = 0, and NaN gives NaN. dtype is not used.
     """
     decode_scale = amax / full_range(recipe)
     return ONE / decode_scale, decode_scale
@@ -191,7 +192,7 @@ def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = amax / 2688
 
     2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially: 0 gives encode = inf, inf
-    gives encode = 0, and NaN gives NaN. MLX calls the amax global_scale.
+    gives encode = 0, and NaN gives NaN. MLX calls the amax global_scale. dtype is not used.
     """
     return full_range(recipe) / amax, amax / full_range(recipe)
 
@@ -203,7 +204,7 @@ def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         decode = 1 / encode
 
     An amax of at most 2^-24, 0 included, counts as 1. An infinite amax gives encode = 0 and decode = inf, and NaN gives
-    NaN.
+    NaN. dtype is not used.
     """
     encode_scale = recipe.element.max / np.where(amax <= TINY_AMAX, ONE, amax)
     return encode_scale, ONE / encode_scale
@@ -216,7 +217,7 @@ def tensor_fp8_transformers(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -
         decode = 1 / encode
 
     The quotient and the product are rounded one after the other, as PyTorch computes 448 / amax. An infinite amax gives
-    encode = 0 and decode = inf. Source: transformers integrations/finegrained_fp8.py Fp8Quantize.
+    encode = 0 and decode = inf. dtype is not used. Source: transformers integrations/finegrained_fp8.py Fp8Quantize.
     """
     encode_scale = np.where(amax > 0, ONE / np.where(amax > 0, amax, ONE) * recipe.element.max, ONE)
     return encode_scale, ONE / encode_scale
@@ -228,8 +229,8 @@ def tensor_fp8_deepgemm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         decode = max(amax, 1e-4) / 448
         encode = 1 / decode
 
-    An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. Source: DeepGEMM deep_gemm/utils/math.py
-    per_block_cast_to_fp8.
+    An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used. Source: DeepGEMM
+    deep_gemm/utils/math.py per_block_cast_to_fp8.
     """
     decode_scale = np.maximum(amax, np.float32(1e-4)) / recipe.element.max
     return ONE / decode_scale, decode_scale
@@ -241,7 +242,8 @@ def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         encode = M / amax
         decode = amax / M
 
-    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0. NaN gives NaN.
+    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0. NaN gives NaN. dtype
+    is not used.
     """
     zero = amax <= TINY_AMAX
     safe = np.where(zero, ONE, amax)
@@ -256,7 +258,7 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         encode = 1 / decode
 
     Elements are divided by decode, instead of being multiplied by encode. So an amax of 0 gives decode = 1e-5. NaN
-    gives NaN.
+    gives NaN. dtype is not used.
     """
     decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
     return ONE / decode_scale, decode_scale
@@ -269,7 +271,7 @@ def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = 1 / encode, or 1e-8 if encode is 0
 
     2688 stands for full_range(recipe). The quotient and the product are rounded one after the other. encode is 0 only
-    if amax is infinite. NaN gives NaN.
+    if amax is infinite. NaN gives NaN. dtype is not used.
     """
     encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
@@ -282,7 +284,8 @@ def tensor_sglang_online(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> P
         encode = 1 / decode
 
     2688 stands for full_range(recipe). PyTorch on a GPU multiplies by the reciprocal of a number instead of dividing.
-    If decode underflows to 0, encode is infinite. An infinite amax gives encode = 0, and NaN gives NaN.
+    If decode underflows to 0, encode is infinite. An infinite amax gives encode = 0, and NaN gives NaN. dtype is not
+    used.
     """
     decode_scale = np.where(amax == 0, ONE, amax * (ONE / full_range(recipe)))
     return ONE / decode_scale, decode_scale
@@ -295,7 +298,7 @@ def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
         decode = 1 / encode, or 0 if encode is 0
 
     2688 stands for full_range(recipe). The quotient and the product are rounded one after the other. An infinite amax
-    gives 0 for both scales, and NaN gives NaN.
+    gives 0 for both scales, and NaN gives NaN. dtype is not used.
     """
     encode_scale = reciprocal_or_zero(amax) * full_range(recipe)
     return encode_scale, reciprocal_or_zero(encode_scale)
@@ -307,7 +310,8 @@ def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = amax / 2688, or 2^-23 if that is 0
         encode = 1 / decode
 
-    2688 stands for full_range(recipe). An infinite amax gives decode = inf and encode = 0, and NaN gives NaN.
+    2688 stands for full_range(recipe). An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is
+    not used.
     """
     decode_scale = amax / full_range(recipe)
     decode_scale = np.where(decode_scale == 0, np.float32(2.0**-23), decode_scale)
@@ -321,7 +325,7 @@ def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pai
         decode = 1 / encode
 
     2688 stands for full_range(recipe), which is 4 * 448 for scale rule static_4. An amax of 0, inf or NaN is not
-    treated specially: 0 gives encode = inf, inf gives encode = 0, and NaN gives NaN.
+    treated specially: 0 gives encode = inf, inf gives encode = 0, and NaN gives NaN. dtype is not used.
     """
     encode_scale = full_range(recipe) / amax
     return encode_scale, ONE / encode_scale
@@ -365,13 +369,13 @@ def tensor_fp8_deepseek(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         encode = 1 / decode
 
     M is the largest element value. Elements are divided by decode, instead of being multiplied by encode. NaN gives
-    NaN. Source: DeepSeek-V4 inference/kernel.py act_quant.
+    NaN. dtype is not used. Source: DeepSeek-V4 inference/kernel.py act_quant.
     """
     decode_scale = np.maximum(amax, np.float32(1e-4)) * (ONE / recipe.element.max)
     return ONE / decode_scale, decode_scale
 
 
-# ---- rules for formats of one's own ----
+# ---- rules for user-defined formats ----
 
 SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1e-38 when elements are encoded
 
@@ -419,7 +423,7 @@ def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, R
             encode = 1 / decode, or 1e38 near 0
 
         D rounds as the name of the rule says. For encode, see reciprocal_of_scale. In float32, an infinite amax gives
-        decode = inf and encode = 0; in 16 bits decode saturates. NaN gives NaN.
+        decode = inf and encode = 0; in 16 bits decode saturates. NaN gives NaN. dtype is not used.
         """
         decode_scale = np.asarray(amax / amax_range(recipe), np.float32)
         if target is not None:
