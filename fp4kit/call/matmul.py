@@ -64,7 +64,10 @@ class Operand(NamedTuple):
     k: int
 
     def reshaped(self, *lead: int) -> Operand:
-        """Return the operand with other axes in place of (batch, rows), in the same order of elements."""
+        """Return the operand with axes of the lengths `lead` in place of (batch, rows).
+
+        The order of elements does not change.
+        """
         codes, scales, factor = self.codes, self.scales, self.factor
         return self._replace(
             codes=codes.reshape(*lead, codes.shape[-1]),

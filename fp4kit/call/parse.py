@@ -38,7 +38,7 @@ class Declined(NotImplementedError):
 
 
 class QuantizeOptions(NamedTuple):
-    """Hold the arguments of quantize with these names, as the caller passed them, unchecked."""
+    """Hold the arguments scale_layout, rounding, seed and hadamard of quantize, unchecked."""
 
     scale_layout: ScaleLayout = "linear"
     rounding: RoundingMode = "nearest"

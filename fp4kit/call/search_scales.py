@@ -56,7 +56,7 @@ DEFAULT_TERMS = Terms()
 
 
 class SearchRequest(NamedTuple):
-    """Hold the arguments of search_scales with these names, as the caller passed them, unchecked."""
+    """Hold the arguments objective, weights, hessian and candidates of search_scales, unchecked."""
 
     objective: Any = "mse"
     weights: Any = None

@@ -132,7 +132,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     """Return a QuantizeCall that repeats a parsed call of quantize.
 
     Return None if the scales are not linear, if an array of `out` is empty, not contiguous or not aligned, or in the
-    cases in which _matrix_call returns None. Raise Declined as _matrix_call does.
+    cases in which _matrix_call returns None. Raise Declined if the library does not support the recipe, or if elements
+    are not aligned.
 
     x: the array as the caller passed it, of any library. both: True for quantize_both, which is not cached.
     """
@@ -197,8 +198,8 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize.
 
-    Return None if the recipe has a fake_rule, or in the cases in which _matrix_call returns None. Raise Declined as
-    _matrix_call does.
+    Return None if the recipe has a fake_rule, or in the cases in which _matrix_call returns None. Raise Declined if the
+    library does not support the recipe, or if elements are not aligned.
 
     x: the array as the caller passed it, of any library.
     """

@@ -57,21 +57,25 @@ _FUNCTIONS = reference.MatrixFunctions(
 def quantize(call: Call) -> Quantized:
     """Quantize the array of a call. Return call.out with the result, or a new Quantized if call.out is None.
 
-    Raise Declined as _check does.
+    Raise Declined if the engine does not support the call, or is not faster than the specification for it.
     """
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and for the columnwise call. Raise Declined as quantize does."""
+    """Return the results of quantize for the rowwise and for the columnwise call.
+
+    Raise Declined if `quantize` declines one of them.
+    """
     return quantize(row), quantize(column)
 
 
 def quantize_with_scales(call: Call) -> Quantized:
     """Quantize the array of a call with the scales that the caller passed, so that only codes are computed.
 
-    Return call.out with the result, or a new Quantized if call.out is None. Raise Declined as _check does.
+    Return call.out with the result, or a new Quantized if call.out is None. Raise Declined if the engine does not
+    support the call, or is not faster than the specification for it.
     """
     _check(call)
     return reference.quantize_with_scales(call, _FUNCTIONS)
@@ -115,7 +119,10 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call. Raise Declined for a recipe with a fake_rule, and as _check does.
+    """Return the fake-quantized values of a call, in the shape and dtype of call.x.
+
+    Raise Declined for a recipe with a fake_rule, and if the engine does not support the call or is not faster than the
+    specification for it.
 
     Quantize and dequantize FAKE_ELEMENTS elements at a time, so that the codes take little memory.
     """
@@ -188,7 +195,7 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix (see ops/partial.py).
 
-    Raise Declined as partial_amax does.
+    Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
     block_amax: the amaxes of all blocks of the matrix. shape: its rows and columns. start: the index of the shard's
     first element in the flattened matrix. amax: the tensor amax; None uses the largest of block_amax.

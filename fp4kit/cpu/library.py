@@ -67,7 +67,7 @@ class EncodeCall(ctypes.Structure):
 
 
 class OwnFormat(ctypes.Structure):
-    """The tables of a format of one's own. source/own_format.h describes the fields."""
+    """The tables of a user-defined format. source/own_format.h describes the fields."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("bounds", "codes", "values", "scale_bounds", "scale_codes", "scale_values")),

@@ -1,4 +1,4 @@
-"""Make the tables by which the compiled library encodes and decodes formats of one's own.
+"""Make the tables by which the compiled library encodes and decodes user-defined formats.
 
 A recipe with amax rules may have element and scale formats that are known only at run time. A rounding to codes is
 monotone, so every code belongs to one interval of float32 numbers. This module finds these intervals by the

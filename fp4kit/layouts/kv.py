@@ -376,8 +376,8 @@ class KVCache:
     def _indices(self, slots: np.ndarray) -> Callable[[bool], tuple[Any, ...]]:
         """Return a function that returns the index with which views are read and written at slots.
 
-        The index has shape (tokens, heads), and (tokens, heads, head_dim/16) for the scales of V. The argument of the
-        function is True for these.
+        The argument of that function is True for the scales of V, and False for all other views. For swizzled scales of
+        V, the index has the shape (tokens, heads, head_dim/16); otherwise it has the shape (tokens, heads).
         """
         page, token = self._own(slots // self.shape.block_size), self._own(slots % self.shape.block_size)
         head = self._own(np.arange(self.shape.heads))

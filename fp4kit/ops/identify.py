@@ -62,8 +62,7 @@ class Identification:
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
     It prints as the verdict and a table with one row per result, of the best ten. Iterating over it yields all matches,
-    one per recipe. If several recipes reproduce all bytes,
-    this tensor does not tell them apart.
+    one per recipe. If several recipes reproduce all bytes, this array does not tell them apart.
 
     Attributes:
         matches: one Match per recipe, best first.
@@ -91,8 +90,8 @@ class Identification:
         """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
 
         It names the recipes that reproduce all bytes, or else the variations that do, or else the nearest recipe. If
-        more than three recipes reproduce all bytes, it names one; `exact` has the others. If there are no
-        matches, it says that no recipe has this format.
+        more than three recipes reproduce all bytes, it names one of them; `exact` has all. If there are no matches, it
+        says that no recipe has this format.
         """
         if self.exact:
             if len(self.exact) > MOST_NAMED:

@@ -85,8 +85,9 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
 
 def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks). recipe.flush flushes
-    subnormals.
+    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks).
+
+    If recipe.flush is set, subnormal elements and results become zero.
     """
     multiply, _ = ARITHMETIC[recipe.flush]
     return multiply(blocks, factor[..., None])

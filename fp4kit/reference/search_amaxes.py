@@ -72,10 +72,10 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: Terms, columns: int) -> np.ndarray:
-    """Return the loss of each part of every row of x: the sum of weight * |x - values|^power, as float64 in one
-    dimension.
+    """Return the loss of each part of every row of x: the sum of weight * |x - values|^power.
 
-    If power is infinite, it is the maximum of weight * |x - values|. Without weights, each weight is 1.
+    The result is float64 in one dimension. If power is infinite, the loss is the maximum of weight * |x - values|.
+    Without weights, each weight is 1.
 
     x: float32, with the quantized axis last.
     values: x after fake quantization, in the same shape.
