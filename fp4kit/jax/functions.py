@@ -78,8 +78,9 @@ def fake_quantize(
         x: float32, float16 or bfloat16 array of JAX or NumPy, of any shape.
         recipe: a recipe id or a Recipe.
         axis: the axis along which blocks run.
-        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize. It gets no gradient.
-        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize. They get no gradient.
+        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize; None takes it from x. It gets no
+            gradient.
+        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None takes them from x. They get no gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
             shape of x.

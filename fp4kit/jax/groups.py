@@ -43,7 +43,7 @@ def fake_quantize_grouped(
         block_amax: None, or calibrated block amaxes per array, as a sequence or array like tensor_amax.
         rounding: "nearest" or "stochastic", for all arrays.
         seed: as in fake_quantize, for all arrays.
-        pass_through: as in fake_quantize, for all arrays.
+        pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
         amax: None, or one clip limit of the gradient per array.
 
     Returns:

@@ -117,11 +117,12 @@ def fake_quantize_model(
     Args:
         params: a pytree of arrays, or of jax.ShapeDtypeStruct. It is not changed.
         recipe: a recipe id or a Recipe.
-        format: as in fp4kit.torch.fake_quantize_model.
+        format: the --format of `fp4kit convert`, such as "compressed-tensors" or "modelopt", whose loaders decode the
+            values; None for the format that convert chooses for the recipe and the model.
         parameters: wildcards (fnmatch) of array names. Other arrays stay unquantized.
         exclude: wildcards of arrays that stay unquantized.
         include: wildcards of arrays that are quantized although they would stay unquantized.
-        pass_through: as in fake_quantize.
+        pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > amax.
         config: the content of the model's config.json, whose names and model type the converter uses; None for none.
 
     Returns:

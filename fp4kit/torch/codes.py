@@ -39,10 +39,14 @@ def quantize(
     Their order is packed, block_scale, tensor_scale, tensor_amax. They are new tensors.
 
     Args:
+        x: float32, float16 or bfloat16 tensor.
         recipe: the string of recipes.to_string.to_spec.
+        axis: the axis along which blocks run.
+        tensor_amax: the amax of the tensor scale; None takes it from x.
+        scale_layout, rounding: as for fp4kit.quantize.
         seed: a tensor, as operators.seed_of takes it, or None.
         hadamard: "False", "True" or "no_signs".
-        x, axis, tensor_amax, scale_layout, rounding, block_amax: as for fp4kit.quantize.
+        block_amax: calibrated block amaxes, or None.
     """
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}

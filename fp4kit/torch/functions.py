@@ -112,8 +112,9 @@ def fake_quantize(
         x: float32, float16 or bfloat16 tensor of any shape, on the CPU or a CUDA device.
         recipe: a recipe id or a Recipe.
         axis: the axis along which blocks run.
-        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize. It gets no gradient.
-        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize. They get no gradient.
+        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize; None takes it from x. It gets no
+            gradient.
+        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None takes them from x. They get no gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
         pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
@@ -175,7 +176,7 @@ def fake_quantize_grouped(
         block_amax: None, or calibrated block amaxes per tensor, as a sequence or tensor like tensor_amax.
         rounding: "nearest" or "stochastic", for all tensors.
         seed: as in fake_quantize, for all tensors.
-        pass_through: as in fake_quantize, for all tensors.
+        pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
         amax: None, or one clip limit of the gradient per tensor.
 
     Returns:

@@ -114,7 +114,7 @@ def _hook(
 ) -> None:
     """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch.
 
-    Raises as Collector.collect does.
+    Raises what Collector.collect raises.
 
     layers: the names under which the inputs are collected.
     args, kwargs: the arguments of the layer's forward. The inputs are the first argument, or the one called `input`.
@@ -207,7 +207,7 @@ class _Products(TorchFunctionMode):
     def _add(self, layers: tuple[tuple[str, ...], ...], columns: int) -> None:
         """Add the layers of all experts of a stack to the Collector, at the first call of the stack.
 
-        layers: as in _Stack.
+        layers: for each expert, the names of its layers in the checkpoint.
         columns: the number of inputs per token.
         """
         if id(layers) not in self._added:

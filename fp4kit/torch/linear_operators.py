@@ -110,7 +110,13 @@ def linear_gradient_of_x(
 ) -> Tensor:
     """Return the gradient of linear with respect to x in dtype, as ops.linear.gradient_of_x does.
 
-    It has the shape of x. grad is the gradient with respect to y, (..., N). Called for backward="quantized" only.
+    It has the shape of x. Called for backward="quantized" only.
+
+    grad: the gradient with respect to y, (..., N).
+    w: a float tensor (N, K), or the packed codes of a Quantized.
+    block_scale, tensor_scale: the scales of that Quantized; None for a float w.
+    seed: the seed of stochastic rounding, or None.
+    settings: the text of call.linear.settings_from_text.
     """
     s = settings_from_text(settings)
     weight = _weight(s, w, block_scale, tensor_scale)
@@ -141,7 +147,12 @@ linear_gradient_of_x.register_vmap(loop_over(linear_gradient_of_x))
 def linear_gradient_of_w(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.dtype) -> Tensor:
     """Return the gradient of linear with respect to w, (N, K) in dtype, as ops.linear.gradient_of_w does.
 
-    grad is the gradient with respect to y, (..., N), and x is (..., K). Called for backward="quantized" only.
+    Called for backward="quantized" only.
+
+    grad: the gradient with respect to y, (..., N).
+    x: the input of linear, (..., K).
+    seed: the seed of stochastic rounding, or None.
+    settings: the text of call.linear.settings_from_text.
     """
     s = settings_from_text(settings)
     return copy_if_shared(gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype))

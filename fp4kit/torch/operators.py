@@ -233,7 +233,7 @@ def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = N
     amax.
 
     ctx: the context that save_clip_inputs filled.
-    clip: as in `backward`.
+    clip: the function that sets these zeros; None stands for fake_quantize_backward.
     """
     x, amax = ctx.saved_tensors
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4

@@ -38,7 +38,8 @@ def fake_quantize_served(
 ) -> QuantizedNames:
     """Apply fake_quantize_model with a recipe. Arguments, result and errors are those of that function.
 
-    inputs: the arguments activations and input_amaxes.
+    patterns: the arguments parameters, exclude and include, by name. inputs: the arguments activations and
+    input_amaxes.
     """
     pass_through = as_flag(OP, "pass_through", pass_through)
     _check_not_fsdp(model)

@@ -27,7 +27,7 @@ class Form(NamedTuple):
         axis: the axis along which blocks run, from the end: -1, or -2 for a stack of experts stored as (E, K, N). The
             filters of a convolution are flattened first.
         shares: True if the recipe has one tensor scale per matrix, so that an amax is needed.
-        pass_through: as in fake_quantize.
+        pass_through: True if the gradient passes unchanged; False if it is set to 0 where |w| > amax.
     """
 
     recipe: str
@@ -59,7 +59,7 @@ class ServedWeight(torch.nn.Module):
         """Return the weight that the layer computes with: the values that a loader decodes.
 
         The gradient passes straight through to w. If w is a DTensor, each rank fake-quantizes its own shard, with the
-        amax of all shards. Raises as fake_quantize does.
+        amax of all shards. Raises what fake_quantize raises.
         """
         amax = self._amax(w) if self.form.shares else None
         if not is_distributed(w):

@@ -70,6 +70,9 @@ class _Load:
         self._leaf = leaf
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict; nothing if it is missing."""
+        """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict.
+
+        If ``state`` lacks the parameter under its plain name, do nothing.
+        """
         if prefix + self._leaf in state:
             state[prefix + _held(self._leaf)] = state.pop(prefix + self._leaf)

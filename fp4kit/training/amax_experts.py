@@ -82,7 +82,7 @@ def join(
     Args:
         named: the amaxes of the ranks so far, which is changed.
         values: the amaxes of this rank, under local expert numbers.
-        experts: wildcard of the quantizers that are experts, as in AmaxState.gather.
+        experts: wildcard of the quantizers whose number is that of a local expert.
         numbers: global numbers of this rank's experts, or None if they follow those of the ranks before it.
         offsets: {base: number of experts of the ranks before}, which is increased if ``numbers`` is None.
         rank: the number of this rank, for error messages.

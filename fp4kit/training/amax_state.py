@@ -273,7 +273,7 @@ class AmaxState(Mapping[str, Any]):
         Args:
             rank: the number of the rank.
             size: the number of ranks.
-            experts: as in gather.
+            experts: wildcard of quantizers whose number is that of an expert.
             numbers: global numbers of the rank's experts. None: N experts are distributed in order, with N * rank //
                 size as the first expert of a rank. gather reverses this for any N.
 

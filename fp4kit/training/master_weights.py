@@ -83,7 +83,7 @@ def cast_master_weights(
         columnwise); the second is what fp4kit.transpose returns.
 
     Raises:
-        TypeError, ValueError: as partial_amax, before anything is sent.
+        TypeError, ValueError: as for partial_amax, before anything is sent.
         ValueError: if the layout is unknown, or is tiled and ``columnwise`` is True.
         ValueError: on every process, if the shards miss or repeat an element, or if processes name different matrices.
             On a CPU also for NaN, which a GPU does not check.

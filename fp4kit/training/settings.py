@@ -96,9 +96,9 @@ class FakeQuantSettings:
 
         Args:
             environ: the variables. None: those of the process. Nothing else in fp4kit reads them.
-            parameters: as in FakeQuantSettings. By default the weights of routed experts match.
-            exclude: as in FakeQuantSettings.
-            pass_through: as in FakeQuantSettings.
+            parameters: wildcards of the parameters to quantize. By default the weights of routed experts match.
+            exclude: wildcards of parameters to leave unquantized.
+            pass_through: True to pass gradients unchanged; False to set them to 0 where |w| > amax.
 
         Returns:
             The FakeQuantSettings.

@@ -351,7 +351,7 @@ def _module(a: Any) -> Any:
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
     """Return the view of the elements in ``whole``, a buffer of bytes that guarded() made.
 
-    shape, step, dtype: as in Guarded.buffers. Elements are ``step`` elements apart along the last axis.
+    shape, dtype: those of the view. Elements are ``step`` elements apart along the last axis.
     """
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 

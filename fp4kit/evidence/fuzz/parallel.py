@@ -19,7 +19,7 @@ class WorkerTask(NamedTuple):
     """Describe the work of each process.
 
     Attributes:
-        seconds: running time, as for fuzz.run.
+        seconds: running time of each process, without shrinking.
         cases: number of cases per process, or None for no limit.
         pool: what cases are drawn from.
         shrink_seconds: time for shrinking each reported failure.

@@ -364,7 +364,9 @@ def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) ->
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Quantize a case, and yield a Compared tuple for each recorded array: codes, scales, amaxes and stored bytes.
+    """Quantize a case, and yield one item per recorded array: codes, scales, amaxes and stored bytes.
+
+    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
     Arrays that were not recorded are left out. The result of quantize is kept in case.q.
     """
@@ -400,7 +402,9 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield a Compared tuple for the recorded tensor amax, tensor scales and block amaxes of a case.
+    """Yield one item each for the recorded tensor amax, tensor scales and block amaxes of a case.
+
+    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
     A producer stores its tensor scale or the reciprocal. fp4kit's scale is compared in that form. Arrays that were not
     recorded, and amaxes that the row takes from the file, are left out.
@@ -428,7 +432,9 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield a Compared tuple for each recorded result of fake_quantize, and for the recorded gradient.
+    """Yield one item for each recorded result of fake_quantize, and for the recorded gradient.
+
+    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
     Arrays that were not recorded are left out.
     """

@@ -69,7 +69,7 @@ def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str],
     Args:
         members: {dtype: array} of the file.
         entry: the entry: dtype, start, shape and, for a difference, file and key.
-        base: see read_packed.
+        base: base(file) returns {key: array} of another file of the directory.
     """
     dtype, start, shape = entry[:3]
     array = members[dtype][start : start + math.prod(shape)].reshape(shape)

@@ -45,7 +45,9 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Yield (file, Compared tuple) for each array of the recipe ``name`` that was recorded from codes and scales alone.
+    """Yield (file, item) for each array of the recipe ``name`` that was recorded from codes and scales alone.
+
+    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
     Recipes that are not in BYTES yield none.
 
@@ -62,7 +64,7 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
     """Yield (key, fp4kit's values, recorded values) of all codes under all scales, in each dtype that was recorded.
 
     each: the entry of BYTES.
-    golden, dequantize: as for byte_arrays.
+    golden: the recorded arrays.
     """
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"

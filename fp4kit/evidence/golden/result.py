@@ -45,11 +45,12 @@ class GoldenResult(NamedTuple):
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
     """Compare arrays and return the GoldenResult.
 
-    Elements that differ and are not excused by the mask of their Compared tuple count as differences. If the shapes of
-    two arrays differ, all elements count.
+    Elements that differ and are not excused by the mask of their array count as differences. If the shapes of two
+    arrays differ, all elements count.
 
     recipe: the recipe's id.
-    arrays: yields (file, Compared tuple). The file is named in front of the key of a difference.
+    arrays: yields (file, item), where an item is a tuple (key, fp4kit's array, recorded array, mask of elements that
+    are not compared). The file is named in front of the key of a difference.
     """
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:

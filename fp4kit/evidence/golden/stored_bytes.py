@@ -29,8 +29,8 @@ RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield the stored bytes, decoded values and unstored scales of a RecordedCase to compare.
 
-    Each item is a Compared tuple: (key, fp4kit's array, recorded array, mask of elements that are not compared).
-    ``skip`` is the mask of the case's exception.
+    Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). ``skip`` is the
+    mask of the case's exception.
     """
     raw, values = case.part("raw"), case.part("dequant")
     if case.row.raw and raw is not None:
@@ -41,7 +41,9 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield Compared tuples for a RecordedCase: the block amaxes that search_scales chooses, and the tensor amax.
+    """Yield items to compare for a RecordedCase: the block amaxes that search_scales chooses, and the tensor amax.
+
+    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
     The tensor amax comes first. It is left out if it was not recorded.
     """
@@ -58,7 +60,9 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield Compared tuples for recorded arrays that the producer computed but did not store.
+    """Yield items to compare for recorded arrays that the producer computed but did not store.
+
+    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
     They are scales that the producer applied or keeps as float32, and element values that were recorded instead of
     codes.

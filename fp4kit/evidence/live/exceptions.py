@@ -68,9 +68,10 @@ def _zero_of_zeros(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of the elements of blocks whose amax compressed-tensors rounds to a power beyond the dtype of x.
+    """Return a mask of the elements of blocks whose amax compressed-tensors rounds beyond the dtype of x.
 
-    The power is one of two. Elements of blocks with infinities or NaN are in the mask too.
+    compressed-tensors rounds an amax up to a power of two. Elements of blocks with infinities or NaN are in the mask
+    too.
     """
     limit = 1.9375 if q.recipe.element is E2M3 else 1.75
     return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
