@@ -73,6 +73,9 @@ def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarra
 
     The count of a part is (0, 0) if a side lacks it or the formats differ. The elements are a mask: True where a code
     or a block scale differs.
+
+    Args:
+        a, b: the compared rows of the two sides.
     """
     none = (0, 0)
     shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
@@ -161,6 +164,10 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
     """Return the first of tensor scales, block scales, codes and values that differs, for sides of unknown steps.
 
     Return "decode" if all scales and codes are equal, and "value" if a side has no codes to compare.
+
+    Args:
+        found: the counts of the differences.
+        a, b: the compared rows of the two sides.
     """
     if a.q is None or b.q is None:
         return "value"
@@ -175,6 +182,9 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
     """Return one text per setting in which two arithmetics differ: recipe, transform and tensor amax.
 
     Each text ends with what would make the sides equal. Tensor amaxes are compared only under equal transforms.
+
+    Args:
+        label_a, label_b: the names of the sides, for the texts.
     """
     texts = []
     if a.recipe != b.recipe:

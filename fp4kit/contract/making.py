@@ -40,7 +40,11 @@ def rows_of(w: Weights, rows: np.ndarray) -> Weights:
 
 
 def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Return some rows of a Quantized of two axes with linear scales, which have one row per row of elements."""
+    """Return some rows of a Quantized of two axes with linear scales, which have one row per row of elements.
+
+    Args:
+        rows: the indices of the rows, ascending; of whole blocks if blocks have several rows.
+    """
 
     def cut(a: Any) -> Any:
         return a if a is None or not np.ndim(a) else a[rows]

@@ -343,6 +343,9 @@ class _Check:
 
         Without the unquantized weight, the bytes of the trainer count as right. Return a Making without content for the
         trainer itself, and if no known order explains the difference.
+
+        Args:
+            i, name, whole: the number of the side (0 for the trainer), the layer, and the side's tensors for it.
         """
         other = self.sides[1 - i]
         if i == 0 or whole.q is None or other.stored is None:
@@ -371,6 +374,10 @@ class _Check:
         """Return a recipe with the largest tensor amax of a group of layers, for the compared rows of one layer.
 
         The recipe decodes as the side does, and amaxes are those after the side's Hadamard transform.
+
+        Args:
+            name, rows: the layer, and the indices of its compared rows.
+            group: the layers that share a tensor amax, with this layer among them.
         """
         shared = group if r.tensor_scaling == "tensor" else (name,)
         amax = largest(self._amax(side, layer, r) for layer in shared)
@@ -400,6 +407,13 @@ class _Check:
 
         If a contract does not state how products are computed, or its unit has no instruction for the operands, note
         the reason and return the result unchanged.
+
+        Args:
+            found: the result so far, which is not changed.
+            name: the layer, for which inputs are looked up or drawn.
+            compared: the compared rows on both sides; the first ones are multiplied.
+            recipes: the recipe of the weight on each side; None if it is unquantized.
+            shape: the shape (N, K) of the layer.
         """
         contracts = [side.contract for side in self.sides]
         for side, contract in zip(self.sides, contracts, strict=True):
@@ -513,6 +527,10 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
 
     Activations are transformed before they are quantized; keys and values are not, because `side` then has no
     transform. The tensor amax is that of all rows of x, or that of the layer's stored input scale.
+
+    Args:
+        name: the name of the array, by which its stored input scale is found.
+        x, rows: the whole array (tokens, K), and the indices of the rows to return.
     """
     if r is None:
         return Compared(side.label, Weights(None, x[rows]), Making(None), x[rows])

@@ -46,7 +46,10 @@ def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[st
 
 
 def matrix_of(q: Quantized, e: int) -> Quantized:
-    """Return one matrix of a Quantized of three axes as a Quantized of two axes, which shares its memory."""
+    """Return one matrix of a Quantized of three axes as a Quantized of two axes, which shares its memory.
+
+    e: the index of the matrix.
+    """
     part = box_of(q, (slice(e, e + 1), *(slice(0, n) for n in q.shape[1:])))
     per_expert = part.recipe.tensor_scaling == "tensor"
 

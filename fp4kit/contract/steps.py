@@ -141,6 +141,8 @@ def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice
     """Yield parts of a matrix, of whole blocks of both recipes, that hold affected elements; at most _MOST_WINDOWS.
 
     Each part is one tile of the specification, so that every result is recorded once.
+
+    affected: a mask of the affected elements.
     """
     M, K = affected.shape
     height = lcm(a.block_rows, b.block_rows)
@@ -184,7 +186,10 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
 
 
 def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
-    """Return a recorded result with one entry per element (m, k); None if its shape is none of those that occur."""
+    """Return a recorded result with one entry per element (m, k); None if its shape is none of those that occur.
+
+    shape, r: (m, k), and the recipe, which determines the size of blocks.
+    """
     m, k = shape
     flat = result.reshape(-1)
     blocks, block_rows = k // r.block_size, -(-m // r.block_rows)
@@ -207,7 +212,10 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return numbers, or the numbers that codes of a format stand for, as float64."""
+    """Return numbers, or the numbers that codes of a format stand for, as float64.
+
+    values, fmt: numbers, or codes and their format; None for numbers.
+    """
     return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
 
 
@@ -245,7 +253,10 @@ def _differing(
 
 
 def _is_missing(step: str, a: dict[str, _Result], b: dict[str, _Result]) -> bool:
-    """Return whether one side has a tensor scale or block scales, and the other side does not."""
+    """Return whether one side has a tensor scale or block scales, and the other side does not.
+
+    step: the step to look at; False is returned for all other steps.
+    """
     if step not in ("tensor scale", "block scale"):
         return False
     return any(_step(name) == step for name in a) != any(_step(name) == step for name in b)
@@ -257,6 +268,8 @@ def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...
     The result is the first of `names` that both sides recorded. Return None if there is none.
 
     Bits are compared, or numbers if the formats differ; then two NaN are equal.
+
+    a, b: {name: result} of both sides.
     """
     name = next((name for name in names if name in a and name in b), None)
     if name is None:

@@ -116,13 +116,21 @@ def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict
 
 
 def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
-    """Read some rows of one matrix of an unquantized weight."""
+    """Read some rows of one matrix of an unquantized weight.
+
+    expert: the number of the matrix in a stack of experts; 0 for a single layer.
+    span: (first row, end row) of the rows to read.
+    """
     with Readers() as readers:
         parts = [values_of(weight, slab) for slab in slabs(readers, weight, expert, span)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _matrix(read: Callable[[str], Quantized], weight: Weight, expert: int) -> Quantized:
-    """Return one matrix of a quantized weight as a Quantized of two axes."""
+    """Return one matrix of a quantized weight as a Quantized of two axes.
+
+    read: module name -> the Quantized of the whole weight.
+    expert: the number of the matrix in a stack of experts; 0 for a single layer.
+    """
     q = read(weight.name)
     return q if len(q.shape) == 2 else matrix_of(q, expert)

@@ -76,6 +76,8 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
     """Write a job's codes unchanged, and one E8M0 scale per 1x32 block in place of one scale per 128x128 block.
 
     All scales must be powers of two; see is_exact.
+
+    readers, output: where to read the weight from, and where to write the result.
     """
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None

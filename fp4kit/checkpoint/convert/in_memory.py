@@ -150,6 +150,9 @@ class TensorConverter:
 
         Tensors that are known to leave the weight as it is, such as LAYER.bias, are accepted. If the layer has not
         arrived yet, the tensor is remembered for _check_module.
+
+        Args:
+            name, array: the unconverted tensor.
         """
         entry = TensorEntry(name, "F32", tuple(array.shape), 0, 0)
         at = name.rfind(".")
@@ -165,6 +168,9 @@ class TensorConverter:
 
         Raise CheckpointError if two stacks of experts do not fit together. Raise it also if a tensor that came earlier
         is named after the layer and may change its weight (see _check_beside).
+
+        Args:
+            module, array: the name of the layer or stack, and its values.
         """
         if module in self._beside:
             raise _lies_beside(self._beside[module], module)

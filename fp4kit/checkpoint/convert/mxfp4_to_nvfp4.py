@@ -42,6 +42,8 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
     """Return, for each block of a slab, whether it contains a nonzero code. The codes of 0 and -0 count as zero.
 
     The result is boolean and has the shape of the slab's scales.
+
+    weight, slab: the MXFP4 weight, and some of its rows.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     blocks = slab.codes.reshape(*slab.scales.shape, -1)
@@ -53,6 +55,8 @@ def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
     """Return the smallest and the largest scale exponent of a slab's blocks that contain a nonzero code.
 
     Return (2^20, -2^20) if all codes are zero, so that a minimum and a maximum with other slabs ignore this slab.
+
+    weight, slab: the MXFP4 weight, and some of its rows.
     """
     assert slab.scales is not None
     used = slab.scales[_holds_something(weight, slab)]

@@ -151,6 +151,9 @@ def check_scales(job: Job, q: Quantized) -> None:
       except in GGUF blocks.
     - Float32 scales of rows or blocks: each must be a positive normal float32, or NaN or infinity with "keep".
     - A single scale per tensor is not checked here.
+
+    Args:
+        job, q: the job of the layer, and the rows that it has quantized.
     """
     if q.recipe.scale is None:
         scales = np.asarray(q.tensor_scale if q.recipe.tensor_scaling == "tensor" else stored_scales(q), np.float32)

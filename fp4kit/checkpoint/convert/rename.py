@@ -31,6 +31,8 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
 
     Raise CheckpointError if the input scale or an inverted scale is not a positive normal float32, or if the factors
     per column are not BF16.
+
+    readers, output: where to read the weight from, and where to write the result.
     """
     source_form = job.weight.container
     assert source_form is not None

@@ -196,7 +196,10 @@ def _is_castable(job: Job, shared: Measured) -> bool:
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
-    """Copy a tensor byte for byte, in pieces of PIECE bytes."""
+    """Copy a tensor byte for byte, in pieces of PIECE bytes.
+
+    source: the place of the tensor.
+    """
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 

@@ -229,7 +229,11 @@ def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _F
 
 
 def _part(spool: Path, part: str) -> Path:
-    """Return the path of the temporary file that holds one part (counts, starts, lengths or bytes) of a file's runs."""
+    """Return the path of the temporary file that holds one part (counts, starts, lengths or bytes) of a file's runs.
+
+    Args:
+        spool: the path of the file's temporary files, without their endings.
+    """
     return spool.with_name(f"{spool.name}.{part}")
 
 

@@ -90,6 +90,8 @@ def scalings(found: ScaledRows) -> Iterator[Scaling]:
 
     A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
     uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.
+
+    found: the first rows of the layer, their source, and the estimated factors.
     """
     near, inverse = (_neighbors(f) for f in (found.factors, 1 / found.factors))
     for r in _rules(found.q.recipe):

@@ -119,6 +119,8 @@ def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
     """Return whether at least 98 % of the codes are nearest to the source if the stored scales are divisors on decode.
 
     Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
+
+    x: the source (N, K).
     """
     with np.errstate(all="ignore"):
         inverted = Fp8Layer(layer.codes, np.float32(1) / layer.scales, layer.scaling)
@@ -191,6 +193,8 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
 
     A scale is made from the amax of the elements that share it. A single scale may also be made from one of ``amaxes``,
     the amaxes of groups of layers.
+
+    x: the source (N, K).
     """
     own = layer.amaxes(x)
     candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]

@@ -270,6 +270,8 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
 
     The mishaps are the wrong orders of corruptions.scale_orders. For E8M0 scales, exponents that are off by one are
     mishaps too; these are tried on scales in the right order only.
+
+    layout: the layout in which the codes are read, which determines the shape (N, B) of the scales.
     """
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     for found in corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape):

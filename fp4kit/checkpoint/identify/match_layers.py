@@ -305,6 +305,9 @@ class _Pairs:
 
         There are two such groups: the layers that loaders fuse with it, and all experts of its stack if the stack
         stores a single tensor scale.
+
+        Args:
+            weight, expert: the weight, and the number of the matrix in a stack of experts (0 for a single layer).
         """
         found: tuple[float, ...] = ()
         if (name := self.groups.get(weight.name)) is not None:

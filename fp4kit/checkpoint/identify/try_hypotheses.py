@@ -211,6 +211,8 @@ def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Itera
     """Yield (name of the mishap or None, scales of the sample as int16) for each order of block scales.
 
     A scale that the file lacks is -1.
+
+    layout, sample: the layout in which the layer is read, and the rows and columns of the sample.
     """
     blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
     for mishap, values, present in stored_scales(layer, layout):

@@ -213,6 +213,8 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
     A module is skipped if a pattern is a dotted path that occurs anywhere in its name. A fused layer is skipped if all
     its parts are; raise PartsDisagree if only some are. A module with "experts" in its name is also skipped if a
     pattern contains its name, such as the name of one expert.
+
+    prepared: the exclusion list.
     """
     parts = _parts(module, SGLANG_FUSED)
     if parts:
@@ -280,7 +282,10 @@ def _ct_expression(pattern: str) -> str | None:
 
 
 def _ct_name(module: str, prepared: Patterns) -> bool:
-    """Return whether the list has the exact name of ``module``, or a ``re:`` pattern that matches its beginning."""
+    """Return whether the list has the exact name of ``module``, or a ``re:`` pattern that matches its beginning.
+
+    prepared: the exclusion list.
+    """
     return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 

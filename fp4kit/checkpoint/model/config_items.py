@@ -87,6 +87,9 @@ def _algorithm(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it (see Check).
 
     It is refused if it is unknown, or if a layer is of a kind or has blocks of a size other than the algorithm's.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     name = str(value).upper()
     if name == _MIXED:
@@ -104,6 +107,9 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it (see Check).
 
     It is refused if it names an unknown algorithm or key, or an algorithm that contradicts the tensors of its layer.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -125,6 +131,9 @@ def _group_size(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse a ``group_size``, or "" to accept it (see Check).
 
     It is refused if there are 4-bit or MXFP8 layers, but none has blocks of this width. None is accepted.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     sizes = sorted({form.block[1] for form in layers.forms.values() if form.kind in _MX_KINDS})
     if value is None or not sizes or value in sizes:
@@ -136,6 +145,9 @@ def _block_size(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``weight_block_size``, or "" to accept it (see Check).
 
     It is refused if there are FP8 or MXFP8 layers, but none has blocks of this size. None is accepted.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     blocks = {form.block for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")}
     if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
@@ -163,6 +175,9 @@ def _scheme(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the scheme of weights in a config group, or "" to accept it (see Check).
 
     It is refused if a key or the value of a key is not in _SCHEME, or if it is not an object.
+
+    Args:
+        value, layers: the scheme, and the quantized layers, with which some of its values are compared.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -197,6 +212,9 @@ def _format(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it (see Check).
 
     It is refused if it is unknown, or if a layer is of a kind other than the format's.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     if value in ("mixed-precision", None, "dense"):
         return ""
@@ -222,6 +240,9 @@ def _groups(value: Any, layers: _Layers) -> str:
 
     The keys, the formats, the schemes of weights and the targets of every group are checked. Schemes of activations are
     not.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     return _known_groups(value, layers) or _targets(list(value.values()), layers)
 
@@ -382,6 +403,9 @@ def _listed(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse a list of unquantized layers, or "" to accept it (see Check).
 
     It is refused if it names a layer that is quantized, or if it is not a list of names and patterns. None is accepted.
+
+    Args:
+        value, layers: the value of the entry, and the quantized layers of the checkpoint.
     """
     if value is None:
         return ""

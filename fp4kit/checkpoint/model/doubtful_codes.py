@@ -275,6 +275,9 @@ def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
 
     The slope of the logarithm of the columns' size, before the factors are applied, over the logarithm of the factors
     is near -1. It is near 1 if the factors are stored as their reciprocals.
+
+    Args:
+        sample, slab: the leading rows of a layer, as codes and scales, and as they were read with their factors.
     """
     factors, height = slab.column_scale, sample.form.block[0]
     if factors is None or slab.low_rank is not None or height > 1 or len(sample.codes) < FEWEST_BLOCKS:

@@ -66,7 +66,11 @@ class Readers:
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Read and return ``count`` bytes of a tensor from byte ``start`` on; all remaining bytes if count is None."""
+        """Read and return ``count`` bytes of a tensor from byte ``start`` on; all remaining bytes if count is None.
+
+        Args:
+            place: the place of the tensor.
+        """
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
             self._tick(data.size)
@@ -77,7 +81,11 @@ class Readers:
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """Read and return the part of a tensor at ``index`` on the first axis, such as one expert's matrix."""
+        """Read and return the part of a tensor at ``index`` on the first axis, such as one expert's matrix.
+
+        Args:
+            place: the place of the tensor.
+        """
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
         raw = self.of(place.file).read_bytes(place.entry, index * size, size)

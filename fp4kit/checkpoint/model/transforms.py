@@ -197,7 +197,11 @@ def _matches(weight: Weight, targets: list[str]) -> bool:
 
 
 def _check_matrix(model: closed_world.Model, name: str, size: int) -> None:
-    """Raise CheckpointError unless a stored matrix is Sylvester's Hadamard matrix of this size."""
+    """Raise CheckpointError unless a stored matrix is Sylvester's Hadamard matrix of this size.
+
+    Args:
+        name, size: the tensor that holds the matrix, and the number of rows that the matrix must have.
+    """
     with Readers() as readers:
         matrix = readers.array(located(*model.tensors[name]))
     expected = np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(size))

@@ -55,8 +55,9 @@ def make_plan(
     Args:
         source: a model directory, a safetensors file, or a GGUF file. A GGUF file is converted to a GGUF file.
         recipe_id: the recipe for newly quantized tensors, or its id.
-        format: the output format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or
-            "bf16" to decode all layers. None chooses the format that most engines can load for this recipe and model.
+        format: the output format: "modelopt", "compressed-tensors", "fp8", "sglang-mxfp8", "gpt-oss", "deepseek-v4",
+            "mlx", "comfy", or "bf16" to decode all layers. None chooses the format that most engines can load for this
+            recipe and model. A GGUF file is converted to a GGUF file, for which only None and "bf16" are allowed.
         wishes: which layers to quantize; None for the default, all linear layers.
         input_scale: a positive float32 activation scale to write for every layer; None to write none. It makes the
             checkpoint NVFP4 (4-bit activations) instead of W4A16_NVFP4 (16-bit activations). The value 1.0 suits

@@ -240,7 +240,8 @@ class PlanFacts:
         Return False if the container has no tensor scale. Input scales of formats other than the output's, such as FP8
         for NVFP4, do not count, because they are for activations of that format.
 
-        form: the container. own: the weights to write in it.
+        form: the container.
+        own: tensor name -> weight, for the weights to write in this container.
 
         Raises CheckpointError if the user gives none and only some of the layers to convert have one.
         """

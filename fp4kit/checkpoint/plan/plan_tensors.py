@@ -49,7 +49,10 @@ _WORDS = {
 
 
 def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
-    """Return the plan for the tensors of one source file, and the metadata of the output file.
+    """Return the plan for one source file: what happens to its tensors, and the metadata of the output file.
+
+    facts: the decisions about the model.
+    file: the source file.
 
     recorded: the id of the recipe to record in the metadata; "" to record none.
     patterns: the [pattern, recipe id] pairs to record.
@@ -119,7 +122,8 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
 def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
     """Return the plan to write a layer or stack unquantized that is put together from several weights.
 
-    tensor: the name of the first of them, under which it is in ``restored``.
+    facts: the decisions about the model, whose ``restored`` holds the layer or stack.
+    tensor: the name of the first of these weights' tensors, which is its key in ``restored``.
     """
     one = facts.restored[tensor]
     nbytes = sum(weight.nbytes for weight in one.weights)

@@ -116,7 +116,7 @@ def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
 
 
 def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
-    """Return a warning that names the experts without an input scale; () if every layer has one.
+    """Return one warning that names the experts without an input scale; () if every layer has one.
 
     shards: the plans of all output files.
     """

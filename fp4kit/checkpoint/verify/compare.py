@@ -163,6 +163,9 @@ def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> Tensor
     """Return the difference in presence, dtype or shape of the tensor ``name`` in two checkpoints, or None.
 
     ``name`` must exist in at least one of them. Only the first difference is returned.
+
+    Args:
+        left, right: the checkpoints a and b.
     """
     if name not in right.tensors:
         return TensorDifference(name, "missing", _described(left.tensors[name][1]))
@@ -185,6 +188,9 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
     Both checkpoints must have the tensor ``name``, with equal dtype and shape. If the tensor is in the same place of
     the same file for both checkpoints, its bytes are not read.
+
+    Args:
+        left, right: the checkpoints a and b.
     """
     (file, entry), (other, place) = left.tensors[name], right.tensors[name]
     if entry.start == place.start and os.path.samefile(file.path, other.path):

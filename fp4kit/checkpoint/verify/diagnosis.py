@@ -47,7 +47,11 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
 
 
 def _group(check: Check, groups: Mapping[str, str]) -> str:
-    """Return the name of the group of layers that share a tensor scale with a layer; "" if there is none."""
+    """Return the name of the group of layers that share a tensor scale with a layer; "" if there is none.
+
+    Args:
+        check, groups: the layer, and layer name -> name of its group.
+    """
     return groups.get(check.stored.name, "")
 
 

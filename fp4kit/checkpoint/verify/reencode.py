@@ -73,6 +73,9 @@ def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tup
     """Return weight name -> names of source tensors, for quantized weights that hold the transpose of these tensors.
 
     Such weights are not compared with the source. mlx-lm stores a part of DeepSeek's kv_b_proj in this way.
+
+    stored: the weights of the checkpoint.
+    original: the source.
     """
     counterparts = Counterparts(original)
     found = {w.name: counterparts.of(w, 0) for w in stored if w.container is not None}
