@@ -83,7 +83,9 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
 
 
 def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
-    """Return the command that serves or loads a model with the first engine that can; "" if there is none.
+    """Return the command line that serves or loads a model with the first engine that can; "" if there is none.
+
+    A model that does not generate text is loaded with transformers, in Python, if transformers is among the engines.
 
     config: the content of the model's config.json.
     path: the model.

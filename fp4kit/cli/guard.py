@@ -200,7 +200,7 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Write which error ended the command, and return the exit code for errors.
+    """Write which error ended the command, and return 2, the exit code for errors.
 
     The traceback is printed only for exceptions that show a defect of fp4kit.
     """

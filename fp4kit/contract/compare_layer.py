@@ -205,7 +205,7 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
-    """Return two different transforms in words, with their signs up to the first that differs, but four at least."""
+    """Return two different transforms in words, with signs up to the first that differs, and at least four signs."""
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
 
     def shown(text: str) -> str:
@@ -222,7 +222,7 @@ def _amax_text(one: Arithmetic) -> str:
 
 
 def _whose(one: Arithmetic) -> str:
-    """Return the text that follows the tensor amax of an arithmetic and says to which layers it belongs."""
+    """Return the text that follows a tensor amax in a message, such as ", its own" or ", the largest of a, b"."""
     if len(one.layers) > 1:
         return f", the largest of {', '.join(one.layers)}"
     return ", its own" if one.layers else ", which its tensor scale implies"

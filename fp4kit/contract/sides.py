@@ -112,7 +112,7 @@ class Side:
 
     @property
     def transform(self) -> str:
-        """The Hadamard transform of the contract in words; "" for none."""
+        """The Hadamard transform of the contract in words, such as "32 without signs"; "" for none."""
         contract = self.contract
         if contract is None or contract.hadamard is None:
             return ""

@@ -106,7 +106,8 @@ def compressed_format(name: str) -> str:
 def _producer() -> dict[str, str]:
     """Return the entry ``producer`` of a config in Model-Optimizer's format.
 
-    The name in it is "modelopt", because loaders look for it. The version in it records that fp4kit wrote the file.
+    This is {"name": "modelopt", "version": "fp4kit-VERSION"}. Loaders look for the name, and the version records that
+    fp4kit wrote the file.
     """
     return {"name": "modelopt", "version": f"fp4kit-{__version__}"}
 
@@ -179,7 +180,7 @@ def mixed_declarations(
 def _targets(names: Sequence[str]) -> list[str]:
     """Return the targets of a config group of compressed-tensors for layers: their names, sorted.
 
-    One pattern stands for all experts of a module, because engines need one container for all of them.
+    The experts of a module become one target, a "re:" pattern, because engines need one container for all of them.
     """
     found = set()
     for name in names:

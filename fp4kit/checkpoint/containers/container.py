@@ -227,7 +227,7 @@ class Container:
     def slab_rows(self) -> int:
         """The number that must divide the rows of a slab when a layer is written in slabs (some rows at a time).
 
-        The last slab of a layer may have any number of rows.
+        It is 128 if scales are swizzled, otherwise 1. The last slab of a layer may have any number of rows.
         """
         return 128 if self.swizzled else 1
 
@@ -326,7 +326,10 @@ class Container:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """The properties that, together with the stored numbers, determine a layer's decoded values."""
+        """The element format, scale format, block, and presence of column factors and low-rank parts, as a tuple.
+
+        These, together with the stored numbers, determine a layer's decoded values.
+        """
         more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block
         return self.element, self.scale, block, more

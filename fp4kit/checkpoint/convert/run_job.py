@@ -293,7 +293,10 @@ class _Output:
         self._next[part] += raw.size
 
     def finish(self) -> str:
-        """Return the CRC-32 values of all parts as one text. Raise CheckpointError if a part is not complete."""
+        """Return the CRC-32 values of all parts as one text (see _joined_sums).
+
+        Raise CheckpointError if a part is incomplete.
+        """
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:

@@ -138,7 +138,8 @@ _NEEDED = re.compile(r" \([^()]* is needed\)$")
 def kind(mishap: str) -> str:
     """Return the name of a mishap without the numbers of one layer, so that mishaps of several layers can be compared.
 
-    mishap: one name, or several joined by "; ". The values, as in " (0.5 is needed)", are removed from each.
+    mishap: one name, or several joined by "; ". The numbers in parentheses are removed from each: "tensor scale is
+        missing (0.5 is needed)" becomes "tensor scale is missing".
     """
     return "; ".join(_NEEDED.sub("", part) for part in mishap.split("; "))
 

@@ -227,7 +227,7 @@ class CheckpointVerdict:
         return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
 
     def _without_recipe(self) -> str:
-        """Return the sentence for a format of which no recipe or rule explains a layer."""
+        """Return the sentence for a format of which no recipe or rule explains a layer: the known causes, counted."""
         counts = Counter(layer.explanation.cause for layer in self.layers)
         total, unknown = len(self.layers), counts.pop(None, 0)
         if not counts:
@@ -266,9 +266,10 @@ def short_text(text: str, recipes: tuple[str, ...]) -> str:
 
 
 def with_producer(id: str) -> str:
-    """Return a recipe id with the name of its producer in parentheses, if the id does not contain this name.
+    """Return a recipe id with the name of its producer in parentheses, such as "nvfp4-te (Transformer Engine)".
 
-    For names with two parts, such as "llama.cpp (GGUF)", it is the first part that the id does not contain.
+    If the id already contains the name, or has no known producer, return the id alone. For names with two parts, such
+    as "llama.cpp (GGUF)", the first part that the id does not contain is used.
     """
     names = PRODUCER_NAMES.get(producer_of(id), "").removesuffix(")").split(" (")
     name = next((one for one in names if one.lower().replace("_", "-") not in id), "")

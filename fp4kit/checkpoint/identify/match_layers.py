@@ -337,7 +337,7 @@ def _scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
 
 
 def _name(weight: Weight, expert: int) -> str:
-    """Return the name of a layer, with the number of the expert in brackets if the weight is a stack."""
+    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack."""
     return weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
 
 

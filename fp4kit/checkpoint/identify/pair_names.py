@@ -72,7 +72,7 @@ def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[
 
 
 def kv_b_name(module: str) -> str | None:
-    """Return the name of the kv_b_proj layer from which mlx-lm made the stack ``module``.
+    """Return the canonical name of the kv_b_proj layer from which mlx-lm made the stack ``module``.
 
     Return None if the module is not embed_q or unembed_out.
     """

@@ -49,7 +49,7 @@ class Misfit(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The misfit in words."""
+        """The misfit as a sentence: the layer and its shape, the length that is needed, and what to do."""
         what = ("rows", "columns")[self.axis]
         return (
             f"{shown(self.weight.name)} {list(self.weight.shape)}: has {self.weight.shape[self.axis]} {what}, but"

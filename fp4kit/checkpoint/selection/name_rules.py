@@ -169,7 +169,7 @@ class Candidate:
         return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
-        """Return the module name up to the first component that has ``role``, included; None if no component has it."""
+        """Return the module name up to and including the first component with ``role``; None if no component has it."""
         return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
 
     def part(self, role: Role) -> str | None:
@@ -202,7 +202,9 @@ class Candidate:
 
     @property
     def mtp_prefix(self) -> str | None:
-        """The prefix of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
+        """The name of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
+
+        Examples are "mtp" and "model.layers.61", without a dot at the end.
 
         An MTP module is recognized by a component with the role "mtp", or by a layer number beyond the last decoder
         layer. Only layers in a list named "layers" outside an encoder count as decoder layers.

@@ -428,7 +428,7 @@ def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
 
 
 def _content(cell: str) -> str:
-    """Return the content of a table cell, given its HTML."""
+    """Return the content of a table cell: the HTML between the tags of the cell ``cell``."""
     return cell[cell.index(">") + 1 : cell.rindex("<")]
 
 

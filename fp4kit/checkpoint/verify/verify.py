@@ -536,7 +536,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
 
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
-    """Compare an unconverted tensor with the source. Return (``stored``, number of bytes that differ)."""
+    """Compare an unconverted tensor with that of the source. Return (``stored``, number of bytes that differ)."""
     return stored, reencode.differing_bytes(stored, source)
 
 
