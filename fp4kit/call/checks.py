@@ -44,8 +44,8 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
 def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
     """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints.
 
-    If axis is None, return None. Raise ValueError if an axis does not exist or is named twice, and TypeError if an axis
-    is not an int. A list is not accepted.
+    If axis is None, return None. ndim: the number of axes of the array. Raise ValueError if an axis does not exist or
+    is named twice, and TypeError if an axis is not an int. A list is not accepted.
     """
     if axis is None:
         return None

@@ -176,7 +176,7 @@ def scale_decoding_of(scale: ElementFormat) -> Decoding:
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
     """Check the arguments of fp4kit.matmul. Return the call and the shape of its result, (..., M, N).
 
-    Errors are those of fp4kit.matmul. Block scales must be in the linear layout.
+    The arguments and the errors are those of fp4kit.matmul. Block scales must be in the linear layout.
     """
     op = "matmul"
     u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)

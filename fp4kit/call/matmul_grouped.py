@@ -128,9 +128,9 @@ def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
 
 
 def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the call of one product without C.
+    """Return the call of the product of the rows of `left` with those of `right`, without C.
 
-    Raise ValueError if the unit cannot multiply the two matrices, or if they are on two devices. Raise TypeError if
+    Raise ValueError if the unit u cannot multiply the two matrices, or if they are on two devices. Raise TypeError if
     alpha is not a number.
     """
     names = left.name, right.name
@@ -142,7 +142,9 @@ def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alp
 
 
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Return an argument as one entry per product. None and, for alpha, a number count for all products.
+    """Return `value`, the argument `name`, as one entry per product.
+
+    None, and for alpha a number, counts for all products.
 
     Raise ValueError if a sequence or array does not have `count` entries.
     """

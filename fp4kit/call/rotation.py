@@ -44,7 +44,7 @@ class Rotation(NamedTuple):
 
 
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Return the Rotation of a call of hadamard. The errors are those of hadamard.
+    """Return the Rotation of a call of hadamard. The arguments and the errors are those of hadamard.
 
     signs: the signs of the caller, or those of the seed; None without signs.
     """
@@ -57,7 +57,7 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Return the Rotation of a call of rotate. Raise TypeError or ValueError as rotate does; messages begin with op."""
+    """Return the Rotation of a call of rotate. The arguments and the errors are those of rotate."""
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)
@@ -143,7 +143,8 @@ def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
 def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
     """Return a Rotation. If all blocks are rotated alike, its middle axis is a single block.
 
-    negative: the signs of one block or of the whole axis, as uint8; None without signs.
+    negative: the signs of one block or of the whole axis, as uint8; None without signs. size, matrices, inverse: as in
+    Rotation.
     """
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     repeated = (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1)

@@ -88,7 +88,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     """Check the arguments of search_scales, and return the parsed call.
 
     Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe. request:
-    the arguments objective, weights, hessian and candidates.
+    the arguments objective, weights, hessian and candidates. The other arguments are those of search_scales.
     """
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request

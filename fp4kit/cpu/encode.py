@@ -144,7 +144,7 @@ class Tiles(NamedTuple):
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of a slab whose mark is not 0. marks: one byte per tile, in the order of `tiles`."""
+        """Yield the tiles of the slab (rows, columns) whose mark is not 0. marks: one byte per tile, in their order."""
         if marks.any():
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
@@ -260,7 +260,7 @@ def _encode_rows(
 ) -> None:
     """Encode some rows of a matrix, as encode_matrix does, and store their codes in ``packed``.
 
-    All arrays hold only the parts of these rows.
+    All arrays hold only the parts of these rows. kernels: the result of kernels_of(r).
     """
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
@@ -284,7 +284,8 @@ def _given_scales(
 ) -> _Scales:
     """Return the _Scales for encoding a matrix under given block scales and a given tensor scale.
 
-    scales: the codes of the block scales; None without block scales.
+    scales: the codes of the block scales; None without block scales. hadamard: the sign mask of a Hadamard transform;
+    None for no transform.
     """
     tensor = tensor.columns(r)
     if r.block_rule is None or scales is None:
@@ -298,7 +299,7 @@ def _given_scales(
 
 
 def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
-    """Return the block amaxes of x, repeated for each row of a block: float32 (M, blocks)."""
+    """Return the block amaxes of x, repeated for each row of a block: float32 (M, blocks). hadamard: as in `source`."""
     elements = x if hadamard is None else specification.widen(x, r, hadamard)
     return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
@@ -316,8 +317,8 @@ def _encode(
 
     The caller encodes these tiles by the specification.
 
-    given: the scales that are known before. packed: the array to write codes to. scales: the array to write block
-    scales to; None if they are given or the recipe has none.
+    kernels: the result of kernels_of(r). given: the scales that are known before. packed: the array to write codes to.
+    scales: the array to write block scales to; None if they are given or the recipe has none.
     """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]

@@ -56,7 +56,7 @@ def tables_of(r: Recipe) -> Tables:
 
 
 def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of a recipe's rounding of scaled elements, as _pieces does.
+    """Return the pieces of a recipe's rounding of scaled elements, as _pieces does. size: the number of element codes.
 
     With paired microexponents, entries 0 to 7 are the pieces under microexponent 0, and entries 8 to 15 those under
     microexponent 1. Each has 7 bounds, so bounds[7] is not used.

@@ -116,7 +116,8 @@ def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
     """Return the tables of a search, indexed by scale code, float32 (3, 128).
 
     The rows are the block amaxes, the scales, and approximate reciprocals of the scales, with which the search
-    multiplies elements instead of dividing. Codes that are not candidates have ones. amax: the tensor amax.
+    multiplies elements instead of dividing. Codes that are not candidates have ones. amax: the tensor amax. terms: the
+    loss.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES

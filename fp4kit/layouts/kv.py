@@ -472,8 +472,8 @@ def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
 def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarray:
     """Return slots as a NumPy array of int64 (tokens,).
 
-    Raise TypeError unless they are integers. Raise ValueError unless they are 1-d and in range. For a write, negative
-    slots are allowed, and each other slot may occur once.
+    Raise TypeError unless they are integers. Raise ValueError unless they are 1-d and in range for a cache of this
+    shape. If `writes` is True, negative slots are allowed, and each other slot may occur once.
     """
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:

@@ -261,7 +261,7 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
-    """Yield the steps of one recipe."""
+    """Yield the steps by which the recipe of a call quantizes the element at `index`."""
     crop, row, column = _crop(call, index)
     with specification(), np.errstate(all="ignore"), traced() as steps:
         show("element", crop.x)
@@ -339,7 +339,7 @@ def _first_scales(steps: list[Step]) -> Iterable[Step]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Return the entry of a recorded step that belongs to one element of a block of the given shape."""
+    """Return the entry of a recorded step that belongs to the element (row, column) of a block of the given shape."""
     flat = step.result.reshape(-1)
     m, k = shape
     entry = flat[row * k + column if flat.size == m * k else row if flat.size == m else 0]

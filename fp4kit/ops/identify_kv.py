@@ -238,7 +238,7 @@ def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) 
 
 
 def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
-    """Yield (layout, cache) for each layout that supports the size and consists of as many arrays.
+    """Yield (layout, cache) for each layout that supports a cache of this shape and consists of as many arrays.
 
     The cache holds the bytes of the arrays, read by that layout.
     """
@@ -274,12 +274,12 @@ def _sample(
 
 
 def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float32, ...]) -> tuple[np.ndarray, ...]:
-    """Return the keys and values of a cache at slots, in float32."""
+    """Return the keys and values of a cache at slots, in float32. scales: the tensor scales of keys and of values."""
     return dequantize_kv(cache, slots, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
 
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Return the KVMatch of keys and values that were read, whose field `fits` is not filled in."""
+    """Return the KVMatch of the keys and values `read` with the references. Its field `fits` is not filled in."""
     key_error, value_error = map(_error, read, references)
     return KVMatch(layout, fault, key_error, value_error)
 
@@ -308,7 +308,8 @@ def _faults(
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
     """Yield (fault, keys and values as they would be read without the fault), for each known fault.
 
-    read: the keys and values as a layout reads them. scales: the tensor scales by which they were read.
+    read: the keys and values as a layout reads them. references: those that the cache should hold. scales: the tensor
+    scales by which they were read.
     """
     with np.errstate(all="ignore"):
         ratio = scales[0] / scales[1]
@@ -332,7 +333,7 @@ def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _scale_fault(name: str, given: float, needed: float) -> str:
-    """Return a clause that says which tensor scale is needed in place of the given one."""
+    """Return a clause that says which tensor scale is needed in place of the given one. name: k_scale or v_scale."""
     inverted = ", its reciprocal" if abs(needed * given - 1) <= OFF and abs(given - 1) > OFF else ""
     return f"{name} is about {needed:.2g}{inverted}, not {given:.3g}"
 

@@ -58,7 +58,8 @@ def best_match(
 ) -> Match:
     """Quantize x with a recipe and each of the given tensor amaxes, and return the best match with q.
 
-    Stop at the first amax that reproduces all bytes. amaxes: at least one; None stands for the amax of x.
+    Stop at the first amax that reproduces all bytes. amaxes: at least one; None stands for the amax of x. hadamard: the
+    argument of quantize.
     """
     best = None
     for amax in amaxes:
@@ -73,7 +74,8 @@ def best_match(
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
     """Quantize x with a recipe, and return the Match that counts which bytes are those of q.
 
-    amax: the tensor amax; None computes it from x. On a GPU, raise NotImplementedError for a recipe without a kernel.
+    amax: the tensor amax; None computes it from x. hadamard: the argument of quantize. On a GPU, raise
+    NotImplementedError for a recipe without a kernel.
     """
     with np.errstate(all="ignore"):
         made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)

@@ -185,7 +185,7 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
 
 
 def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
-    """Return the argument k_scale or v_scale as float32.
+    """Return the argument k_scale or v_scale, whichever `name` names, as float32.
 
     Raise TypeError unless it is a number. Raise ValueError unless it is positive and finite, and 1 if the recipe has no
     tensor scale.

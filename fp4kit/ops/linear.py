@@ -28,6 +28,7 @@ def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
     """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
 
     If w is a Quantized, it is not quantized again. Both operands are rounded to nearest: s.rounding is not used here.
+    ops: the operations of the framework.
     """
     columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
     return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)

@@ -313,7 +313,8 @@ def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as torchao's mode RCEIL does.
 
-    M is the largest element value. 0 gives code 0 (2^-127); inf and NaN give code 255 (NaN).
+    M is the largest element value. 0 gives code 0 (2^-127); inf and NaN give code 255 (NaN). tensor and dtype are not
+    used.
     """
     codes = code_e8m0_te(amax, tensor, recipe, dtype)
     return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
@@ -323,7 +324,8 @@ def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
     """Return the E8M0 code of 2^ceil(log2(amax / M)), or 255 if amax is NaN, as TE's Python reference quantizer does.
 
     M is the largest element value. The exponent is computed and clamped as in the rule e8m0_modelopt, which differs
-    only for NaN. So 0 gives code 0 and inf gives 254. Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
+    only for NaN. So 0 gives code 0 and inf gives 254. tensor and dtype are not used. Source: TE reference_nvfp4.py
+    cast_to_e8, with pow_2_scales.
     """
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 

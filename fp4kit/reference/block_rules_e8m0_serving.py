@@ -119,7 +119,7 @@ def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     """Return the E8M0 code of amax / M, rounded up to a power of two, as fouroversix does with scale rule static_6.
 
     M is the largest element value. The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255. NaN
-    gives 0, because the producer's byte wraps. Source: fouroversix quantize_to_mxfp4.
+    gives 0, because the producer's byte wraps. tensor and dtype are not used. Source: fouroversix quantize_to_mxfp4.
     """
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
@@ -152,7 +152,8 @@ def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
     value. The codes equal those of the rule e8m0_even_finite. Only the factor differs: elements with the scale 2^-127
-    become zeros, because a GPU flushes that scale. Source: vLLM downcast_to_mxfp (Triton).
+    become zeros, because a GPU flushes that scale. tensor and dtype are not used. Source: vLLM downcast_to_mxfp
+    (Triton).
     """
     return code_e8m0_even_finite(amax, tensor, recipe, dtype)
 

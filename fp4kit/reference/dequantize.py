@@ -127,7 +127,7 @@ def decode_e8m0_flashinfer_host(
 ) -> np.ndarray:
     """Return values * 2^(scales - 127), but +0 for the E2M1 code 8 (-0). Scale code 255 gives NaN.
 
-    Source: FlashInfer mxfp4_dequantize_host.
+    tensor and recipe are not used. Source: FlashInfer mxfp4_dequantize_host.
     """
     return decode_e8m0(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
@@ -173,7 +173,7 @@ def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, rec
 def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return ldexp(values, scales - 127), as llama.cpp decodes MXFP4, but +0 for the E2M1 code 8 (-0).
 
-    Source: llama.cpp dequantize_row_mxfp4.
+    tensor and recipe are not used. Source: llama.cpp dequantize_row_mxfp4.
     """
     return decode_e8m0_unbounded(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
@@ -190,7 +190,8 @@ def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * 2^(scales - 127), where scale code 255 is infinity, as MLX does for float32 and bfloat16.
 
-    For float16 results the rule e8m0_float16 is used instead. Source: MLX mx.dequantize on a CPU.
+    For float16 results the rule e8m0_float16 is used instead. tensor and recipe are not used. Source: MLX mx.dequantize
+    on a CPU.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
@@ -199,7 +200,7 @@ def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorS
     """Return values * 2^(scales - 127), where scale code 255 is infinity, as MLX up to 0.32.2 does.
 
     In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). For float16 results
-    the rule e8m0_float16_0322 is used instead. Source: MLX mx.dequantize on a CPU.
+    the rule e8m0_float16_0322 is used instead. tensor and recipe are not used. Source: MLX mx.dequantize on a CPU.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
@@ -277,7 +278,7 @@ def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
     """Return values * 2^(scales - 127), where scale code 255 is infinity, as Quark does for float32 and bfloat16.
 
     For float16 results the rule e8m0_float16 is used instead, because Quark first converts scales to the dtype of the
-    weight. Source: Quark export/nn/modules/realquantizer.py unpack_params.
+    weight. tensor and recipe are not used. Source: Quark export/nn/modules/realquantizer.py unpack_params.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 

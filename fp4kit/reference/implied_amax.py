@@ -99,7 +99,8 @@ def _kept_interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return amax_interval for the float32 numbers whose bytes are `scale`, in the given shape. Keep the result.
 
-    Programs that identify a recipe request the interval of one stored scale for many variants of the codes.
+    Programs that identify a recipe request the interval of one stored scale for many variants of the codes. steps: as
+    in amax_interval.
     """
     return _interval(np.frombuffer(scale, np.float32).reshape(shape), recipe, dtype, steps)
 

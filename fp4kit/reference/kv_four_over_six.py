@@ -42,7 +42,9 @@ def _error(blocks: np.ndarray, codes: np.ndarray, amax: np.ndarray, tensor: Tens
 
         d = fma(q, rcp(factor), -element),   q = E2M1 value of element * factor
 
-    factor is that of factor_vllm_kv. If it is 0, d is the element.
+    Here dx and dy are the d of the two elements of a pair, and factor is the result of factor_vllm_kv. If factor is 0,
+    d is the element. blocks: the elements. codes, amax: the scale codes and amaxes of the blocks. tensor: the tensor
+    scale.
     """
     factor = factor_vllm_kv(codes, amax, tensor, recipe, blocks.dtype)[..., None]
     values = decode(encode(blocks * factor, E2M1, recipe.rounding, recipe.sign, recipe.nan_code), E2M1)

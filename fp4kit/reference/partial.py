@@ -49,7 +49,9 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
 
 
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
-    """Return a segment as float32 (rows, columns of whole blocks), and the column index of its first block, in blocks.
+    """Return a segment of the shard as float32 (rows, columns of whole blocks), and the column of its first block.
+
+    That column is counted in blocks.
 
     Elements that belong to these blocks but not to the segment are zeros.
 

@@ -46,7 +46,7 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     A candidate counts only if the block rule makes the block's scale exactly 2^j times as large. If no candidate
     counts, the amax of the block is returned.
 
-    terms: the range of j and the loss.
+    x: float32 elements. tensor: the tensor scale. terms: the range of j and the loss.
     """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
