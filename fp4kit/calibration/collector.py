@@ -27,7 +27,7 @@ Rule = Literal["max", "headroom"]
 Unseen = Literal["error", "layer", "none"]
 RULES, UNSEEN = get_args(Rule), get_args(Unseen)
 _RECIPE = "nvfp4-modelopt"  # its block amaxes propagate NaN
-_Key = tuple[str, int | None]  # (layer, number of experts or None, the latter for a layer or for one expert)
+_Key = tuple[str, int | None]  # (layer, number of experts); None for a layer without experts, or for one expert
 
 
 class Collector:

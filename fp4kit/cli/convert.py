@@ -377,7 +377,7 @@ def _remove_leftovers(destination: Path, out: Output) -> None:
 
 
 def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
-    """Return the assignment of recipes to layers that --bits asks for, or None without this option.
+    """Return the assignment of recipes to layers that --bits asks for, or None if --bits was not given.
 
     Raise CheckpointError if an option is given that does not fit --bits.
     """
@@ -496,7 +496,7 @@ def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]
 
 
 def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = None) -> Activations | None:
-    """Return the activations in the files that --activations names, or None without this option.
+    """Return the activations in the files that --activations names, or None if --activations was not given.
 
     Raise CheckpointError if --activation-rule or --unseen-experts is given without --activations.
 

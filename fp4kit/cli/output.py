@@ -68,7 +68,7 @@ class Output:
             self._print(render.wrapped(text, _width(), "  "))
 
     def verbatim(self, text: str) -> None:
-        """Print text as it is, such as a program, without breaking lines. Do nothing with --json or --quiet."""
+        """Print text such as a program, without breaking its lines. Do nothing if --json or --quiet was given."""
         if self.text:
             self._print([text])
 

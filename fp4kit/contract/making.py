@@ -162,7 +162,7 @@ def _amax(amax: Any) -> Amax:
 
 
 def values_of(one: Weights, other: Weights) -> np.ndarray:
-    """Return the values of one side in float32, or in the dtype of its array if that is wider.
+    """Return the values of one side in float32, or in the dtype of its array if this dtype is wider.
 
     Codes are decoded to the dtype of the other side's array if it has 16 bits or fewer, otherwise to float32.
     """

@@ -405,8 +405,8 @@ class _Check:
     ) -> LayerParity:
         """Return the result with the counts of the layer's products.
 
-        If a contract does not state how products are computed, or its unit has no instruction for the operands, note
-        the reason and return the result unchanged.
+        If a contract does not state how products are computed, or its unit has no instruction for the operands, store
+        the reason in self.notes and return the result unchanged.
 
         Args:
             found: the result so far, which is not changed.

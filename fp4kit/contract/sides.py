@@ -81,7 +81,7 @@ class Side:
         return self.stored is None
 
     def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
-        """Return the recipe that the contract states for a layer, or else that of its Quantized; None for neither.
+        """Return the recipe that the contract states for a layer, otherwise that of its Quantized, otherwise None.
 
         q: the layer's Quantized; None if the side has none.
         """
@@ -120,7 +120,7 @@ class Side:
         return f"{contract.hadamard} " + (f"with signs {signs}" if signs else "without signs")
 
     def transformed(self, x: np.ndarray) -> np.ndarray:
-        """Return a matrix after the Hadamard transform of the contract; x itself for none.
+        """Return a matrix after the Hadamard transform of the contract; x itself if the contract has no transform.
 
         A transform of 16 with Transformer Engine's signs, or without signs, is that of quantize(hadamard=...).
         """
@@ -214,7 +214,7 @@ def as_weights(what: str, given: Any) -> Weights:
 
     Raise ValueError for a Quantized along another axis than the last, and TypeError if `given` is neither.
 
-    what: the text that messages begin with.
+    what: the text with which error messages begin.
     """
     if isinstance(given, Quantized):
         q = on_host(given, OP)

@@ -205,7 +205,10 @@ def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.nd
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of values, with one pattern for all NaN. Codes (integers or bools) are returned as is."""
+    """Return the bit patterns of values, with one pattern for all NaN.
+
+    Codes (integers or bools) are returned unchanged.
+    """
     if values.dtype.kind in "iub":
         return values
     return bit_patterns(np.where(np.isnan(values), np.full_like(values, np.nan), values))

@@ -148,7 +148,7 @@ def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
 
 
 def _unit_from(data: Any) -> Unit | str:
-    """Return the id of a known unit as it is, or the Unit that an object of fields describes.
+    """Return the id of a known unit unchanged, or the Unit that an object of fields describes.
 
     Raise ValueError for an unknown id, and the errors of units.from_spec for invalid fields.
     """

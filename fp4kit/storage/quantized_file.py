@@ -126,7 +126,7 @@ def _digits(crc32: int) -> str:
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
     """Return the metadata entry fp4kit_crc32 as JSON text.
 
-    header: the CRC-32 of the header, as 8 hexadecimal digits. tensors: {tensor name: its CRC-32}, written likewise.
+    header: the CRC-32 of the header, as 8 hexadecimal digits. tensors: {tensor name: its CRC-32 as 8 such digits}.
     """
     return json.dumps({"header": header, "tensors": tensors})
 

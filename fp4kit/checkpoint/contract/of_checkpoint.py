@@ -33,7 +33,7 @@ def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
     the contract is inferred.
 
     path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
-    source: the model that the checkpoint was made from; None if it is not at hand.
+    source: the model that the checkpoint was made from, to identify the recipe; None to identify none.
     """
     place = Path(path)
     if place.suffix == ".json":
@@ -47,7 +47,7 @@ def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
 
 
 def _loaded(path: Path) -> Contract:
-    """Return the contract in a file. Raise CheckpointError for any error, and name the file."""
+    """Return the contract in a file. Raise CheckpointError, which names the file, for any error."""
     try:
         return Contract.load(path)
     except (ValueError, TypeError) as error:
@@ -100,7 +100,7 @@ class _Inferred:
         self.how: dict[str, str] = {}
 
     def add(self, name: str, value: object, how: str) -> None:
-        """Store the value of a setting and how it was found. Do nothing for None and ()."""
+        """Store the value of the setting `name`, and how it was found. Do nothing if the value is None or ()."""
         if value not in (None, ()):
             self.values[name], self.how[name] = value, how
 

@@ -95,7 +95,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
 def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale]]:
     """Return layer -> function that reads it, for all weights of a checkpoint, and layer -> its static input scale.
 
-    Layers that are only some rows of a quantized matrix are left out of the functions.
+    The first dict lacks layers that are only some rows of a quantized matrix.
     """
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another

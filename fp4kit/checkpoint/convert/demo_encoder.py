@@ -84,7 +84,7 @@ def tokens_of(text: str, folder: Path) -> list[int]:
 def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
     """Yield the vocabulary pieces of a word, from its start, each as long as possible.
 
-    If no piece matches the rest, yield "[UNK]" for it. `known` maps a piece to its id.
+    If no piece matches the rest of the word, yield "[UNK]" for this rest. `known` maps a piece to its id.
     """
     start = 0
     while start < len(word):

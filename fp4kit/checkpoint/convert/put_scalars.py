@@ -26,7 +26,7 @@ def usable_tensor_scale(scale: Any) -> bool:
 
 
 def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
-    """Write the scalars of a layer: its tensor scale unless that is None, and its input scale if the job has one.
+    """Write the scalars of a layer: its tensor scale, if it has one, and its input scale, if the job has one.
 
     The input scale comes from the job (see put_given_input_scale).
 

@@ -149,8 +149,8 @@ def _patched(
 ) -> None:
     """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over it.
 
-    The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, it is copied as it is.
-    The caller compares the two hashes with those in the patch.
+    The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, the copy is equal to
+    the old file. The caller compares the two hashes with those in the patch.
 
     Raise CheckpointError if the old file is missing. Raise it also if the patch is damaged, so that its runs of changed
     bytes do not add up or lie outside their chunk.

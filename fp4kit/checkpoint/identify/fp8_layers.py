@@ -71,7 +71,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
 
     If none does, the sentence of the Explanation says what the layer is. It also says either that the scales are not
     amax / 448, or which share of the codes is nearest to the source under the stored scales. If the codes and the
-    source differ in shape, it only says so.
+    source differ in shape, the sentence says only this.
 
     x: the source (N, K).
     amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.

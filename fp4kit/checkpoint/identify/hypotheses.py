@@ -203,7 +203,8 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
 
     evidence: the stored layer and its source.
     layout: tells whether the rows are those of the transposed source, and how long they are.
-    index: the numbers of the source rows, as LayerEvidence.values takes them.
+    index: the numbers of the source rows. If the source has N rows, n >= N means row n - N of the other half of the
+        pair.
     """
     found = np.zeros(len(index), np.float32)
     step = max(CHUNK // max(layout.shape[1], 1), 1)

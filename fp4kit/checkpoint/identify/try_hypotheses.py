@@ -183,9 +183,9 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
 
 
 def recipes_of(own: Recipe) -> Iterator[Recipe]:
-    """Yield the recipes that may have made a layer: all recipes of its format, and for MXFP8 one that is not listed.
+    """Yield the recipes that may have made a layer: all recipes of its format, and a variant without an id for MXFP8.
 
-    The latter has the scale search that auto-round uses by default (iters=0) for MXFP4 and MXFP8.
+    The variant has the scale search that auto-round uses by default (iters=0) for MXFP4 and MXFP8.
 
     own: a recipe of the layer's format.
     """

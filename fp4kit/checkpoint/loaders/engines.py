@@ -16,7 +16,7 @@ VERSIONS = {
 Status = Literal["loads", "fails", "wrong values", "unknown"]
 How = Literal["run", "read", ""]
 Severity = Literal["error", "warning"]
-SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; the rest of VERSIONS only decode its tensors
+SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; others in VERSIONS only decode its tensors
 
 
 def named(engines: Iterable[str]) -> str:

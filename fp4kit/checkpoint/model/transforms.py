@@ -88,7 +88,7 @@ def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Itera
 
 
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return the weights of a model as weights_of does, those with a transform that is undone with their rotation.
+    """Return the weights of a model as weights_of does. Weights with a transform that can be undone get their rotation.
 
     Args:
         tensors: tensor name -> (its file, its header entry).
@@ -190,7 +190,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _matches(weight: Weight, targets: list[str]) -> bool:
-    """Return whether a weight is one of the targets (see _matched)."""
+    """Return whether a weight is named by a target: "Linear", its layer's name, or a "re:" pattern (see _matched)."""
     if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
         return True
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))

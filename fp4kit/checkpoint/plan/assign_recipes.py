@@ -78,7 +78,7 @@ class Assignment:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The chosen option of every unit."""
+        """The chosen option of every unit, in the order of ``units``."""
         return tuple(unit.options[choice] for unit, choice in zip(self.units, self.chosen.choices, strict=True))
 
     @property

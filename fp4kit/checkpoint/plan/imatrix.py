@@ -96,7 +96,7 @@ class Imatrix:
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
         """Return the place of the column weights of one matrix, or None if the file has none for it.
 
-        Names are tried as they are, and as the gguf package's name map translates them.
+        Each name is looked up unchanged, and as the gguf package's name map translates it.
 
         Args:
             module: the name of the layer to write; the name of ``weight`` is tried after it.

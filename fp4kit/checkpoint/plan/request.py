@@ -173,11 +173,12 @@ class Request:
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
-        """Return the format for all recipes of a request: the user's, or one that stores each of them; None for none.
+        """Return the format for all recipes of a request: the user's, or one that stores each of them.
 
         If the recipes need several containers, only a format that declares mixtures can store them. Otherwise the best
-        format of the default recipe is preferred. If no format stores all recipes, the best one is returned all the
-        same, and building the containers raises the error.
+        format of the default recipe is preferred. If no format stores all recipes, the best format of the default
+        recipe is returned, and building the containers raises the error. The result is None if there is no such format
+        either.
 
         Args:
             config: the content of the model's config.json.

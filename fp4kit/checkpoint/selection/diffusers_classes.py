@@ -39,7 +39,7 @@ _ORIGINAL = (
     "time_projection",
     "final_layer",
 )
-_MODULATION = ("img_mod", "txt_mod")  # components that are modulation, as are those that begin with "norm"
+_MODULATION = ("img_mod", "txt_mod")  # components of names of modulation layers; others begin with "norm"
 
 
 def class_of(config: Mapping[str, Any]) -> str:

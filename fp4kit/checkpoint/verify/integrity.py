@@ -39,9 +39,9 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 @dataclass(frozen=True)
 class Issue:
-    """Describe a fault of a checkpoint, or a fact worth knowing about it.
+    """Describe a fault of a checkpoint, or a fact that its user should know.
 
-    severity: "error" for a fault, "warning" for a fact worth knowing.
+    severity: "error" for a fault, "warning" for a fact that the user should know.
     subject: the name of the tensor, layer or file, or "model".
     text: what is wrong. If ``count`` is not 0, it names the kind of items that are counted.
     loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
@@ -154,8 +154,8 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
     """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it.
 
-    The engine is llama.cpp for GGUF, mlx-lm for MLX and ComfyUI for its format. For all other formats, the
-    requirements in loaders/ are checked. Where no requirements are known, a warning says so.
+    The engine is llama.cpp for GGUF, mlx-lm for MLX and ComfyUI for its format. For all other formats, the requirements
+    in loaders/ are checked. For layers whose requirements are unknown, a warning says that they are not checked.
 
     model: the checkpoint.
     tensor_scales: tensor name -> stored value, for tensor scales and input scales.

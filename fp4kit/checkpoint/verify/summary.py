@@ -36,7 +36,7 @@ def error_of(db: float) -> str:
 
 
 def median_and_worst(report: VerifyReport) -> tuple[float, float, str] | None:
-    """Return (median SQNR, smallest SQNR, name of its layer) over the layers with finite SQNR; None without any."""
+    """Return (median SQNR, smallest SQNR, name of that layer) of the layers with finite SQNR; None if none has."""
     found = [(layer.tally.sqnr_db, layer.name) for layer in report.layers if layer.tally.sqnr_db is not None]
     finite = [(db, name) for db, name in found if math.isfinite(db)]
     return (median(db for db, _ in finite), *min(finite)) if finite else None

@@ -166,7 +166,7 @@ class VerifyReport:
 class Verification:
     """Hold a verification that is prepared by ``prepare`` and not yet executed.
 
-    root, source: the checkpoint and its source; None without a source.
+    root, source: the checkpoint and its source; ``source`` is None if the checkpoint is verified alone.
     settings: how the checkpoint was made.
     checks: the matrices to check.
     copies: (stored, source) pairs of unconverted tensors to compare.
@@ -552,7 +552,7 @@ def _report(
     prepared: the verification that was executed.
     found: the results of the checks.
     changed: (name, number of differing bytes) of unconverted tensors that differ from the source.
-    file_differences: lines "file: difference" about files that differ from the manifest; None without a manifest.
+    file_differences: lines "file: difference" about files that differ from the manifest; None if there is no manifest.
     smoothing: the norms and layers that a tool has smoothed.
     """
     of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
