@@ -79,12 +79,15 @@ class ComparedEngine:
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function`` on this engine, with arrays of the engine's library, and return its result unchanged."""
+        """Call ``function(*arguments, **options)`` on this engine, and return its result unchanged.
+
+        Arrays are those of the engine's library.
+        """
         with self.computing():
             return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function`` on this engine with NumPy arrays, and return its result as NumPy arrays."""
+        """Call ``function(*arguments, **options)`` on this engine. Arguments and result are NumPy arrays."""
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
@@ -121,7 +124,7 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
-    """Compare two Quantized objects, first their fields such as shape and layout, then their arrays.
+    """Compare ``found`` with the Quantized ``expected``: first fields such as shape and layout, then arrays.
 
     Return the Outcome. It counts a wrong field as one value, and anything but a Quantized as one difference.
 
@@ -139,7 +142,9 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 
 
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
-    """Compare two arrays in shape, dtype and bits, and return the Outcome. Any NaN equals any other NaN.
+    """Compare the array ``found`` with ``expected`` in shape, dtype and bits, and return the Outcome.
+
+    Any NaN equals any other NaN.
 
     If shape or dtype differs, every value counts as different.
 

@@ -80,6 +80,8 @@ def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
     """Insert the call that `text` describes into a traced program, and return its traced results.
 
     When the program runs, jax.pure_callback makes the call on the host.
+
+    results: the shapes and dtypes of the results. arrays: the arrays that the text refers to, which may be traced.
     """
     return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
 
@@ -88,6 +90,8 @@ def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
     """Insert the call that `text` describes into a traced program, and return its traced results.
 
     When the program runs, the XLA handler of ffi.register makes the call on the device.
+
+    results: the shapes and dtypes of the results. arrays: the arrays that the text refers to, which may be traced.
     """
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 

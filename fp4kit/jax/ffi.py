@@ -89,7 +89,7 @@ def _shape(buffer: Any) -> tuple[int, ...]:
 
 
 def _buffers(found: Any) -> list[Any]:
-    """Return the buffer structures of the arguments or results that XLA passes in a _List."""
+    """Return the buffer structures of the arguments or results that XLA passes in `found`, a _List."""
     return [_Buffer.from_address(found.entries[i]) for i in range(found.size)]
 
 

@@ -153,7 +153,8 @@ def static_options(
 def check_seed(op: str, seed: Any) -> None:
     """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random.
 
-    Only 0-d arrays are checked. Numbers of Python, None and arrays with axes pass.
+    Only 0-d arrays are checked. Numbers of Python, None and arrays with axes pass. The message begins with `op`, the
+    public function.
     """
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
         raise TypeError(
@@ -211,6 +212,8 @@ def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, 
     """Return (_fake_quantize of x, residuals for _backward).
 
     The residuals are (x, clip limit), or None under pass_through.
+
+    static: the arguments that JAX treats as static. given: the other optional arguments.
     """
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)

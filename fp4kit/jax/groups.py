@@ -100,7 +100,9 @@ def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions)
 def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
     """Return _fake_quantize_grouped of xs and the residuals for _backward.
 
-    They are xs and the clip limits, or None under pass_through.
+    The residuals are (xs, clip limits), or None under pass_through.
+
+    static: the arguments that JAX treats as static. given: the other optional arguments, with one list per argument.
     """
     limits = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize_grouped(static, xs, given), None if static.pass_through else (xs, limits)

@@ -58,7 +58,7 @@ def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
-    """Return a parameter without computing its parametrizations, for its shape, dtype and device.
+    """Return the parameter `leaf` of a module without computing its parametrizations, for its shape, dtype and device.
 
     A parametrized parameter that is stored as several tensors is computed after all.
     """

@@ -58,7 +58,8 @@ def _checked(
 ) -> LinearSettings:
     """Check the arguments of linear by shapes, dtypes and devices, and return the settings.
 
-    Raise TypeError or ValueError if one is wrong. Arguments are those of linear. No values are read.
+    Raise TypeError or ValueError if one is wrong. No values are read. w is a float tensor, or the packed codes of a
+    Quantized with the scales block_scale and tensor_scale.
     """
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)
@@ -253,7 +254,8 @@ def _weight_values(
 ) -> Tensor:
     """Return the values of a weight after quantization as float32 (N, K); w itself for "high-precision".
 
-    A float w is quantized by parts.values; a Quantized, whose codes are w, is only dequantized.
+    A float w is quantized by parts.values. A Quantized, whose codes are w, with the scales block_scale and
+    tensor_scale, is only dequantized.
     """
     if s.backward == "high-precision":
         return w.float()

@@ -58,7 +58,10 @@ def fake_quantize_served(
 
 
 def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatPlan) -> None:
-    """Parametrize the parameters of a plan."""
+    """Parametrize the parameters of a plan.
+
+    places: {name: place} of all parameters. forms: {name: how it is fake-quantized} of those in the plan.
+    """
     orders: dict[int, list[str]] = defaultdict(list)
     for place in places.values():
         orders[id(place.module)].append(place.leaf)
@@ -71,13 +74,19 @@ def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatP
 
 
 def _form(place: Place, plan: QatPlan, pass_through: bool) -> Form:
-    """Return how the parameter of a place is fake-quantized by a plan."""
+    """Return how the parameter of a place is fake-quantized by a plan.
+
+    pass_through: True if the gradient passes unchanged.
+    """
     axis = -2 if place.transposed else -1
     return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through)
 
 
 def _check(place: Place, form: Form, plan: QatPlan) -> None:
-    """Raise ValueError or TypeError if a parameter cannot be fake-quantized, before the model is changed."""
+    """Raise ValueError or TypeError if the parameter of a place cannot be fake-quantized, before the model is changed.
+
+    form: how it is to be fake-quantized by the plan.
+    """
     name, shape = place.weight.name, place.weight.shape
     for part in parts_of(place.module, place.leaf):
         if isinstance(part, (ServedWeight, FakeQuantized)):
@@ -109,7 +118,12 @@ def _parameter(place: Place) -> Any:
 
 
 def _check_shards(name: str, parameter: Any, place: Place, recipe: Recipe) -> None:
-    """Raise ValueError if a shard of a DTensor would hold a part of a block, or of a row with one scale of its own."""
+    """Raise ValueError if a shard of a DTensor would hold a part of a block, or of a row with one scale of its own.
+
+    Raise ValueError also if the DTensor consists of partial sums.
+
+    name: the name of the parameter, for the message. parameter: the DTensor.
+    """
     columns = parameter.ndim - (2 if place.transposed else 1)
     rows = parameter.ndim - (1 if place.transposed else 2)
     needed = {columns: recipe.block_size, rows: recipe.block_rows}
@@ -201,14 +215,17 @@ def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 
 
 def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch.nn.Module]]) -> None:
-    """Raise ValueError if a fake-quantized parameter has further parametrizations, so that it cannot be overwritten."""
+    """Raise ValueError if a fake-quantized parameter has further parametrizations, so that it cannot be overwritten.
+
+    op: the public function, with which the message begins. found: what _fake_quantized yields.
+    """
     for name, module, leaf, _ in found:
         if len(parts_of(module, leaf)) > 1:
             raise ValueError(f'{op}: {name} has other parametrizations too; remove them first, or use keep="original"')
 
 
 def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
-    """Remove one parametrization of a parameter, and the hooks that keep its name in state dicts."""
+    """Remove the parametrization `part` of a module's parameter `leaf`, and the hooks that keep its name."""
     parts = parts_of(module, leaf)
     if len(parts) == 1:
         parametrize.remove_parametrizations(module, leaf, leave_parametrized=False)

@@ -71,7 +71,7 @@ class ServedWeight(torch.nn.Module):
         )
 
     def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
-        """Return the served values of a plain tensor. An empty tensor is returned itself.
+        """Return the served values of the plain tensor w. If w is empty, return w itself.
 
         amax: the tensor amax of the whole weight, or one per expert for a stack. None leaves it to fake_quantize.
         """
@@ -99,7 +99,7 @@ class ServedWeight(torch.nn.Module):
 
 
 def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
-    """Return the parametrizations of a parameter, in order; () if it has none."""
+    """Return the parametrizations of the parameter `leaf` of a module, in order; () if it has none."""
     if not parametrize.is_parametrized(module, leaf):
         return ()
     parametrizations: Any = module.parametrizations
@@ -107,7 +107,7 @@ def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
 
 
 def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
-    """Return a parameter as it is before ServedWeight, with all parametrizations that come before it."""
+    """Return the parameter `leaf` of a module before ServedWeight, with all parametrizations that come before it."""
     parts = parts_of(module, leaf)
     if not parts:
         return module._parameters[leaf]  # type: ignore[return-value]
@@ -141,7 +141,7 @@ def largest(w: Tensor, stack: bool) -> Tensor:
 
 
 def _local_amax(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w| of a plain tensor, as `largest` does; 0 for a tensor without elements."""
+    """Return the largest |w| of a plain tensor, float32 (); of each expert, (E,), for a stack; 0 for no elements."""
     rows = w.flatten(1) if stack else w.reshape(1, -1)
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0] if stack else (), dtype=torch.float32)

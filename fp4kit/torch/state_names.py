@@ -14,7 +14,7 @@ _MARK = "_fp4kit_state_hooks"
 
 
 def _held(leaf: str) -> str:
-    """Return the name, within its module, under which a parametrized parameter is registered."""
+    """Return the name, within its module, under which the parametrized parameter `leaf` is registered."""
     return f"parametrizations.{leaf}.original"
 
 
@@ -32,7 +32,10 @@ def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> No
 
 
 def release_names(module: torch.nn.Module, leaf: str) -> None:
-    """Remove the hooks of keep_names, and put the module's parameters back in order. Does nothing without hooks."""
+    """Remove the hooks of keep_names for the parameter `leaf`, and restore the order of the module's parameters.
+
+    Do nothing if there are no such hooks.
+    """
     order, *hooks = module.__dict__.get(_MARK, {}).pop(leaf, ((),))
     for hook in hooks:
         hook.remove()

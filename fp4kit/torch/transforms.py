@@ -24,12 +24,12 @@ def active() -> bool:
 
 
 def fake_quantize(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize, through the class FakeQuantize if a transform is active."""
+    """Call operators.fake_quantize(*arguments), through the class FakeQuantize if a transform is active."""
     return FakeQuantize.apply(*arguments) if active() else operators.fake_quantize(*arguments)
 
 
 def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize_backward, through the class FakeQuantizeBackward if a transform is active."""
+    """Call operators.fake_quantize_backward(*arguments), by the class FakeQuantizeBackward if a transform is active."""
     return FakeQuantizeBackward.apply(*arguments) if active() else operators.fake_quantize_backward(*arguments)
 
 
@@ -70,22 +70,22 @@ class FakeQuantizeBackward(torch.autograd.Function):
 
 
 def linear(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear, through the class Linear if a transform is active."""
+    """Call linear_operators.linear(*arguments), through the class Linear if a transform is active."""
     return Linear.apply(*arguments) if active() else linear_operators.linear(*arguments)
 
 
 def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_x, through the class LinearGradientOfX if a transform is active."""
+    """Call linear_operators.linear_gradient_of_x(*arguments), by the class LinearGradientOfX in a transform."""
     return LinearGradientOfX.apply(*arguments) if active() else linear_operators.linear_gradient_of_x(*arguments)
 
 
 def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_w, through the class LinearGradientOfW if a transform is active."""
+    """Call linear_operators.linear_gradient_of_w(*arguments), by the class LinearGradientOfW in a transform."""
     return LinearGradientOfW.apply(*arguments) if active() else linear_operators.linear_gradient_of_w(*arguments)
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.quantized_values, through the class QuantizedValues if a transform is active."""
+    """Call linear_operators.quantized_values(*arguments), by the class QuantizedValues if a transform is active."""
     return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
 
 

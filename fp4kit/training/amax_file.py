@@ -49,7 +49,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
 
 
 def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
-    """Return one amax of a file as float32, with -0 replaced by +0.
+    """Return the amax under `key` of a file as float32, with -0 replaced by +0.
 
     info: its dtype, shape and data, as safetensors gives them.
     label: the name of the file, with which the ValueError for an unsupported dtype begins.

@@ -360,7 +360,7 @@ class AmaxState(Mapping[str, Any]):
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     """Return the items with AmaxName keys.
 
-    Raises ValueError if a key names no quantizer, or occurs with both separators.
+    Raises ValueError, which begins with `op`, if a key names no quantizer, or occurs with both separators.
     """
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():
@@ -372,7 +372,7 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
 
 
 def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
-    """Return an amax in the given shape.
+    """Return the amax `value` in the given shape.
 
     Raise ValueError, naming the key, unless the amax has this shape already or both shapes have one element.
     """

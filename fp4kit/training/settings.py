@@ -195,7 +195,7 @@ def _word(env: Mapping[str, str], name: str) -> str:
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Return whether the environment variable ``name`` is "1"; False if it is 0, empty or missing.
+    """Return whether the environment variable ``name`` of ``env`` is "1"; False if it is 0, empty or missing.
 
     Raises ValueError for any other value, and TypeError if it is not a string.
     """
@@ -206,7 +206,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
-    """Return the block size in the environment variable ``name``, or ``default`` if it is missing or empty.
+    """Return the block size in the variable ``name`` of ``env``, or ``default`` if it is missing or empty.
 
     Raises ValueError unless the block size is a positive even number.
     """

@@ -27,7 +27,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @cache
 def files(sources: Path) -> dict[str, Path]:
-    """Return the CUDA C++ files of a folder and its subfolders, by file name.
+    """Return {file name: path} of the CUDA C++ files in the folder `sources` and its subfolders.
 
     File names are unique, because `#include` lines in the kernels name no folder.
     """
@@ -105,7 +105,8 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 
     The cubin is written under a temporary name and then renamed, so that no process reads an incomplete file.
 
-    rebuild: True compiles the cubin even if the cache has one.
+    source: the text from instantiate.instantiation. arch: the architecture, such as "sm_90". rebuild: True compiles the
+    cubin even if the cache has one.
     """
     path = cache_folder() / f"{_key(source, arch)}.cubin"
     if rebuild or not path.exists():

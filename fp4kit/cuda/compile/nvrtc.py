@@ -72,7 +72,8 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, .
 
     Raise CompileError, with the log, if the source does not compile, and RuntimeError if NVRTC is not installed.
 
-    headers: the text of every file that the source may include, by name. name: the file name in messages.
+    headers: the text of every file that the source may include, by name. options: the options of NVRTC, such as
+    "-arch=sm_90". name: the file name in messages.
     """
     nvrtc = library()
     program = ctypes.c_void_p()
@@ -92,7 +93,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, .
 
 
 def _text(program: ctypes.c_void_p, what: str) -> bytes:
-    """Return one output of a compiled program: "CUBIN" or "ProgramLog"."""
+    """Return the output `what` of a compiled program as bytes: "CUBIN" or "ProgramLog"."""
     size = ctypes.c_size_t()
     _check(getattr(library(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"nvrtcGet{what}Size")
     buffer = ctypes.create_string_buffer(size.value)

@@ -20,7 +20,7 @@ TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dt
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
-    """Return the definition of the C++ struct `name` with the facts of an element or scale format."""
+    """Return the definition of the C++ struct `name` with the facts of the element or scale format f."""
     facts = {
         "int kExponentBits": f.exponent_bits,
         "int kMantissaBits": f.mantissa_bits,

@@ -180,7 +180,7 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments by which launch.matrix.amax computes plain_amax, and the shape of the result."""
+    """Return the arguments by which launch.matrix.amax computes plain_amax(x, axis), and the shape of the result."""
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 

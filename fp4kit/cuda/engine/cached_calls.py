@@ -66,7 +66,7 @@ class QuantizedResult(NamedTuple):
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
-        """Return a new Quantized with the given arrays, in the order of `names`, and the given tensor_amax.
+        """Return a new Quantized with the given arrays, in the order of `names`, and with `amax` as its tensor_amax.
 
         Further arrays in the list are ignored.
         """

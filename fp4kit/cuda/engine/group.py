@@ -130,7 +130,7 @@ def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
 
 
 def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Return the results of plain_amax for N pairs (array, axis), from one launch per dtype."""
+    """Return the results of plain_amax for the pairs (array, axis) in `calls`, from one launch per dtype."""
     with imports.cupy().cuda.Device(calls[0][0].device.id):
         return amaxes([plain_amax_operands(x, axis) for x, axis in calls])
 

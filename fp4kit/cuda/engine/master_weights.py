@@ -64,7 +64,7 @@ class DeviceStages:
 
     @staticmethod
     def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-        """Check the shards and matrices before any work.
+        """Check the shards `values` and the shapes (M, K) of their matrices before any work.
 
         Raises:
             ValueError: a shard is not contiguous.
@@ -82,7 +82,7 @@ class DeviceStages:
     # ---- preparation
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """Allocate the buffers of all matrices."""
+        """Allocate the buffers of all matrices, whose rows and columns are in `shapes`."""
         cupy, r, count = imports.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
@@ -198,7 +198,10 @@ class DeviceStages:
         self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
-        """Allocate the columnwise copies and prepare the launch of the transpose stage, if copies are wanted."""
+        """Allocate the columnwise copies and prepare the launch of the transpose stage, if `columnwise` is True.
+
+        shapes: the rows and columns (M, K) of each matrix.
+        """
         self.columnwise: list[Quantized] = []
         self._run_transpose: GroupedLaunch | None = None
         if columnwise:
@@ -219,7 +222,9 @@ class DeviceStages:
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Use other arrays as the shards from now on. They have the shapes, dtypes and device of the current shards.
+        """Use the arrays `values` as the shards from now on.
+
+        They have the shapes, dtypes and device of the current shards.
 
         Raise ValueError if a shard is not contiguous.
         """

@@ -40,7 +40,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
 
 
 def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
-    """Return q quantized by another recipe, and the layout of the result's scales. values: the values of q."""
+    """Return q quantized by the recipe `target`, and the layout of the result's scales. values: the values of q."""
     if not may_keep_codes(q, target):
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         return replace(quantize(call), dtype=q.dtype), q.scale_layout

@@ -30,7 +30,7 @@ MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss p
 
 
 def search_amaxes(search: Search) -> Any:
-    """Return each amax times its best multiple: float32 in the shape of the amaxes.
+    """Return each amax of a search times its best multiple: float32 in the shape of the amaxes.
 
     If the array is empty, return a copy of the amaxes, without signs.
     """

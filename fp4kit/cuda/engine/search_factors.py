@@ -29,6 +29,8 @@ _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
     """Search the block amaxes of each matrix, and write them into its array of block amaxes.
 
+    matrices: tuples (x, block amaxes, tensor amax).
+
     mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     for launch in factor_launches(matrices, r, mask):
@@ -40,7 +42,8 @@ def factor_launches(
 ) -> Iterator[Callable[[], None]]:
     """Yield one function per matrix, which launches its search. The function keeps the arrays alive.
 
-    mask: as in search_factors.
+    matrices: tuples (x, block amaxes, tensor amax). mask: the sign mask of a Hadamard transform to apply first; None
+    for no transform.
     """
     for x, out, amax in matrices:
         check_count(x.size)
@@ -57,7 +60,11 @@ def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
 
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
-    """Return the compiled kernel. is_aligned: True if x begins at a multiple of 16 bytes."""
+    """Return the compiled kernel of a recipe's search.
+
+    mask: the sign mask of a Hadamard transform to apply first; None for no transform. is_aligned: True if x begins at a
+    multiple of 16 bytes.
+    """
     kernel, struct = OWN_KERNELS[r.search], recipe_struct(replace(r, repacked=False), sign_mask=mask)
     if r.search in FACTORS:
         struct = f"{struct}\n{factors_text(r)}"

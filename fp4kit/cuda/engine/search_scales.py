@@ -154,7 +154,7 @@ def search_matrix(
 
 
 def _is_pruned(r: Recipe, terms: Terms) -> bool:
-    """Return whether the pruned search can be used.
+    """Return whether the pruned search can be used for a recipe and a search's loss and candidates (terms).
 
     It needs a squared loss, E4M3 scales, blocks of one row, and amaxes that are NaN if an element is NaN.
     """
@@ -171,7 +171,10 @@ def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
 
 
 def _loss_options(terms: Terms) -> dict[str, bool]:
-    """Return the full kernel's options. kFromFloor: the E8M0 candidates are those around floor(log2(amax))."""
+    """Return the options of the kernel search_full for a loss and candidates.
+
+    kHessian: the loss has Hessians. kFromFloor: the E8M0 candidates are those around floor(log2(amax)).
+    """
     return {
         "kHessian": terms.hessian is not None,
         **objective_options(terms.power),
@@ -230,7 +233,8 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
     """Return one launch that does the work of search_matrix, with default terms, for all matrices in `group`.
 
-    The matrices have one dtype and device. mask: as in group_launches.
+    The matrices have one dtype and device. mask: the sign mask of a Hadamard transform to apply first; None for no
+    transform.
     """
     xs, outs, amaxes = zip(*group, strict=True)
     device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
@@ -248,6 +252,10 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
-    """Return a compiled kernel. mask: the sign mask of a Hadamard transform to apply first; None for no transform."""
+    """Return a compiled kernel.
+
+    kernel: the name of its file. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
+    options: the bool constants of the instantiation, such as kAligned.
+    """
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)

@@ -40,7 +40,11 @@ def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, devi
 def _launch(
     dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
 ) -> Launch:
-    """Return the prepared launch for matrices (rows, columns). The other arguments are those of _function."""
+    """Return the prepared launch for matrices (rows, columns).
+
+    counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of the transform. aligned_runs:
+    True if a thread can load _WORD bytes at a time.
+    """
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
     function, patch_rows = _function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
     return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)

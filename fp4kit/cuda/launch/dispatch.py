@@ -160,7 +160,7 @@ class KernelChoice(NamedTuple):
 def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
     """Return the number of thread blocks that write a matrix of values if each thread writes `runs` runs of 16 bytes.
 
-    dtype: the dtype of the values.
+    dtype: the dtype of the values. rows, columns: the shape of the matrix.
     """
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 

@@ -34,14 +34,21 @@ _GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles"
 
 @cache
 def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul.cu as a CuPy function on a device. grouped: whether it takes a group."""
+    """Return the compiled kernel of matmul.cu as a CuPy function on a device.
+
+    adder: the name of a member of enum Adder. grouped: whether it takes a group. dtype: the dtype of the result.
+    """
     source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_kernel", device)
 
 
 @cache
 def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device. grouped: whether it takes a group."""
+    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device.
+
+    scales_are_e8m0: True for E8M0 block scales, False for E4M3. grouped: whether it takes a group. dtype: the dtype of
+    the result.
+    """
     source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_fp4_kernel", device)
 

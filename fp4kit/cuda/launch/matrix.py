@@ -106,7 +106,10 @@ def kernel_structs(request: LaunchRequest) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return a compiled kernel for x of a dtype. aligned_runs: the result of has_aligned_runs."""
+    """Return a compiled kernel for x of a dtype.
+
+    kernel: the name of its file. struct: the result of kernel_structs. aligned_runs: the result of has_aligned_runs.
+    """
     return loader.function(
         instantiation(kernel, struct, Input=TYPES[dtype], kAligned=aligned_runs), f"{kernel}_kernel", device
     )
@@ -267,6 +270,9 @@ def amax_launch(
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row.
 
     Call it with the addresses of x and of the result, which must hold zeros.
+
+    rows, columns: the shape of the matrix. aligned_runs: True if every row that it reduces begins at a multiple of 16
+    bytes.
 
     counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is
     applied first; None for no transform.

@@ -41,7 +41,10 @@ def _launch(kernel: str, aligned_runs: bool, packed_bytes: int, device: int) -> 
 
 
 def _run(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:
-    """Launch one of the two kernels, which reads `given` and writes `out`, on the current stream."""
+    """Launch one of the two kernels, which reads `given` and writes `out`, on the current stream.
+
+    kernel: its C++ name. packed_bytes: the number of bytes of packed codes.
+    """
     launch = _launch(kernel, aligned(given, 16) and aligned(out, 16), packed_bytes, out.device.id)
     launch(given.data.ptr, out.data.ptr)
 

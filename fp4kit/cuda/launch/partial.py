@@ -126,7 +126,7 @@ def check_blocks(r: Recipe) -> None:
 
 
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-    """Raise Declined if the partial kernels do not support the blocks of a recipe, or the size of a matrix.
+    """Raise Declined if the partial kernels do not support the blocks of a recipe, or a shape (M, K) in `shapes`.
 
     A matrix must have fewer than 2^31 runs, because the kernels number runs with 31 bits.
     """

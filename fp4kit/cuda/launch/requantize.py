@@ -70,7 +70,7 @@ def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> Source:
 
 
 def power_amax(source: Source, target: Recipe, amax: Any) -> None:
-    """Overwrite `amax`, the tensor amax of the source's values, by an amax for which codes can be kept.
+    """Overwrite `amax`, the tensor amax of the source's values, by an amax for which codes can be kept in `target`.
 
     That amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
     """
@@ -90,8 +90,8 @@ def keep_codes(source: Source, result: Quantized) -> None:
 def _launch(kernel: str, source: Source, target: Recipe, *arrays: Any) -> None:
     """Launch one of the kernels of requantize.cu.
 
-    kernel: the C++ name of the kernel. arrays: packed, scales, tensor_scale and tensor_amax of the result; None for an
-    array that the kernel does not use.
+    kernel: the C++ name of the kernel. source: the quantized array. target: the recipe of the result. arrays: packed,
+    scales, tensor_scale and tensor_amax of the result; None for an array that the kernel does not use.
     """
     unsigned_zero = DECODE_RULES[source.recipe.decode_rule].unsigned_zero
     sizes = (source.scales.size, source.recipe.block_size, source.codes.device.id)

@@ -54,14 +54,15 @@ def _constants(size: int) -> str:
 def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: bool, inverse: bool) -> str:
     """Return the C++ text of an instantiation of hadamard_rows.cu, or of hadamard_columns.cu if contiguous is False.
 
-    The arguments are attributes of Kernel.
+    contiguous: whether the elements of a block are neighbors in memory. dtype: the dtype of the elements. size: the
+    number of elements of a block. has_signs: whether there are signs. inverse: whether signs apply to the results.
     """
     name = "hadamard_rows" if contiguous else "hadamard_columns"
     return instantiation(name, _constants(size), Input=TYPES[dtype], kHasSigns=has_signs, kIsInverse=inverse)
 
 
 def source(kernel: Kernel) -> str:
-    """Return the C++ text of an instantiation of rotate.cu."""
+    """Return the C++ text of the instantiation `kernel` of rotate.cu."""
     return instantiation(
         "rotate",
         _constants(kernel.size),
@@ -81,7 +82,10 @@ def _function(kernel: Kernel, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: Kernel, shape: tuple[int, int, int], matrix_step: int, device: int) -> Launch:
-    """Return the prepared launch for arrays of this shape (outer, length, inner)."""
+    """Return the prepared launch of rotate.cu for arrays of this shape (outer, length, inner).
+
+    matrix_step: the distance between the matrices of neighboring blocks, in elements; 0 for one matrix.
+    """
     outer, length, inner = shape
     lanes = TILE // kernel.size
     groups = -(-outer // lanes) if kernel.contiguous else outer * -(-inner // lanes)
@@ -100,7 +104,11 @@ def _hadamard_function(device: int, contiguous: bool, *arguments: Any) -> Any:
 def _hadamard_launch(
     shape: tuple[int, int, int], device: int, dtype: np.dtype, size: int, has_signs: bool, inverse: bool
 ) -> Launch:
-    """Return the prepared launch of a Hadamard transform of arrays of this shape (outer, length, inner)."""
+    """Return the prepared launch of a Hadamard transform of arrays of this shape (outer, length, inner).
+
+    size: the number of elements of a block. has_signs: whether there are signs. inverse: whether signs apply to the
+    results.
+    """
     outer, length, inner = shape
     function = _hadamard_function(device, inner == 1, dtype, size, has_signs, inverse)
     if inner == 1:

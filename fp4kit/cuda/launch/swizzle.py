@@ -28,13 +28,19 @@ def source(layout: str, target: str, quads: bool = True) -> str:
 
 @cache
 def _function(layout: str, target: str, quads: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device. The other arguments are those of source."""
+    """Return the compiled kernel that copies from `layout` to `target`, as a CuPy function on a device.
+
+    quads: True if a thread copies 16 bytes of four rows at a time.
+    """
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch for matrices of scales of the linear shape (B, R, C), `size` bytes with padding."""
+    """Return the prepared launch for matrices of scales of the linear shape (B, R, C), `size` bytes with padding.
+
+    layout, target: the layouts to copy from and to. quads: True if a thread copies 16 bytes of four rows at a time.
+    """
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)
     return Launch(function, grid(blocks, device, UNLIMITED), _ARGUMENTS, *shape)

@@ -32,7 +32,11 @@ def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_sca
 
 
 def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True) -> str:
-    """Return the definition of the C++ struct S, the options of the kernel. The arguments are those of source."""
+    """Return the definition of the C++ struct S, the options of the kernel.
+
+    bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_scales:
+    True if scales are copied four bytes at a time.
+    """
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
     return struct + f"static constexpr bool kScaleWords = {str(wide_scales).lower()}; }};"
@@ -40,7 +44,11 @@ def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True)
 
 @cache
 def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device. The other arguments are those of source."""
+    """Return the compiled kernel as a CuPy function on a device.
+
+    bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
+    wide_scales: the flags of this module.
+    """
     return loader.function(source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
 
@@ -48,7 +56,11 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
 def _launch(
     bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
-    """Return the prepared launch for matrices of shape (B, M, K). The other arguments are those of source."""
+    """Return the prepared launch for matrices of shape (B, M, K).
+
+    bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
+    wide_scales: the flags of this module.
+    """
     function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
@@ -71,7 +83,7 @@ def launch_of(
 
     Call it with the addresses of codes, scales, out and scales_out.
 
-    out, scales_out: None if they will be allocated later.
+    layout: the layout of the block scales. out, scales_out: None if they will be allocated later. shape: (B, M, K).
     """
     wide_codes, wide_scales = wide_copies(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, wide_codes, wide_scales, shape, codes.device.id)
@@ -82,7 +94,8 @@ def wide_copies(
 ) -> tuple[bool, bool]:
     """Return the flags (wide_codes, wide_scales) of this module for a transpose of these arrays.
 
-    The arguments are those of launch_of.
+    codes, scales: the arrays to transpose. layout: the layout of the block scales. out, scales_out: the arrays for the
+    results; None if they will be allocated later. shape: (B, M, K).
     """
     _, M, K = shape
     bits = r.element.packing.stored_bits
@@ -94,7 +107,7 @@ def wide_copies(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Return how many thread blocks have work for matrices of a shape (B, M, K).
+    """Return how many thread blocks have work for matrices of a shape (B, M, K), with `bits` bits per code.
 
     One thread block transposes one tile of codes. In the layouts linear and swizzled_8x4, further thread blocks
     transpose the scales.

@@ -118,7 +118,10 @@ def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def decode_dtype(o: DrawnOptions) -> Dtype | None:
-    """Return the argument dtype for dequantize, or None to decode to the dtype of the quantized array."""
+    """Return the argument dtype for dequantize from the options ``o`` of a case.
+
+    None stands for the dtype of the quantized array.
+    """
     return Dtype(o.decoded) if o.decoded else None
 
 

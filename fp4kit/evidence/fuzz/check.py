@@ -114,7 +114,7 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Execute a ProgramCall and store its result.
+        """Execute the ProgramCall ``statement`` and store its result.
 
         Return the exception that the call raised, or None if it returned.
         """
@@ -222,7 +222,7 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what a call returned and wrote on two engines.
+        """Compare what the call of ``statement`` returned and wrote on two engines.
 
         Return a Verdict "differs" if a value differs, otherwise None. Results that `comparable` rejects, such as plans,
         are not compared.

@@ -101,7 +101,7 @@ class DrawnProduct:
 
 
 def changes_of(u: Unit) -> dict[str, Any]:
-    """Return {field: value} of the fields in which a unit differs from the unit in UNITS with its id."""
+    """Return {field: value} of the fields in which the unit ``u`` differs from the unit in UNITS with its id."""
     base = UNITS[u.id]
     return {f.name: getattr(u, f.name) for f in fields(Unit) if getattr(u, f.name) != getattr(base, f.name)}
 
