@@ -63,21 +63,28 @@ def save(model, folder, config=CONFIG):
     return folder
 
 
-def pairs():
-    """Yield (recipe id, format) of everything that convert can write for a Llama."""
+def containers():
+    """Return {(format, name of its container): recipe ids} of everything that convert can write for a Llama."""
+    found = {}
     for name, recipe in RECIPES.items():
         for form in FORMATS:
             try:
-                Request(recipe, form).form_for(CONFIG)
+                container = Request(recipe, form).form_for(CONFIG)
             except CheckpointError:
                 continue
-            yield name, form
+            found.setdefault((form, container.name), []).append(name)
+    return found
+
+
+def needed_input_scale(recipe, form):
+    """Return the input scale without which convert refuses a recipe in a format, or None."""
+    return 1.0 if form == "modelopt" and recipe in ("fp8-modelopt", "fp8-comfy-kitchen") else None
 
 
 def check_served(model, names, folder, recipe, form, config=CONFIG):
     """Check that the model reads what loaders decode from its converted checkpoint. Return the number of layers."""
-    needs = 1.0 if form == "modelopt" and recipe in ("fp8-modelopt", "fp8-comfy-kitchen") else None
-    convert(save(model, folder / "trained", config), folder / "served", recipe, format=form, input_scale=needs)
+    scale = needed_input_scale(recipe, form)
+    convert(save(model, folder / "trained", config), folder / "served", recipe, format=form, input_scale=scale)
     decoded = served.weights(folder / "served", fp4kit.recipe(recipe))
     assert sorted(f"{module}.weight" for module in decoded) == sorted(names)
     for module, values in decoded.items():
@@ -95,17 +102,67 @@ EVERY_RUN = (
     ("mxfp4-ocp", "compressed-tensors"),
     ("mxfp8-te", "sglang-mxfp8"),
     ("fp8-modelopt", "modelopt"),
+    ("fp8-deepgemm-block", "fp8"),
 )
 
 
-OTHERS = [pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in pairs() if pair not in EVERY_RUN]
-
-
-@pytest.mark.parametrize(("recipe", "form"), [*EVERY_RUN, *OTHERS])
+@pytest.mark.parametrize(("recipe", "form"), EVERY_RUN)
 def test_trained_values_are_served_values(tmp_path, recipe, form):
     model = a_llama(width=64 if fp4kit.recipe(recipe).block_size <= 64 else 256)
     names = ft.fake_quantize_model(model, recipe, format=form, config=CONFIG)
     assert check_served(model, names, tmp_path, recipe, form) == 14
+
+
+def a_part(number, attention, block):
+    """Return a module with the linear layers of one decoder layer of a Llama. attention: with q, k, v and o.
+
+    block: the number of elements per block, which rows must hold.
+    """
+    width, inner = (128, 256) if block == 128 else (64, 96)
+    shapes = {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    if attention:
+        shapes |= {f"self_attn.{name}_proj": (width, width) for name in "qkvo"}
+    root = torch.nn.Module()
+    for name, shape in shapes.items():
+        module, path = root, f"model.layers.{number}.{name}".split(".")
+        for key in path:
+            if key not in module._modules:
+                module.add_module(key, torch.nn.Module())
+            module = module._modules[key]
+        module.weight = torch.nn.Parameter(torch.randn(shape) * torch.rand(()) * 3)
+    return root
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_every_recipe_in_every_format(tmp_path, whole):
+    """Convert one model per container. Each of its decoder layers has a recipe of its own.
+
+    whole: False for every other recipe of each container, and no attention.
+    """
+    torch.manual_seed(0)
+    count, config = 0, {**CONFIG, "num_hidden_layers": len(RECIPES)}
+    for i, ((form, container), storable) in enumerate(containers().items()):
+        recipes = storable if whole else storable[::2]
+        parts, tensors = [], {}
+        for number, recipe in enumerate(recipes):
+            part = a_part(number, whole, fp4kit.recipe(recipe).block_size)
+            assert len(ft.fake_quantize_model(part, recipe, format=form, config=config)) == (7 if whole else 3)
+            parts.append(part)
+            tensors |= part.state_dict()
+        folder, out = tmp_path / f"trained {i}", tmp_path / f"served {i}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        chosen = [(f"model.layers.{number}.*", recipe) for number, recipe in enumerate(recipes)]
+        convert(folder, out, recipes[0], format=form, input_scale=needed_input_scale(recipes[0], form), recipes=chosen)
+        decoded = served.weights(out, fp4kit.recipe(recipes[0]))
+        assert {f"{module}.weight" for module in decoded} == set(tensors)
+        for module, values in decoded.items():
+            number = int(module.split(".")[2])
+            weight = to_numpy(parts[number].get_submodule(module).weight)
+            assert_same_bits(weight, values, f"{module} by {recipes[number]} in {form} ({container})")
+        count += len(parts)
+    assert count > (390 if whole else 195)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
