@@ -48,7 +48,7 @@ class Tensors:
         self.name = f"{count} {'equal' if equal else 'unequal'}"  # follows the verb in a row's operation
 
     def parts(self, whole: Any) -> list[Any]:
-        """Return the slice of each expert from an array with the rows of all experts."""
+        """Return the slice of each expert from `whole`, an array with the rows of all experts."""
         return [whole[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
 

@@ -95,7 +95,10 @@ def from_child(bench: Bench) -> None:
 
 
 def print_in_torch(repeat: int) -> None:
-    """Measure the torch rows and print their records as the last line. from_child runs this in a new process."""
+    """Measure the torch rows, with `repeat` timings each, and print their records as the last line.
+
+    from_child runs this in a new process.
+    """
     bench = Bench(repeat=repeat)
     in_torch(bench)
     print(json.dumps([row.record() for row in bench.rows]))

@@ -88,7 +88,7 @@ class Ggml:
 
 
 def calls(library: ctypes.CDLL, kind: str, x: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return {"quantize": call, "dequantize": call} of ggml on x.
+    """Return {"quantize": call, "dequantize": call} of ggml on x, in blocks of a kind: "mxfp4" or "nvfp4".
 
     Raises AssertionError if the decoded values are wrong.
     """
@@ -98,7 +98,7 @@ def calls(library: ctypes.CDLL, kind: str, x: np.ndarray) -> dict[str, Callable[
 
 
 def version(folder: Path) -> str:
-    """Return the version in ggml's CMakeLists.txt, such as "0.25.3", or "unknown" if the file has no version."""
+    """Return the version in the CMakeLists.txt of ggml's source folder, such as "0.25.3"; "unknown" if it has none."""
     text = (folder / "CMakeLists.txt").read_text() if (folder / "CMakeLists.txt").exists() else ""
     parts = [re.search(rf"GGML_VERSION_{name}\s+(\d+)", text) for name in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(part[1] for part in parts if part) or "unknown"

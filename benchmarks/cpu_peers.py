@@ -52,7 +52,7 @@ class Peer(NamedTuple):
 
 
 def matrix(size: int) -> np.ndarray:
-    """Return the normally distributed matrix of bench_cpu.py as float32, before its cast to bfloat16."""
+    """Return the normally distributed matrix (size, size) of bench_cpu.py as float32, before its cast to bfloat16."""
     return np.random.default_rng(0).standard_normal((size, size), dtype=np.float32)
 
 

@@ -135,5 +135,5 @@ def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[s
 
 
 def _entry(value: float, name: str) -> dict[str, Any]:
-    """Return the JSON record of a case: its ratio and its name."""
+    """Return the JSON record of a case: its ratio `value` and its name."""
     return {"ratio": round(value, 3), "case": name}

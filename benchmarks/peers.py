@@ -65,7 +65,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def both_ways(bench: Bench, name: str, function: Callable[..., Any], *arguments: Any) -> dict[str, Call]:
     """Return {"<name> eager": call, "<name> compiled": call} of a function of tensors.
 
-    The compiled call is left out of quick runs.
+    The calls are function(*arguments). The compiled call is left out of quick runs.
     """
     calls: dict[str, Call] = {f"{name} eager": lambda: function(*arguments)}
     if not bench.quick:

@@ -90,7 +90,7 @@ def served(weights: Weights, recipe: str) -> Weights:
 
 
 def forward(weights: Weights, contexts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the inputs of the matrices first, second and last, and the log-probabilities (n, OUTPUTS)."""
+    """Run the network on contexts. Return the inputs of its three matrices, and log-probabilities (n, OUTPUTS)."""
     x = weights["embedding"][contexts].reshape(len(contexts), -1)
     h = np.maximum(x @ weights["first"].T, 0)
     k = np.maximum(h @ weights["second"].T, 0)
@@ -100,7 +100,10 @@ def forward(weights: Weights, contexts: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def gradients(weights: Weights, samples: Samples) -> Weights:
-    """Return the gradients of the mean loss, the negative logarithm of the probability of the right letter."""
+    """Return the gradients, for all weights, of the mean loss over the samples.
+
+    The loss is the negative logarithm of the probability of the right letter.
+    """
     x, h, k, logs = forward(weights, samples.contexts)
     n = len(samples.letters)
     d = np.exp(logs)
@@ -114,7 +117,10 @@ def gradients(weights: Weights, samples: Samples) -> Weights:
 
 
 def trained(samples: Samples, recipe: str, seed: int, steps: int = STEPS) -> Weights:
-    """Return the master weights after training with Adam. The learning rate falls linearly to 0.
+    """Return the master weights after training on the samples with Adam.
+
+    Every step computes with the weights as the recipe quantizes them. The learning rate falls linearly to 0 over the
+    given number of steps.
 
     Trainings with equal seeds begin with equal weights and see equal batches.
     """

@@ -70,7 +70,7 @@ def shape_of(d: Picks, step: int, multiple: int) -> tuple[int, int, int]:
 
 
 def products(unit: Unit, seed: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yield operands a and b and the other arguments of fp4kit.matmul, without end."""
+    """Yield operands a and b and the other arguments of fp4kit.matmul on a unit, without end, determined by `seed`."""
     d = Picks(seed, Pool())
     while True:
         kind = d.pick([*unit.steps()])
@@ -89,7 +89,10 @@ def products(unit: Unit, seed: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]
 
 
 def compare(unit: Unit, sums: int, seed: int) -> Counter[str]:
-    """Compare at least `sums` sums of a unit. Return {"sums": number of sums, "different": number that differ}."""
+    """Compare at least `sums` sums of a unit, of operands drawn from `seed`.
+
+    Return {"sums": number of sums, "different": number that differ}.
+    """
     counts: Counter[str] = Counter()
     for a, b, options in products(unit, seed):
         if counts["sums"] >= sums:

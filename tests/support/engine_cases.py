@@ -61,9 +61,9 @@ def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
 
 
 def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Assert that the compiled engine and the specification give bit-identical results; return the engine's result.
+    """Assert that function(*arguments, **options) gives equal bits on the compiled engine and in the specification.
 
-    The engine is called twice, because the second call may use a cached call.
+    Return the engine's result. The engine is called twice, because the second call may use a cached call.
     """
     expected = SPECIFICATION.apply(function, *arguments, **options)
     for turn in ("first", "second"):

@@ -88,7 +88,7 @@ def lot(test: str, recipe: str) -> int:
 def sampled(
     few: int, many: int, *arguments: Any, **strategies: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces hypothesis.given.
+    """Return a decorator that replaces hypothesis.given, with the strategies as its further arguments.
 
     A test gets `few` examples in every run, and `many` in exhaustive runs.
     """

@@ -56,7 +56,7 @@ def plant(monkeypatch, name, fault):
 
 
 def executed(text):
-    """Run a script that the fuzzer printed to reproduce a fault.
+    """Run a script, given as text, that the fuzzer printed to reproduce a fault.
 
     Return the message of the script's AssertionError, or "" if it passes. Other errors are not caught.
     """

@@ -53,9 +53,9 @@ def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return random runs of many magnitudes. In each run, the exponents of the elements differ by about s at most.
+    """Return random runs of many magnitudes: 400 runs for every number s below 48.
 
-    There are 400 runs for every s below 48. Every third run contains zeros of both signs.
+    In each run, the exponents of the elements differ by about s at most. Every third run contains zeros of both signs.
     """
     s = np.repeat(np.arange(48), 400)[:, None]
     x = rng.standard_normal((len(s), BLOCK)) * np.exp2(-rng.integers(0, s + 1, (len(s), BLOCK)))

@@ -275,7 +275,7 @@ def call_of(
     """Return a KernelCall of `make`.
 
     Args:
-        make: the function that makes the call, as in KernelCall.
+        make: called as make(place, call) to make the call, see KernelCall.
         id: the recipe, or the id of one in the table.
         dtype: the dtype of the input.
         misaligned: True if the input begins one element after a multiple of 16 bytes.

@@ -16,8 +16,8 @@ POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 def errors() -> np.ndarray:
     """Return float64 errors that are made from integers only, so that they are equal on every machine.
 
-    - Half of them have ordinary magnitudes, and half have any exponent.
-    - The others are neighbors of 1, sqrt(2), sqrt(1/2), 2^-149 and 2^127, and 0, infinity and NaN.
+    First come 4000 errors of ordinary magnitudes, then 4000 with any exponent. The last ones are neighbors of 1,
+    sqrt(2), sqrt(1/2), 2^-149 and 2^127, and then 0, infinity and NaN.
     """
     i = np.arange(4000, dtype=np.uint64)
     significands = (i * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(12)

@@ -278,7 +278,10 @@ def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any,
 
 
 def _scales_of(kind: str, spread: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (codes of small scales of a and b, codes of large scales), whose exponents differ by `spread` in sum."""
+    """Return (codes of small scales of a and b, codes of large scales), whose exponents differ by `spread` in sum.
+
+    kind: the kind of both operands; "nvfp4" has E4M3 scales, any other E8M0 scales.
+    """
     first = spread // 2
     if kind == "nvfp4":  # code = exponent field << 3 | 7, which is 1.875 * 2^(field - 7)
         return (15, 15), ((1 + first) << 3 | 7, (1 + spread - first) << 3 | 7)
@@ -286,7 +289,7 @@ def _scales_of(kind: str, spread: int) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def _value(kind: str, codes: tuple[int, int]) -> float:
-    """Return the product of two scales, given by their codes."""
+    """Return the product of two block scales of a kind of operands, given by their codes."""
     scale = recipe_of(kind).scale
     assert scale is not None
     return float(scale.values[codes[0]]) * float(scale.values[codes[1]])

@@ -63,7 +63,7 @@ class ThreadGroup:
 
 
 def run_threads(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """Call work(comm) in one thread per rank. Return the results by rank; raise the error of a rank if one failed."""
+    """Call work(comm) in `size` threads, one per rank. Return the results by rank, or raise the error of a rank."""
     barrier, slots, results = threading.Barrier(size), [None] * size, [None] * size
     errors: list[BaseException] = []
 

@@ -65,7 +65,7 @@ def check(model: Any, plain: Any, x: torch.Tensor, exact: bool) -> None:
 
 
 def main(rank: int, store: str) -> None:
-    """Check all ways of sharding on this rank."""
+    """Check all ways of sharding on this rank. store: the path of the file through which the ranks find each other."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh, plain = init_device_mesh("cpu", (2,)), quantized(a_model())
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))

@@ -70,7 +70,7 @@ def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
         plan: the plan of the conversion.
         out: the directory that the plan writes.
         wanted: the number of the call at which the child kills itself.
-        of_system: as for counted.
+        of_system: True to count calls of the operating system only.
     """
     child = os.fork()
     if child == 0:

@@ -216,7 +216,9 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
 
 
 def cast(group: list[Layer]) -> list[Parts] | None:
-    """Convert the MXFP4 layers that share a tensor scale to NVFP4, by fp4kit.requantize of all their rows together.
+    """Convert the MXFP4 layers of a group to NVFP4, by fp4kit.requantize of all their rows together.
+
+    The layers share a tensor scale.
 
     Blocks out of range get new codes. Return None if loaders cannot use the tensor scale, or if a scale is NaN.
     """
@@ -293,7 +295,7 @@ def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | No
 
 
 def _powers(layer: Layer) -> bool:
-    """Return True if all block scales are powers of two."""
+    """Return True if all block scales of a layer are powers of two."""
     assert layer.scales is not None
     scales = layer.scales if layer.scales.dtype == np.float32 else formats.E8M0.values[layer.scales]
     return bool((np.frexp(scales)[0] == 0.5).all())

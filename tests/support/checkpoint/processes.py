@@ -120,7 +120,7 @@ def signalled(
 
 
 def events(folder: Path, *arguments: object) -> list[str]:
-    """Return the events of a run without a signal, from the import of fp4kit.ops on.
+    """Return the events of a run of fp4kit with these arguments, without a signal, from the import of fp4kit.ops on.
 
     Raise AssertionError if the run fails.
     """
@@ -146,7 +146,9 @@ os.execv(sys.executable, [sys.executable, "-m", "fp4kit", *sys.argv[1:]])
 
 
 def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[bytes], int]:
-    """Start fp4kit on a pseudo-terminal of `columns` columns. Return the process and the terminal's other end.
+    """Start fp4kit with these arguments on a pseudo-terminal. Return the process and the terminal's other end.
+
+    columns: the width of the terminal.
 
     The terminal is made without os.fork, because JAX forbids forks.
     """

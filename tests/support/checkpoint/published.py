@@ -77,7 +77,10 @@ def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up
 
 
 def experts(prefix: str, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
-    """Yield (name, shape) of the projections of the experts `prefix`.0, `prefix`.1 and so on. leaves: as for mlp."""
+    """Yield (name, shape) of the projections of the experts `prefix`.0, `prefix`.1 and so on.
+
+    leaves: the last parts of the names, in the order gate, up, down.
+    """
     for expert in range(E):
         yield from mlp(f"{prefix}.{expert}", M, leaves)
 
@@ -131,7 +134,7 @@ def stacked(model_type: str, router: str, biases: bool = False, stored: str | No
         model_type: the ``model_type`` of the config.
         router: the name of the router's tensor.
         biases: True to add biases of the stacks.
-        stored: as for _candidates.
+        stored: the container in which linear layers are quantized; None if they are unquantized.
     """
 
     def specs() -> Iterator[Spec]:
@@ -150,7 +153,8 @@ def stacked(model_type: str, router: str, biases: bool = False, stored: str | No
 def deepseek_v3(stored: str | None = None) -> list[Candidate]:
     """Return a model like DeepSeek-V3: multi-head latent attention, a dense layer 0, and shared experts.
 
-    Multi-token prediction is the layer after the last one. stored: as for _candidates.
+    Multi-token prediction is the layer after the last one. stored: the container in which linear layers are quantized;
+    None if they are unquantized.
     """
 
     def specs() -> Iterator[Spec]:

@@ -44,7 +44,7 @@ class Model:
         self.whole = files_of(convert(self.source, folder / "whole").destination)
 
     def convert(self, **options: Any) -> None:
-        """Convert the source to the destination."""
+        """Convert the source to the destination, with these options of convert."""
         convert(self.source, self.out, options=Options(**options))
 
     def interrupt(self, at: int, error: type[BaseException] = KeyboardInterrupt, **options: Any) -> None:

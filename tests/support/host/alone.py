@@ -51,8 +51,8 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
 
     Args:
         x: the blocks.
-        reciprocals: per block, 1 / that scale.
-        first: per block, the E4M3 code of the smallest candidate scale.
+        reciprocals: per block, the reciprocal of its smallest candidate scale.
+        first: per block, the E4M3 code of this scale.
         out: the array to write to.
     """
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")

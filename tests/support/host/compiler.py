@@ -104,7 +104,7 @@ def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
 
 @cache
 def identity(command: str) -> tuple[str, ...]:
-    """Return what may change a compiler's output: its path and version, the C library, and the processor."""
+    """Return what may change the output of the compiler `command`: its path, its version, C library and processor."""
     path = os.path.realpath(shutil.which(command) or command)
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     return (path, version, *platform.libc_ver(), platform.machine())
@@ -133,7 +133,7 @@ def find_compiler(folder: Path) -> Compiler | str:
 
 
 def require_compiler(folder: Path) -> Compiler:
-    """Return a compiler, or skip the test if there is none.
+    """Return a compiler that builds a small program in `folder`, or skip the test if there is none.
 
     With CI=true, fail instead, and also fail if the compiler has no traps.
     """

@@ -152,7 +152,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.get().tolist()
 
     def fill(self, value: Any) -> None:
-        """Set every element."""
+        """Set every element to `value`."""
         self[...] = value
 
     def copy(self, order: str = "C") -> ndarray:

@@ -110,13 +110,13 @@ _allocators: list[Callable[[int], Memory]] = [Memory]
 
 
 def allocate(size: int) -> Memory:
-    """Return memory from the current allocator, which using_allocator may have replaced."""
+    """Return `size` bytes of memory from the current allocator, which using_allocator may have replaced."""
     return _allocators[-1](size)
 
 
 @contextmanager
 def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
-    """Replace cupy.cuda.using_allocator."""
+    """Replace cupy.cuda.using_allocator: allocate memory by `allocator` while the context lasts."""
     _allocators.append(allocator)
     try:
         yield
@@ -146,7 +146,7 @@ class MemoryPointer:
 
 
 def alloc(size: int, device: int) -> MemoryPointer:
-    """Replace cupy.cuda.alloc, on a given device."""
+    """Replace cupy.cuda.alloc: return `size` bytes of new memory on a given device."""
     memory = allocate(size)
     return MemoryPointer(memory, memory.ptr, device)
 

@@ -219,13 +219,13 @@ class Libraries:
             self._submit(list(self._noted.pop(file)))
 
     def _submit(self, batch: list[Instantiation]) -> None:
-        """Compile the instantiations of one library in the background."""
+        """Compile the instantiations in `batch` to one library, in the background."""
         if batch:
             library = self._pool.submit(self._build, batch)
             self._found |= {instantiation: (library, i) for i, instantiation in enumerate(batch)}
 
     def _build(self, batch: list[Instantiation]) -> Library:
-        """Compile and load one library with the given instantiations."""
+        """Compile and load one library with the instantiations in `batch`."""
         text = program_text(batch, self._sources)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
         self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
