@@ -106,7 +106,7 @@ def check_quantized_out(call: Any) -> None:
         if found != value:
             found, value = (
                 repr(part) if name == "recipe" else part for part in (found, value)
-            )  # str(recipe) takes many lines
+            )  # repr, because str(recipe) takes many lines
             raise ValueError(f"{op}: out has {name} {found}; needs {value}")
     if call.tensor_scale is not None and out.tensor_amax is not None:
         raise ValueError(

@@ -99,7 +99,7 @@ MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/
 # For smaller arrays the specification is as fast, because of the Python work around a call of the library. These limits
 # do not apply to cached calls (cached_calls.py). Two cores of an x86-64 machine with AVX-512, November 2026.
 MIN_ELEMENTS = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}  # to encode, by tensor_scaling
-MIN_CODE_BYTES = 1 << 11  # to decode
+MIN_CODE_BYTES = 1 << 11  # the fewest bytes of codes to decode
 MIN_AMAX_ELEMENTS = 1 << 11
 MIN_COLUMNS = 16
 

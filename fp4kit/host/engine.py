@@ -404,7 +404,7 @@ def _fake_matrix(
     amax: the tensor amax; None if the recipe has no tensor scale.
     block_amax: the block amaxes that the caller passed; None computes them.
     """
-    with untraced():  # fake rules read nothing but the amax
+    with untraced():  # fake rules use only the amax, so these scales are no steps
         tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
         tile = np.ascontiguousarray(x[rows, columns], np.float32)

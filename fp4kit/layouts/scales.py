@@ -61,7 +61,7 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """
     check_layout("padded_shape", layout)
     if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
-        shape = as_shape("padded_shape", shape)  # skipped for PyTorch symbols: a trace would fix them to numbers
+        shape = as_shape("padded_shape", shape)  # not for PyTorch symbols: it would turn them into numbers
     if layout == "linear":
         return shape
     if len(shape) < 2:

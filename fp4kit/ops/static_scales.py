@@ -23,7 +23,7 @@ from fp4kit.reference.tensor_rules import TensorScale
 from fp4kit.types import Array, RecipeId, ScaleLayout
 
 OP = "quantize_static"
-# tensor rule -> the argument in the direction of the engines that use the rule
+# {tensor rule: the argument of quantize_static that recipes with this rule take}
 _DIRECTIONS = {"divided": "input_scale", "vllm": "input_global_scale"}
 _RECIPES = {
     "input_scale": "nvfp4-vllm-static or nvfp4-flashinfer-static",
@@ -83,7 +83,7 @@ def quantize_static(
     r = recipe_of(OP, recipe)
     name, scale = _given(r, input_scale, input_global_scale)
     (array,) = import_arrays(OP, x=x)
-    quantize_call(OP, array, r, -1, QuantizeOptions(scale_layout))  # names every mistake before any work
+    quantize_call(OP, array, r, -1, QuantizeOptions(scale_layout))  # raises the errors of quantize before any work
     found = static_amax(scale, r, array.dtype, name == "input_global_scale")
     if found != UNKNOWN:
         return quantize(x, r, tensor_amax=float(found), scale_layout=scale_layout)

@@ -1,4 +1,4 @@
-"""Make recipes for formats of one's own: element and scale formats that belong to no producer."""
+"""Make recipes for user-defined formats: element and scale formats that belong to no producer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def custom_recipe(
     scale_rounding: Literal["nearest", "up", "down"] = "nearest",
     tensor_scale: bool = False,
 ) -> Recipe:
-    """Return a recipe for element and scale formats of one's own.
+    """Return a recipe for element and scale formats that you choose.
 
     With M, the largest magnitude of an element (1 for MX4), and S(), which rounds to the scale format:
 

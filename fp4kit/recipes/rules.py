@@ -132,7 +132,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_aiter_ceil": _POWER,
     "e8m0_deepseek": BlockRuleTraits("E8M0", six=True, flush=None),
     "e8m0_deepseek_fp8": _POWER,
-    # Rules for formats of one's own: the scale is rounded to nearest, up or down
+    # Rules for user-defined formats: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
     "amax_down": BlockRuleTraits(ANY_FORMAT),
@@ -164,7 +164,7 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix": "E4M3",
     "fouroversix_4": "E4M3",
     "comfy_kitchen": "E4M3",
-    # Rules for formats of one's own: the scale is rounded to float32, or to a number of 16 bits
+    # Rules for user-defined formats: the scale is rounded to float32, or to a number of 16 bits
     "amax": ANY_FORMAT,
     "amax_float16": ANY_FORMAT,
     "amax_float16_up": ANY_FORMAT,

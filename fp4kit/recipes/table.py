@@ -65,8 +65,8 @@ def _with_versions(r: Recipe, usual: Versions) -> Recipe:
 
 RECIPES: dict[str, Recipe] = _table()
 
-# {id of the alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
-_ALIASED = (vllm, sglang, mlx, mslk, aiter)  # producers with such aliases
+_ALIASED = (vllm, sglang, mlx, mslk, aiter)  # producers whose codes and scales equal those of another producer's recipe
+# {id of the alias: Alias}, for the aliases of these producers
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for producer in _ALIASED for alias in producer.aliases()}
 
 # {alias: id of its recipe}

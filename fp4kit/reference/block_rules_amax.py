@@ -1,4 +1,4 @@
-"""Define the amax rules: block rules for formats of one's own, which belong to no producer.
+"""Define the amax rules: block rules for user-defined formats, which belong to no producer.
 
 block_rules.py explains what a block rule is, and the arguments of its functions. In the docstrings, M is the largest
 magnitude of an element (1 for MX4; ElementFormat.amax_target). S() gives a code of the scale format of the recipe,

@@ -21,9 +21,9 @@ UNKNOWN = np.float32(-1)  # stands for the amax if no amax gives the scale
 # NEAR and FAR are search radii around tensor_scale * covered_range, in float32 steps. NEAR is tried first.
 NEAR = 8  # enough for a rule that makes a few float32 roundings
 FAR = 1 << 20  # enough for a rule that rounds to 16 bits: an eighth of the number
-# Some rules replace a small amax by a larger number, which makes the scale at least 65504 times as large. Without such
-# a replacement, FAR steps make it at most 391 times as large (2^20 subnormal steps from 2688 * 2^-149). JUMP lies
-# between the two factors.
+# A scale more than JUMP times as large as the stored one shows that a rule replaced a small amax by a larger number.
+# Such a replacement makes the scale at least 65504 times as large. Without it, FAR steps make the scale at most 391
+# times as large (2^20 subnormal steps from 2688 * 2^-149).
 JUMP = np.float32(4096)
 _LARGEST = int(FLT_MAX.view(np.int32))
 FEW = 64  # the largest number of scales whose interval is kept

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
 
-LEAST_EXPONENT = -126  # of a normal float32
+LEAST_EXPONENT = -126  # the exponent of the smallest normal float32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that a matrix unit returns
 
 

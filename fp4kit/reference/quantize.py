@@ -22,7 +22,7 @@ from fp4kit.reference.stochastic import RandomBytes, encode_stochastic, encode_s
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 from fp4kit.reference.trace import show, untraced
 
-# Names of the traced results, by recipe.apply.
+# {Recipe.apply: the name that a trace gives to the factor, or (_SCALED_NAMES) to the scaled element}
 _FACTOR_NAMES = {
     "multiply": "factor to multiply by",
     "divide": "factor to divide by",
@@ -119,7 +119,7 @@ def quantize_tile(
     else:
         rule = BLOCK_RULES[recipe.block_rule]
         scales = show("block scale", rule.code(amax, tensor, recipe, dtype), recipe.scale)
-        with untraced():  # some factor functions call a function of the scale again
+        with untraced():  # some factor functions compute the scale again, which is traced already
             factor = rule.factor(scales, amax, tensor, recipe, dtype)
         factor = spread_rows(factor, recipe, m)
         scales = spread_rows(scales, recipe, m)
