@@ -140,7 +140,7 @@ def settings_from_text(text: str) -> LinearSettings:
 
 
 def check_weight(w: Quantized) -> None:
-    """Raise ValueError unless a w that is a Quantized is a matrix (N, K) with blocks along K."""
+    """Raise ValueError unless w, the quantized weight of a layer, is a matrix (N, K) with blocks along K."""
     if len(w.shape) != 2 or w.axis != 1:
         raise ValueError(
             f"{OP}: w has shape {tuple(w.shape)} and axis {w.axis}; needs a matrix (N, K) with blocks along K, axis 1"

@@ -94,7 +94,7 @@ def rows_call(
 
 
 def _empty(shape: tuple[int, int], dtype: np.dtype, like: Any) -> Any:
-    """Return a new array in the library and on the device of the array `like`."""
+    """Return a new, uninitialized array of this shape and dtype, in the library and on the device of `like`."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
     with making_current(like.device.id):

@@ -119,7 +119,7 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: An
 
 
 def _axis_last(a: Any, axis: int) -> Any:
-    """Return a view of an array with an axis moved last."""
+    """Return a view of the array `a` with the axis `axis` moved last."""
     return a if axis == a.ndim - 1 else np.moveaxis(a, axis, -1)
 
 

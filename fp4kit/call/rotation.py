@@ -101,7 +101,7 @@ def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
 
 
 def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
-    """Return the size of square matrices of this shape. Raise ValueError if the shape is not that of such matrices."""
+    """Return n for matrices of the shape (n, n) or (blocks, n, n). Raise ValueError for other shapes or n > 128."""
     if len(shape) not in (2, 3) or shape[-1] != shape[-2] or not 1 <= shape[-1] <= MAX_MATRIX:
         raise ValueError(
             f"{op}: matrices has shape {tuple(shape)}; needs (n, n) or (number of blocks, n, n), with n from 1 to"

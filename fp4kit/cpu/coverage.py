@@ -160,7 +160,8 @@ def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
 def _name(f: ElementFormat) -> str:
     """Return the name of a format for use in a key.
 
-    If the format differs from fp4kit's format of this name, return a name that no compiled key contains.
+    If the format differs from fp4kit's format of this name, return a name that no compiled key contains. So the engine
+    does not support a recipe with such a format.
     """
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

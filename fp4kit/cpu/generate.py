@@ -54,7 +54,7 @@ def text() -> str:
 
 
 def _stored_directions(r: Recipe) -> tuple[bool, ...]:
-    """Return the values of `divides` with which as_stored is called for a recipe."""
+    """Return the values of the argument `divides` of schema.as_stored for which a recipe needs a decoder."""
     return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
 
 

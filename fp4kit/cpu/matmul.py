@@ -70,7 +70,7 @@ def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
 
 
 def _prototype(call: MatmulCall) -> ProductCall:
-    """Return a ProductCall whose fields are set, except those that depend on the matrix and its rows."""
+    """Return a ProductCall for a call. The fields that depend on the matrix and its rows are not set."""
     adder, *fields = addition_of(call)
     names = Addition._fields[1:]
     product = ProductCall(length=call.a.k, output=INPUTS[call.out_dtype], adder=ADDERS.index(adder))

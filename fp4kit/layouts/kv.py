@@ -404,7 +404,7 @@ class KVCache:
 
 
 def _on_host(array: Any) -> Any:
-    """Return a NumPy array itself, and an empty array for a CuPy array, whose memory is not compared."""
+    """Return a NumPy array itself. For a CuPy array, return an empty one, so that its memory is not compared."""
     return np.empty(0, np.uint8) if on_device(array) else array
 
 
@@ -432,13 +432,17 @@ def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
 
 
 def _axes(layout: KVLayout) -> str:
-    """Return the axes of the arrays of a layout, as error messages name them."""
+    """Return the axes of a layout's arrays as text for error messages, such as "(pages, block_size, heads, n)"."""
     inner = "block_size, heads" if layout.order == "nhd" else "heads, block_size"
     return f"(pages, 2, {inner}, 9 head_dim/16)" if layout.container == "vllm" else f"(pages, {inner}, n)"
 
 
 def _check_pages(layout: KVLayout, pages: Any) -> None:
-    """Raise ValueError unless pages are those of the vllm container, with the bytes of each side of a page adjacent."""
+    """Raise ValueError unless `pages` fits the vllm container.
+
+    Its last axis must be a multiple of 9, and the bytes of keys or of values in a page must be adjacent. layout: the
+    layout that the message names.
+    """
     *_, outer, n = pages.shape
     if n % 9:
         raise ValueError(

@@ -181,7 +181,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _shares(a: _Result, b: _Result) -> tuple[float, float, float, float]:
-    """Return the shares of differing codes, block scales, tensor scales and values."""
+    """Return the shares of codes, block scales, tensor scales and values that differ. NaN: they cannot be compared."""
     same_element = a.recipe.element == b.recipe.element
     same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
     return (
@@ -193,7 +193,10 @@ def _shares(a: _Result, b: _Result) -> tuple[float, float, float, float]:
 
 
 def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) -> float:
-    """Return the share of entries that differ. NaN if the arrays cannot be compared; 0 for arrays without entries."""
+    """Return the share of entries that differ, and 0 for arrays without entries.
+
+    Return NaN if `comparable` is False, if an array is None, or if their shapes differ.
+    """
     if not comparable or a is None or b is None or a.shape != b.shape:
         return float("nan")
     return np.count_nonzero(a != b) / max(a.size, 1)

@@ -119,7 +119,7 @@ class Explanation:
         return any(name not in self._column(i) for i in range(len(self.recipes)))
 
     def _differs(self, name: str) -> bool:
-        """Return whether two recipes have this step with different bits."""
+        """Return whether the step `name` has different bits in two recipes."""
         found = {(step.bits, step.format) for steps in self.steps for step in steps if step.name == name}
         return len(found) > 1
 

@@ -125,7 +125,7 @@ class Identification:
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the rows of the table: the texts of the columns _COLUMNS.
+        """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ.
 
         Recipes with equal counts share a row. After MOST_ROWS rows, one row says how many recipes are left.
         """
@@ -297,7 +297,10 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the match of a recipe on all bytes of q, for the amax of CandidateAmaxes that makes most bytes equal."""
+    """Return the match of a recipe on all bytes of q, for the candidate amax that makes most bytes equal.
+
+    hadamard: the argument of quantize.
+    """
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 

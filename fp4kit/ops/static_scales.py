@@ -117,7 +117,10 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
 
 
 def _number(name: str, value: Any) -> np.float32:
-    """Return a scale as float32. Raise TypeError unless it is a number, and ValueError unless positive and finite."""
+    """Return a scale as float32. name: the argument that messages name.
+
+    Raise TypeError unless it is a number, and ValueError unless it is positive and finite.
+    """
     is_number = hasattr(value, "__float__") and not isinstance(value, str)
     if not is_number or math.prod(getattr(value, "shape", ())) != 1:
         raise TypeError(f"{OP}: {name} is {value!r:.60}; needs a number, or an array of one element")

@@ -21,7 +21,7 @@ Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _code(rounding: str) -> Code:
-    """Return the code function of an amax rule. rounding: how S() rounds, as codec.encode_scale takes it."""
+    """Return the code function of an amax rule. rounding: "rn", "rp" or "rz", as in codec.encode_scale."""
 
     def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """Return the scale code of each block: S(amax / M * tensor.encode).

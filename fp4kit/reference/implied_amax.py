@@ -106,7 +106,10 @@ def _kept_interval(
 
 
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what amax_interval returns for these arguments, computed by binary search."""
+    """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
+
+    This is the binary search of amax_interval. The arguments and the result are those of amax_interval.
+    """
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
         center = likely_amax.view(np.int32).astype(np.int64)

@@ -220,7 +220,7 @@ def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
 
 def _sum_once(parts: list[float]) -> np.float32:
-    """Return the exact sum of finite numbers, rounded once to float32, to nearest even."""
+    """Return the exact sum of the finite numbers `parts`, rounded once to float32, to nearest even."""
     total = fsum(parts)
     rest = fsum([*parts, -total])
     bits = np.float64(total).view(np.int64)
@@ -243,9 +243,9 @@ def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     """Return C + A B^T as Transformer Engine's reference adds NVFP4: per block, in float32, blocks ascending.
 
-    C + (scale_a * scale_b) * (the exact sum of the block's products), with each product and each sum rounded to
-    float32. Both operands must have block scales and blocks of one size. Source: reference_nvfp4.py of Transformer
-    Engine.
+    Each block adds (scale_a * scale_b) * (the exact sum of the block's products) to C, with each product and each sum
+    rounded to float32. Both operands must have block scales and blocks of one size. Source: reference_nvfp4.py of
+    Transformer Engine.
     """
     x, y = (np.ldexp(*f.elements).astype(np.float32) for f in (a, b))
     scales = [np.ldexp(*f.scales).astype(np.float32) for f in (a, b) if f.scales is not None]
