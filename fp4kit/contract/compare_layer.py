@@ -233,7 +233,8 @@ def _worked(sides: tuple[Compared, Compared], at: tuple[int, int], row: int) -> 
 
     Return None if a recipe or the unquantized elements are unknown.
 
-    at: the index of the element in the compared rows. row: its row in the layer.
+    at: the row and column of the element in the compared rows.
+    row: its row in the layer.
     """
     steps, names = [], []
     for one in sides:

@@ -35,7 +35,12 @@ class Making(NamedTuple):
 
 
 def rows_of(w: Weights, rows: np.ndarray) -> Weights:
-    """Return some rows of a matrix. rows: indices of whole blocks of rows, ascending."""
+    """Return some rows of a matrix.
+
+    Args:
+        w: the matrix.
+        rows: the indices of the rows, ascending; of whole blocks if blocks have several rows.
+    """
     return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
 
 

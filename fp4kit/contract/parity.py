@@ -171,9 +171,10 @@ class _Check:
     def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:
         """Compare all layers, then inputs and KV caches, and return the result.
 
-        most: the largest number of layers to compare, evenly spaced; None compares all. seconds: the time after which
-        no further layer is begun, or None. The layers that were left out for lack of time are noted. kv: the keys and
-        values of the caller; None for none.
+        most: the largest number of layers to compare, evenly spaced; None compares all.
+        seconds: the time after which no further layer is begun; None for no limit. The layers that are left out are
+            noted.
+        kv: the keys and values of the caller; None to draw numbers.
         """
         end = None if seconds is None else time.monotonic() + seconds
         names, missing = self._names()

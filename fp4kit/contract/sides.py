@@ -48,7 +48,8 @@ class Weights(NamedTuple):
 class InputScale(NamedTuple):
     """Hold the static input scale of a layer as a checkpoint stores it.
 
-    value: the stored number. divides: True if it divides on decode, False if it multiplies.
+    value: the stored number.
+    divides: True if it divides on decode, False if it multiplies.
     """
 
     value: np.float32

@@ -115,7 +115,8 @@ def first_step(
 
     Only parts of x are examined: at most _MOST_WINDOWS, the first ones that hold affected elements.
 
-    x: the elements (m, k) of both sides. affected: bool (m, k), the elements whose codes or values differ.
+    x: the elements (m, k) of both sides.
+    affected: bool (m, k), the elements whose codes or values differ.
     a, b: the arithmetic of each side.
     """
     found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}

@@ -55,7 +55,8 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
     Values that need no conversion are returned unchecked; Contract checks them. Raise CheckpointError for another
     version, for an unknown key, and for a recipe or a unit that is malformed or unknown.
 
-    label: the name of the file, for messages. settings: the names of a contract's settings.
+    label: the name of the file, for messages.
+    settings: the names of a contract's settings.
     """
     if not isinstance(data, Mapping) or data.get(_KEY) != VERSION:
         got = data.get(_KEY) if isinstance(data, Mapping) else data
@@ -123,7 +124,9 @@ def _facts(r: Recipe) -> dict[str, Any]:
 def _recipe_from(name: str, data: Any) -> Recipe:
     """Return the recipe that JSON data describes: an id, an id with facts, or all fields.
 
-    Raise ValueError if the facts differ from those of this version of fp4kit. name: the field, for messages.
+    Raise ValueError if the facts differ from those of this version of fp4kit.
+
+    name: the field that holds the recipe, for messages.
     """
     if not isinstance(data, Mapping) or "element" in data:
         return to_dict.from_data(data)

@@ -64,5 +64,8 @@ BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
 
 
 def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
-    """Return the size in bytes of a tensor of a GGUF type. shape: in NumPy's order, with the contiguous axis last."""
+    """Return the size in bytes of a tensor of the GGUF type ``kind``.
+
+    shape: the shape in NumPy's order, with the contiguous axis last. A row must be whole blocks.
+    """
     return prod(shape) // kind.elements * kind.bytes

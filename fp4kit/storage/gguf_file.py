@@ -98,7 +98,9 @@ def is_gguf(path: Path) -> bool:
 def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
     """Return the checked header of a GGUF or safetensors file: a GgufFile if is_gguf(path), else a SafetensorsFile.
 
-    Errors are those of read_gguf and read_header. name: as in read_gguf.
+    Errors are those of read_gguf and read_header.
+
+    name: the file's name in error messages; None for the last part of ``path``.
     """
     return read_gguf(path, name) if is_gguf(path) else read_header(path, name)
 
@@ -170,7 +172,7 @@ class _Reader:
         return version, tensors, keys
 
     def _unusable(self, why: str) -> CheckpointError:
-        """Return the CheckpointError for a file that is not a usable GGUF file. why: the reason in the message."""
+        """Return the CheckpointError for a file that is not a usable GGUF file. ``why`` is the reason in it."""
         problem = other_file(self._path) if why == _NO_MAGIC else None
         return CheckpointError(
             f"{shown(self._name)}: not a usable GGUF file: {problem or f'{why}; download or copy it again'}"
@@ -195,7 +197,7 @@ class _Reader:
         return data
 
     def _number(self, form: str) -> Any:
-        """Read the next number and return it. form: its format for struct.unpack, such as "<I"."""
+        """Read the next number and return it. ``form`` is its format for struct.unpack, such as "<I"."""
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:

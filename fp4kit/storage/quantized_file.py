@@ -126,7 +126,8 @@ def _digits(crc32: int) -> str:
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
     """Return the metadata entry fp4kit_crc32 as JSON text.
 
-    header: the CRC-32 of the header, as 8 hexadecimal digits. tensors: {tensor name: its CRC-32 as 8 such digits}.
+    header: the CRC-32 of the header, as 8 hexadecimal digits.
+    tensors: {tensor name: its CRC-32 as 8 hexadecimal digits}.
     """
     return json.dumps({"header": header, "tensors": tensors})
 
@@ -377,8 +378,11 @@ class _Contents(NamedTuple):
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
     """Return one array of the file as a Quantized.
 
-    name: the array's name. facts: its metadata, as _facts makes it. If Recipe or Quantized rejects the contents, raise
-    CheckpointError.
+    Raise CheckpointError if Recipe or Quantized rejects the contents.
+
+    name: the array's name.
+    facts: its metadata, as _facts makes it.
+    contents: the tensors of the open file.
     """
     label = contents.file.label
     parts = {part: _part(f"{name}.{part}", _STORED[part], contents) for part in facts["parts"]}

@@ -146,8 +146,9 @@ def _plain_words(message: str) -> str:
 def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
     """Return the CheckpointError for a file that the safetensors library rejects with `error`.
 
-    label: the file's name in the message. path: where the file is; None if only its bytes are known. With a path, the
-    message says if the file is of another kind, such as a web page.
+    label: the file's name in the message.
+    path: where the file is; None if only its bytes are known. With a path, the message says if the file is of another
+        kind, such as a web page.
     """
     other = other_file(path) if path is not None else None
     if other is not None:
@@ -159,7 +160,7 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
 
 
 def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library rejects the header of the file. label: its name in messages."""
+    """Raise CheckpointError if the safetensors library rejects the header of a file. ``label`` is its name in errors."""
     try:
         with safe_open(path, framework="numpy"):
             pass

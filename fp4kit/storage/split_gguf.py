@@ -98,7 +98,9 @@ def divide(sizes: Sequence[int], limit: int) -> list[slice]:
 def keys_of_part(index: int, count: int, tensors: int) -> dict[str, np.uint16 | np.int32]:
     """Return the three keys of file `index` of a split model, with the types and in the order of llama-gguf-split.
 
-    index: counted from 0. count: the number of files. tensors: the number of tensors of the whole model.
+    index: the number of the file, counted from 0.
+    count: the number of files.
+    tensors: the number of tensors of the whole model.
     """
     return {_NUMBER: np.uint16(index), _TENSORS: np.int32(tensors), _COUNT: np.uint16(count)}
 

@@ -321,7 +321,7 @@ class _Flips:
     def has_layout(self, name: str, before: Path) -> bool:
         """Return whether a file has equal headers in both versions, so that its tensors are at equal positions.
 
-        Only if True, changes can be counted per layer. Return False for a file without tensors.
+        Changes can be counted per layer only if this is True. Return False for a file without tensors.
 
         name: the name of the file.
         before: the file of the old version.

@@ -300,7 +300,12 @@ def adapter_trouble(name: str) -> str:
 
 
 def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
-    """Raise CheckpointError if a tensor belongs to an adapter. ignore: globs of names that are not checked."""
+    """Raise CheckpointError if a tensor belongs to an adapter, such as LoRA.
+
+    Args:
+        tensors: tensor name -> (its file, its header entry).
+        ignore: globs of names that are not checked.
+    """
     patterns = tuple(ignore)
     found = [
         Item(REFUSED, "tensor", name, adapter_trouble(name), f"{entry.dtype} {list(entry.shape)}")

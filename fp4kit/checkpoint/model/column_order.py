@@ -21,7 +21,8 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, Tenso
 _Floats = npt.NDArray[np.float64]
 _ROWS = 128  # rows of a layer whose columns are measured
 _MOST_LAYERS, _MOST_REFERENCES = 512, 64  # how many layers, and how many references, are read per number of columns
-# A correlation counts if it is above both limits, where K is the number of columns: random profiles stay below 6 sigma.
+# A correlation over K columns counts if it is above 0.4 and above 6 sigma, with sigma = 1 / sqrt(K). Profiles of random
+# weights stay below 6 sigma.
 _LEAST, _SIGMAS = 0.4, 6.0
 _GAIN = 0.25  # the correlation must be larger by this, and by 6 sigma, than that of the columns as stored
 
@@ -109,7 +110,8 @@ def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
 
     Return False if the columns have equal sizes, so that their order cannot be told.
 
-    sizes: the sizes of the layer's columns. references: profiles, at least one.
+    sizes: the sizes of the layer's columns.
+    references: the profiles of the tensors to compare with, at least one.
     """
     profile = next((found for _, found in _if_varied("", sizes)), None)
     if profile is None:

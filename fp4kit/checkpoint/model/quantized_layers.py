@@ -148,7 +148,11 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
 def _usual(weight: Weight, form: Container) -> Recipe:
     """Return a recipe of the container's producer, or else the first recipe that the container can store.
 
-    Raise CheckpointError if there is none. form: the container of the weight, with the weight's block.
+    Raise CheckpointError if there is none.
+
+    Args:
+        weight: the weight, for the message.
+        form: the container of the weight, with the weight's block.
     """
     own = f"{form.kind}-{form.name.split()[0]}"
     ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]

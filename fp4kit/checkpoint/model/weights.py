@@ -315,7 +315,12 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
 
 
 def _fits_low_rank(parts: Mapping[str, Located], shape: tuple[int, ...]) -> bool:
-    """Return whether the low-rank parts of a layer are float matrices A [r, K] and B [N, r]. shape: [N, K]."""
+    """Return whether the low-rank parts of a layer are float matrices A [r, K] and B [N, r].
+
+    Args:
+        parts: part -> place of its tensor. Both low-rank parts must be among them.
+        shape: the shape [N, K] of the layer.
+    """
     a, b = (parts[part].entry for part in (LOW_RANK_A, LOW_RANK_B))
     fits = len(a.shape) == len(b.shape) == 2 and (*b.shape[:1], *a.shape[1:]) == shape and a.shape[0] == b.shape[1]
     return fits and {a.dtype, b.dtype} <= set(FLOAT_DTYPES)

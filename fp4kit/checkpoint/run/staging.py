@@ -169,7 +169,10 @@ def _exists(partial: Path) -> bool:
 
 
 def _not_created(partial: Path, error: OSError) -> CheckpointError:
-    """Return the error for a partial directory that the system refuses to create. error: the system's error."""
+    """Return the error for a partial directory that the system refuses to create.
+
+    error: the system's error.
+    """
     return CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror}); name another directory")
 
 

@@ -323,7 +323,7 @@ def _diffusers(tensor: Candidate) -> str | None:
 
 
 def _tower_prefix(tensor: Candidate) -> str | None:
-    """Return the name of the vision or audio tower that a tensor belongs to, such as "model.visual", or None."""
+    """Return the name of the vision or audio tower of a tensor, such as "model.visual"; None if it is in none."""
     return tensor.up_to("tower")
 
 
@@ -334,7 +334,7 @@ def _tower(tensor: Candidate) -> str | None:
 
 
 def _mtp_prefix(tensor: Candidate) -> str | None:
-    """Return the name of the multi-token prediction module that a tensor belongs to, such as "mtp", or None."""
+    """Return the name of the multi-token prediction module of a tensor, such as "mtp"; None if it is in none."""
     return tensor.mtp_prefix
 
 

@@ -143,8 +143,10 @@ def _shared_layers(
 ) -> list[LayerDifference]:
     """Return the differences of the layers of a model directory and a GGUF file that at least one has quantized.
 
-    pairs: the result of gguf_pairs. differences: the differences of tensors, from which those of the layers in
-    ``pairs`` are removed. A layer that neither has quantized gets one entry, if its values differ.
+    pairs: the result of gguf_pairs.
+    differences: the differences of tensors, which are changed in place. Those of the layers in ``pairs`` are removed. A
+        layer that neither model has quantized gets one entry, if its values differ.
+    readers: where to read the layers from.
     """
     found = [_layer_difference(*pair, readers) for pair in pairs]
     described = {name for layer in found for name in layer.tensors}

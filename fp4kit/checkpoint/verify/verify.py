@@ -284,9 +284,10 @@ def prepare(
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Raise CheckpointError if an item of the source is refused. Return the tensors that a decoded model does not need.
+    """Raise CheckpointError if an item of the source is refused. Return the names of tensors that decoded models lack.
 
-    Transforms that decoding to BF16 undoes are refused only if the checkpoint has quantized layers.
+    These are the matrices of transforms. Transforms that decoding to BF16 undoes are refused only if the checkpoint has
+    quantized layers.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:
@@ -364,7 +365,8 @@ def _settings(
 def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
     """Raise CheckpointError for the first pattern that decides about no layer with a counterpart in the source.
 
-    checks: the matrices of the checkpoint. patterns: the patterns that the user gives, in order.
+    checks: the matrices of the checkpoint.
+    patterns: the patterns that the user gives, in order.
     """
     names = dict.fromkeys(check.origin.weight.name for check in checks if check.origin is not None)
     used = {first_match(patterns, name) for name in names} if patterns else set()
