@@ -160,7 +160,7 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
 
 
 def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library rejects the header of a file. ``label`` is its name in errors."""
+    """Raise CheckpointError if the safetensors library rejects the header of a file. ``label`` names it in errors."""
     try:
         with safe_open(path, framework="numpy"):
             pass

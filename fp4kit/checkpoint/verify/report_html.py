@@ -367,12 +367,12 @@ class _Column(NamedTuple):
 
 
 def _shape(layer: LayerReport) -> str:
-    """Return the cell with the shape of a layer, which sorts by the number of elements."""
+    """Return the HTML of the table cell with the shape of a layer, which sorts by the number of elements."""
     return f'<td data-value="{math.prod(layer.shape)}">{"×".join(map(str, layer.shape))}</td>'
 
 
 def _clipped(layer: LayerReport) -> str:
-    """Return the cell with the share of clipped values, which is unknown without a source."""
+    """Return the HTML of the table cell with the share of clipped values, which is "-" without a source."""
     found = layer.tally
     return _number(_share(found.saturated, found.compared) if found.compared else None)
 
