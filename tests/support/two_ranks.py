@@ -82,6 +82,12 @@ def main(rank: int, store: str) -> None:
                 fully_shard(getattr(block, name), mesh=mesh)
             fully_shard(block, mesh=mesh)
         check(sharded, plain, x, exact=True)
+    for sizes in ((1, 2), (2, 1)):  # parallelize_module, fake_quantize_model, fully_shard
+        both = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+        sharded = quantized(parallelize_module(a_model(), both["tensor"], TENSOR_PARALLEL))
+        for block in sharded:
+            fully_shard(block, mesh=both["data"])
+        check(sharded, plain, x, exact=sizes == (2, 1))
     narrow = torch.nn.ModuleDict({"down_proj": torch.nn.Linear(48, 32)})
     parallelize_module(narrow, mesh, {"down_proj": RowwiseParallel()})
     try:
