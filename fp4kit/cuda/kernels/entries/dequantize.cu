@@ -73,8 +73,8 @@ FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// Decode and store `count` elements from element `first` on, one at a time. This is used for the end of a row that is
-// not a whole run.
+// Decode and store `count` elements from element `first` on, one at a time. All have the Scale `scale`. This is used
+// for the end of a row that is not a whole run.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -134,7 +134,7 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
 }
 
 // Decode and store `count` elements from element `first` on, one at a time, under the tensor scale with number `index`,
-// for which no amax is known.
+// for which no amax is known. scale_code is the code of their block scale.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};

@@ -55,7 +55,8 @@ FP4KIT_DEVICE Tile tile_at(const HadamardArguments& a, i64 index) {
           static_cast<int>(minimum<i64>(a.inner - column, kWide))};
 }
 
-// Return the index in shared memory of an element of a tile. The gap after every 16 rows avoids bank conflicts.
+// Return the index in shared memory of the element at (row, column) of a tile. The gap after every 16 rows avoids bank
+// conflicts.
 FP4KIT_DEVICE int place_of(int row, int column) {
   return (row + row / kRows) * kWide + column;
 }

@@ -68,7 +68,8 @@ struct Sum {
   // Return the sum, rounded to float32.
   FP4KIT_DEVICE_MEMBER float end() { return static_cast<float>(value); }
 
-  // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh).
+  // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh): the a.step products of row `row` and
+  // column `column` of the tile, from element i of the shared memory d on.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     if constexpr (kAdder == Adder::truncate) {
       truncate(a, d, row, column, i);
@@ -96,7 +97,7 @@ struct Sum {
     }
   }
 
-  // Add one step as NVIDIA's units do, with every product as a term.
+  // Add one step as NVIDIA's units do, with every product as a term. The arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
@@ -117,7 +118,7 @@ struct Sum {
     value = truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits);
   }
 
-  // Add one step as NVIDIA's units do, with the exact sum of 16 products as a term.
+  // Add one step as NVIDIA's units do, with the exact sum of 16 products as a term. The arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     double largest = sum_power(value, zero_power);
@@ -139,7 +140,8 @@ struct Sum {
     value = sum_of_terms(value, terms, groups, largest, a.fraction_bits, a.output_bits);
   }
 
-  // Add one step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how. Block scales are ignored.
+  // Add one step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how. Block scales are ignored. The arguments are
+  // those of `add`.
   FP4KIT_DEVICE_MEMBER void add_floored(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
@@ -174,7 +176,7 @@ struct Sum<Adder::exact> {
   // Return the sum, rounded to float32 to nearest even. The sum must not be used afterwards.
   FP4KIT_DEVICE_MEMBER float end() { return sum.rounded(); }
 
-  // Add the product at element i of the shared memory.
+  // Add the product of row `row` and column `column` of the tile at element i of the shared memory d.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments&, const Decoded& d, int row, int column, int i) {
     const double x = d.rows[row][i] * d.row_scales[row][i / kScaled];
     sum.add(x * (d.columns[i][column] * d.column_scales[i / kScaled][column]));

@@ -147,7 +147,8 @@ struct Sums {
 };
 
 // Add one step to the sums of a thread: the kQuadsPerStep quads of s from quad `quad` on. `start` is the step's first
-// element of K. The tile begins at (row, column) of a matrix.
+// element of K. The tile begins at (row, column) of a matrix, and the first result of the thread is at (thread_row,
+// thread_column) of the tile.
 template <int kQuadsPerStep>
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, int thread_row, int thread_column,
                             i64 matrix, i64 row, i64 column, int quad, i64 start) {

@@ -48,7 +48,7 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
 }
 
 // Update `found` with a block of `rows` rows, which begins at element p of the matrix, as read_row does for each row.
-// If the shard owns only some elements of the block, the other elements count as 0.
+// The matrix has `columns` columns. If the shard owns only some elements of the block, the other elements count as 0.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
   const i64 end = p + (rows - 1) * columns + R::kBlock;

@@ -36,7 +36,8 @@ FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
 }
 
 // Store the codes and the scale code of one row of a block for which the table decides. `run` is the number of the row
-// of the block in the matrix, and `scale_at` is the offset of its scale. is_four says which scale is better.
+// of the block in the matrix, and `scale_at` is the offset of its scale. `found` is the result of look_up_block.
+// is_four says which scale is better.
 template <class R, class In>
 FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
@@ -144,8 +145,9 @@ struct IntegerSum {
   FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return a + b; }
 };
 
-// Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block. All threads of the
-// team must call this function; `inside` is false if the row of a thread is outside of the matrix.
+// Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block, whose elements are
+// in `run`. All threads of the team must call this function; `inside` is false if the row of a thread is outside of the
+// matrix.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,
                                         Run<In, R::kBlock>& run, TensorScale t) {

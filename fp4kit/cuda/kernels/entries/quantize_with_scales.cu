@@ -52,8 +52,9 @@ FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 bl
   });
 }
 
-// Encode and store a whole run that begins at element `first`. If the factor is negative or -0, the run takes the exact
-// path, because fast paths are valid only for factors that rules compute from amaxes.
+// Encode and store a whole run that begins at element `first`. `amax` and `code` are the amax and the scale code of its
+// block. If the factor is negative or -0, the run takes the exact path, because fast paths are valid only for factors
+// that rules compute from amaxes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
                                 TensorScale t) {

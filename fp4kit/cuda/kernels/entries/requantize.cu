@@ -77,10 +77,10 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
   return R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
 }
 
-// Return true if 2^m can be the tensor scale, so that codes can be kept. Store the exponent in `m`, and the amax that
-// gives 2^m in `amax`. m is chosen such that the largest scale becomes as large as E4M3 allows. The tensor rule must
-// give 2^m for `amax`. If some blocks are out of range, it must do so for Float32 too, the type of the values that are
-// quantized.
+// Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. Store the
+// exponent in `m`, and the amax that gives 2^m in `amax`. m is chosen such that the largest scale becomes as large as
+// E4M3 allows. The tensor rule must give 2^m for `amax`. If some blocks are out of range, it must do so for Float32
+// too, the type of the values that are quantized.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;

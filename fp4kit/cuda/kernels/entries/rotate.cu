@@ -89,7 +89,7 @@ FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, floa
   }
 }
 
-// Store the result of element e of the tile, with its sign if the call is inverse.
+// Store `value`, the result of element e of the tile, with its sign if the call is inverse.
 FP4KIT_DEVICE void store_result(const RotateArguments& a, const LaneBlocks& b, int e, float value) {
   const int lane = lane_of(e), i = index_of(e);
   if (e >= kCount || lane >= b.lanes) return;

@@ -44,8 +44,8 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Return the error of a run under a scale: the sum of the errors of its elements or, if R::kLargestError, the largest
-// of them. The errors are added in the order of the recipe.
+// Return the error of a run under the scale with code scale_code: the sum of the errors of its elements or, if
+// R::kLargestError, the largest of them. The errors are added in the order of the recipe.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
@@ -79,6 +79,7 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
 }
 
 // Store the codes of a run that begins at element `first`, or, if R::kFake, the values to which the codes decode.
+// scale_code is the code of its scale, and t its tensor scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
   const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
@@ -162,8 +163,8 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Store in `errors` the approximate sums of errors of a finite run, under both scales. `inverse` is inverse_amax_power
-// of the tensor scale.
+// Store in `errors` the approximate sums of errors of a finite run, under the scales `six` and `four`. `inverse` is
+// inverse_amax_power of the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
                                       const ApproximateScale& four, float inverse, float (&errors)[2]) {
@@ -177,15 +178,16 @@ FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const Appro
   errors[1] = approximate_error<R>(a, four.small, four.unit);
 }
 
-// Return true if the approximate sums of errors prove which of the two scales is better.
+// Return true if `errors`, the approximate sums of errors under the scales `six` and `four`, prove which scale is
+// better.
 template <class R>
 FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
   const float slack = four.slack;  // the larger slack of the two, because four's scale is at least six's
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 
-// Return true if a block has only zeros and may take the fast path. That is so if both scale codes are 0 and the tensor
-// scale is ordinary. Element codes are then 0 with the signs of the elements.
+// Return true if a block has only zeros and may take the fast path. That is so if its amax and both scale codes are 0
+// and the tensor scale is ordinary. Element codes are then 0 with the signs of the elements.
 FP4KIT_DEVICE bool is_zero_block(float amax, u32 six_code, u32 four_code, TensorScale t) {
   return amax == 0.0f && six_code == 0u && four_code == 0u && is_ordinary(t);
 }

@@ -25,7 +25,7 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
 }
 
 // Fake-quantize a patch: store the values to which its codes decode. `is_fast` says whether its block takes the fast
-// path.
+// path, and `scale` decodes the codes of the block.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,
@@ -98,8 +98,8 @@ FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPa
   return all;
 }
 
-// Quantize a patch of a square block, along rows and along columns, or fake-quantize it if R::kFake. All threads of a
-// warp must call this function.
+// Quantize a patch of a square block, along rows and along columns, or fake-quantize it if R::kFake. Codes along
+// columns are stored in the staging buffer. All threads of a warp must call this function.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const PatchPosition& s,
                                    const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

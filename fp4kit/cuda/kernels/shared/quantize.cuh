@@ -76,7 +76,7 @@ FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
 }
 
 // Store the packed codes of a run that begins at element `first`. If R::kFake, store the values to which the codes
-// decode instead.
+// decode instead, under the scale code of the block and the tensor scale t.
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
                                 u32 scale_code, TensorScale t) {

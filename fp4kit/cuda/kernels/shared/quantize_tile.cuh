@@ -80,8 +80,8 @@ FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first)
   return x;
 }
 
-// Encode and store a row of a block that takes the fast path. It is stored in runs of 16, because random bytes are
-// generated for 16 elements at a time.
+// Encode and store a row of a block that takes the fast path, with the scale that choose_scale has chosen (c). The row
+// is stored in runs of 16, because random bytes are generated for 16 elements at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, const Run<In, R::kBlock>& run, Choice c,
                              TensorScale t) {

@@ -3,7 +3,7 @@
 
 #include "codec.cuh"
 
-// Return a result as it is stored: rounded to Input. NaN becomes the positive quiet NaN.
+// Return the bits of a result `value` as it is stored: rounded to Input. NaN becomes the positive quiet NaN.
 template <class Input>
 FP4KIT_DEVICE typename Input::Bits stored_rotation(float value) {
   if constexpr (sizeof(typename Input::Bits) == 4) {

@@ -125,7 +125,7 @@ struct ScalePowers {
   }
 };
 
-// Store the residuals of sixteen elements under a candidate in d.
+// Store in d the residuals of the sixteen elements of a run under the candidate `trial` of a set.
 template <class Set, bool kWeighted>
 FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
                                  float (&d)[kSearchBlockSize]) {
@@ -143,9 +143,10 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
   }
 }
 
-// Return the loss of a row of a block. load(j, run) loads 16 elements from column j on, with their weights. First, four
-// neighbors are combined at a time (loss_of_four). Then the second half of the results is combined with the first half
-// (combined_loss), until one result is left. If their number is odd, the middle one is kept for the next round.
+// Return the loss of a row of a block under the candidate `trial` of a set. load(j, run) loads 16 elements from column
+// j on, with their weights. First, four neighbors are combined at a time (loss_of_four). Then the second half of the
+// results is combined with the first half (combined_loss), until one result is left. If their number is odd, the middle
+// one is kept for the next round.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
@@ -172,8 +173,9 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// Return the loss of a row of block number `block` in its row of blocks. For the objective `hessian`, it is computed
-// from the Hessian of the block's columns, and otherwise by loss_of_row.
+// Return the loss, under the candidate `trial`, of a row of block number `block` in its row of blocks. `load` is that
+// of loss_of_row. For the objective `hessian`, it is computed from the Hessian of the block's columns, and otherwise by
+// loss_of_row.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
