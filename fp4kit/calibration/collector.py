@@ -26,7 +26,7 @@ from fp4kit.training.communicators import Communicator
 Rule = Literal["max", "headroom"]
 Unseen = Literal["error", "layer", "none"]
 RULES, UNSEEN = get_args(Rule), get_args(Unseen)
-_RECIPE = "nvfp4-modelopt"  # its block amaxes propagate NaN
+_RECIPE = "nvfp4-modelopt"  # the recipe whose block amaxes are collected; they propagate NaN
 _Key = tuple[str, int | None]  # (layer, number of experts); None for a layer without experts, or for one expert
 
 
@@ -214,7 +214,7 @@ class Collector:
         """
         return {name: input_scale(amax) for name, amax in self.amaxes(rule, unseen=unseen).items()}
 
-    # ---- several collectors
+    # ---- public methods that combine several collectors
 
     @classmethod
     def merge(cls, collectors: Iterable[Collector]) -> Collector:
@@ -261,7 +261,7 @@ class Collector:
         parts = all_gather_bytes(comm, encode(self._entries("gather"), self.histogram))
         return type(self).merge([self._decoded(data, f"gather: rank {rank}") for rank, data in enumerate(parts)])
 
-    # ---- files
+    # ---- public methods that save and load
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, from which load returns an equal Collector. It appears only when it is complete.
@@ -312,7 +312,7 @@ class Collector:
         found._include(entries, label)
         return found
 
-    # ---- inside
+    # ---- private methods
 
     def __repr__(self) -> str:
         return f"Collector({len(self._columns)} layers{'' if self.histogram else ', histogram=False'})"
@@ -334,7 +334,7 @@ class Collector:
         if not name or k < 1 or (count is not None and count < 1):
             raise ValueError(f"{op}: {name!r} has {k} columns and {count} experts; needs a name and positive numbers")
         if count is not None:
-            expert_name(op, name, 0)  # an error if the name is not that of all experts
+            expert_name(op, name, 0)  # raises an error unless the name is that of a stack of experts
         if self._columns.setdefault(name, k) != k:
             raise ValueError(
                 f"{op}: {name} has {k} columns, but had {self._columns[name]} before; "

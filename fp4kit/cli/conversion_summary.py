@@ -33,7 +33,7 @@ _SERVE = {
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
 _LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r})"'
-_UNKNOWN = "the requirements of loaders are not known"  # a warning of verify about layers
+_UNKNOWN = "the requirements of loaders are not known"  # a part of a warning of verify about layers
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 

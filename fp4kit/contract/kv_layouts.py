@@ -14,7 +14,7 @@ from fp4kit.recipes import Recipe
 
 _BLOCK_SIZE = 16  # tokens per page
 _DRAWN = (32, 2, 128)  # tokens, heads and head_dim of drawn keys
-_MAX_TOKENS = 1024  # tokens that are compared of the caller's keys or values
+_MAX_TOKENS = 1024  # at most so many tokens of the caller's keys or values are compared
 
 
 def compare_layouts(

@@ -31,7 +31,7 @@ from fp4kit.storage.errors import listed
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of these."""
 
-_TOKENS = 64  # rows of drawn inputs
+_TOKENS = 64  # number of rows of drawn inputs
 _SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # drawn amaxes are near products of these numbers and powers of two
 _PRODUCT_ROWS = 128  # largest number of rows of a weight that are multiplied
 _DRAWN = (128, 512)  # the shape of drawn weights
@@ -512,7 +512,7 @@ class _Check:
             yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
 
     def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
-        """Return what was compared, in words.
+        """Return what was compared, such as "compared 18,432 of 18,432 elements in 3 layers".
 
         Args:
             found: the results of all layers.

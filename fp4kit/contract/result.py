@@ -145,7 +145,7 @@ class Parity:
 
     @property
     def verdict(self) -> str:
-        """The result in one sentence. Inputs and KV caches are counted apart from layers."""
+        """The result in one sentence, such as "3 layers and 1 input are equal in every bit; compared ..."."""
         counts: dict[str, list[int]] = {}  # noun -> [differing, compared]
         for layer in self.layers:
             count = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])

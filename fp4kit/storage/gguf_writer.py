@@ -16,7 +16,7 @@ from fp4kit.storage.gguf_file import ALIGNMENT, INT32, MAGIC, STRING, UINT16, Gg
 from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.writer import TensorSpec
 
-Value = str | np.uint16 | np.int32  # a value of a key to write
+Value = str | np.uint16 | np.int32  # a value to write for a key in the header
 
 
 def gguf_header(

@@ -409,7 +409,7 @@ def name_of_rows(index: np.ndarray) -> str:
     return "rows are permuted"
 
 
-# ---- tensor scales
+# ---- mishaps of tensor scales
 
 
 def within_ulps(a: Any, b: Any) -> bool:

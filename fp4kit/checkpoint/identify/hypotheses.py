@@ -153,7 +153,7 @@ class MatchCount:
         return (self.codes + self.scales) / max(self.total, 1)
 
 
-# ---- the parts that a recipe gives
+# ---- compute the parts that a hypothesis predicts
 
 
 def expected_parts(
@@ -298,7 +298,7 @@ def tensor_mishap(
     return corruptions.tensor_mishap(part, scale, recipe_amax[1])
 
 
-# ---- the whole layer
+# ---- compare all rows of a layer
 
 
 def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.ndarray | None, rows: np.ndarray) -> bool:

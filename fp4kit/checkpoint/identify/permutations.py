@@ -33,7 +33,7 @@ ROWS_PER_STEP = 64  # number of rows whose source rows are searched at a time
 FIRST_PROBES = 8  # number of rows to try first; a source that is a different model is rejected after these
 SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded value, so that signs of zeros count
 
-# ---- rows
+# ---- search for permuted rows
 
 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
@@ -115,7 +115,7 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
     return index
 
 
-# ---- blocks
+# ---- search for permuted block scales and blocks
 
 
 def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | None:

@@ -30,8 +30,8 @@ from fp4kit.checkpoint.identify.hypotheses import (
 from fp4kit.ops.identify import candidates_of
 from fp4kit.recipes import RECIPES, Recipe
 
-SAMPLE = 1 << 16  # elements of the sample
-SAMPLE_COLUMNS = 1024  # columns of the sample
+SAMPLE = 1 << 16  # number of elements of a sample
+SAMPLE_COLUMNS = 1024  # largest number of columns of a sample
 SIGNS_AGREE = 0.99  # an order is selected if at least this share of nonzero codes has the sign of the source
 # A hypothesis with one more mishap is nearer only if it gives at least this much more of the sample's bytes.
 MISHAP_PENALTY = 0.05
@@ -67,7 +67,7 @@ class SampleVerdict:
             self.nearest, self.score = hypothesis, score
 
 
-# ---- the sample
+# ---- choose the rows and columns of the sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
 
 
 def _starred(name: str) -> str:
-    """Return a pattern that excludes the MLA projection ``name`` in its own layer only.
+    """Return a pattern that excludes the MLA projection ``name`` in its own layer only, such as "a.kv_b_proj*".
 
     The pattern ends in ``*``, which turns off SGLang's MLA rule, by which the name would apply to every layer. A name
     that is not an MLA projection is returned unchanged.

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.model.weights import Weight, located
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 _Floats = npt.NDArray[np.float64]
-_ROWS = 128  # rows of a layer whose columns are measured
+_ROWS = 128  # number of a layer's first rows from which the sizes of its columns are computed
 _MOST_LAYERS, _MOST_REFERENCES = 512, 64  # how many layers, and how many references, are read per number of columns
 # A correlation over K columns counts if it is above 0.4 and above 6 sigma, with sigma = 1 / sqrt(K). Profiles of random
 # weights stay below 6 sigma.

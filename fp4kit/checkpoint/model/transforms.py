@@ -176,7 +176,7 @@ def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str
 
 
 def _names(value: Any) -> list[str]:
-    """Return a list of targets. Raise _NotUndone if an entry is not known."""
+    """Return the targets in ``value``, a text or a list of texts, as a list. Raise _NotUndone for an unknown target."""
     names = [value] if isinstance(value, str) else value
     for one in names if isinstance(names, list) else [names]:
         try:

@@ -37,8 +37,8 @@ from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
-# Suffixes of tensor names by which looks_quantized recognizes codes and scales. The dtypes in _QUANTIZED_WEIGHTS do so
-# for tensors whose names end in ``.weight``.
+# Suffixes of tensor names by which looks_quantized recognizes codes and scales. Tensors whose names end in ``.weight``
+# are recognized by their dtypes instead (_QUANTIZED_WEIGHTS).
 _QUANTIZED_NAMES = (
     ".weight_scale",
     ".weight_scale_inv",

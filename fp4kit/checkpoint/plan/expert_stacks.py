@@ -21,9 +21,9 @@ from fp4kit.checkpoint.model.weights import Rows, Weight
 
 _LEAVES = ("gate_proj", "up_proj", "down_proj")
 _SEPARATE = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(_LEAVES)})")
-_STACKED = re.compile(rf"(.+)\.(?:experts|switch_mlp)\.({'|'.join(_LEAVES)})")  # of mlx-lm
+_STACKED = re.compile(rf"(.+)\.(?:experts|switch_mlp)\.({'|'.join(_LEAVES)})")  # names of mlx-lm's stacks
 _TRANSPOSED_ON_LOADING = "qwen3_vl_moe"
-_COUNTS = ("num_local_experts", "num_experts")  # keys of config.json
+_COUNTS = ("num_local_experts", "num_experts")  # keys of config.json with the number of experts per layer
 Matrices = dict[tuple[str, int], Rows]  # (last part of the name, number of the expert) -> its rows
 
 

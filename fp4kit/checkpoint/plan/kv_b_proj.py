@@ -118,7 +118,7 @@ def is_split(name: str) -> bool:
 
 
 def _leaf(name: str) -> str:
-    """Return the last part of a dotted name."""
+    """Return the last part of a dotted name: "up_proj" for "mlp.up_proj"."""
     return name.rpartition(".")[2]
 
 

@@ -42,7 +42,7 @@ Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
 # The number of calls to submit at a time if the number of workers is unknown. Clusters have fewer workers than this.
 MAX_PENDING = 1024
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-_SECONDS = 30  # timeout for the dask scheduler, and for its first worker
+_SECONDS = 30  # how long to wait for the dask scheduler, and for its first worker
 
 
 def start_devices(devices: Sequence[int], user_executor: Executor | None) -> None:

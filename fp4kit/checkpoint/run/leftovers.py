@@ -19,7 +19,7 @@ from fp4kit.checkpoint.plan.job import Done
 from fp4kit.checkpoint.run import staging
 from fp4kit.storage.errors import CheckpointError
 
-_OWN = (staging.JOURNAL, staging.LOCK)  # in the order in which a run removes them
+_OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order in which a run removes them
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:

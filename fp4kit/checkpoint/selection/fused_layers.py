@@ -61,7 +61,10 @@ def split_module(module: str) -> tuple[str, str]:
 
 
 def join_module(parent: str, leaf: str) -> str:
-    """Return the module name with the given parent and leaf. This is the inverse of split_module."""
+    """Return the module name with the given parent and leaf: "mlp.up_proj" for "mlp" and "up_proj".
+
+    If the parent is "", return the leaf alone. This is the inverse of split_module.
+    """
     return f"{parent}.{leaf}" if parent else leaf
 
 

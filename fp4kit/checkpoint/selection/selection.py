@@ -25,9 +25,10 @@ _EXPERTS = ".experts."
 
 
 def _without_expert_number(module: str) -> str:
-    """Return a module name with the number of the expert replaced by ``#``; unchanged if it names no expert.
+    """Return a module name with the expert's number replaced: "mlp.experts.#.up_proj" for "mlp.experts.3.up_proj".
 
-    No rule depends on that number, so all experts of a layer can share a cached decision.
+    A name without the number of an expert is returned unchanged. No rule depends on this number, so all experts of a
+    layer can share a cached decision.
     """
     parent, _, suffix = module.partition(_EXPERTS)
     number, dot, leaf = suffix.partition(".")
@@ -216,9 +217,9 @@ class Selector:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return the reason, in words, why a matrix stays unquantized if its row length K is not a multiple of ``block``.
+    """Return the reason why a matrix whose row length K is not a multiple of ``block`` stays unquantized.
 
-    Whether K = shape[-1] is a multiple is not checked here.
+    An example is "K = 100 is not a multiple of 16". Whether K = shape[-1] is a multiple is not checked here.
     """
     return f"K = {shape[-1]} is not a multiple of {block}"
 

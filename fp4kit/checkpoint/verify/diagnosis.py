@@ -19,7 +19,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.reencode import Check, fused_groups, rows_of, usual_db
 
-_MOST_LAYERS = 4  # explaining a layer takes much longer than comparing it
+_MOST_LAYERS = 4  # at most so many layers are explained, because this takes much longer than comparing
 _MOST_ELEMENTS = 1 << 26
 _ROWS = 64  # rows of an AWQ layer that are compared
 _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within this of the format's usual SQNR

@@ -135,7 +135,7 @@ class Check:
 
     @property
     def key(self) -> str:
-        """The layer name and expert number as one text, which is unique among the checks."""
+        """The layer name and expert number as one text, such as "mlp.up_proj#0", which is unique among the checks."""
         return f"{self.stored.name}#{self.expert}"
 
     @property
