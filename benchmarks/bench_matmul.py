@@ -14,7 +14,7 @@ from measure import BF16, F32, Bench, Call, check_rows, main
 import fp4kit
 from fp4kit.quantized.container import Quantized
 
-SIZE = 4096  # most rows and columns of the matrices
+SIZE = 4096  # the largest number of rows and of columns of a matrix
 NVFP4_US, FP8_US = 10_000, 20_000  # largest times wanted, for products of that size
 
 

@@ -13,7 +13,7 @@ from rows import BenchmarkRow, Beside, element_bytes, quantized_bytes
 
 import fp4kit
 
-MX, NVFP4, LESS_COMMON = 0.95, 0.93, 0.70  # target efficiencies
+MX, NVFP4, LESS_COMMON = 0.95, 0.93, 0.70  # target efficiencies: time of a copy / time of the call
 EVERY_DTYPE = {
     "mxfp4-ocp": MX,
     "mxfp8-te": MX,
@@ -30,7 +30,7 @@ FROM_BF16 = {
     "nvfp4-torchao": NVFP4,
     "nvfp4-modelopt": NVFP4,
     "nvfp4-compressed-tensors": NVFP4,
-    "mxfp4-modelopt": LESS_COMMON,  # ties toward zero
+    "mxfp4-modelopt": LESS_COMMON,  # rounds ties toward zero
     "nvfp4-te-4over6-mse-448": LESS_COMMON,
     "nvfp4-te-4over6-mae-256": LESS_COMMON,
     "nvfp4-flashinfer-4over6-mse-448": LESS_COMMON,

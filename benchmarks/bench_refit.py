@@ -39,7 +39,10 @@ LAYOUT = "swizzled_128x4"
 
 
 def shapes_of(experts: int, hidden: int, width: int) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices of a layer: w13 of all experts, then w2 of all experts."""
+    """Return the shapes of the matrices of a layer.
+
+    First come w13 (2 width x hidden) of all experts, then w2 (hidden x width) of all experts.
+    """
     return [(2 * width, hidden)] * experts + [(hidden, width)] * experts
 
 

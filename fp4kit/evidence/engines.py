@@ -144,9 +144,7 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
     """Compare the array ``found`` with ``expected`` in shape, dtype and bits, and return the Outcome.
 
-    Any NaN equals any other NaN.
-
-    If shape or dtype differs, every value counts as different.
+    Any NaN equals any other NaN. If shape or dtype differs, every value counts as different.
 
     what: the name of the array, with which the description of a difference begins.
     """

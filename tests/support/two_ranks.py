@@ -82,7 +82,7 @@ def main(rank: int, store: str) -> None:
                 fully_shard(getattr(block, name), mesh=mesh)
             fully_shard(block, mesh=mesh)
         check(sharded, plain, x, exact=True)
-    for sizes in ((1, 2), (2, 1)):  # parallelize_module, fake_quantize_model, fully_shard
+    for sizes in ((1, 2), (2, 1)):  # in this order: parallelize_module, fake_quantize_model, fully_shard
         both = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
         sharded = quantized(parallelize_module(a_model(), both["tensor"], TENSOR_PARALLEL))
         for block in sharded:

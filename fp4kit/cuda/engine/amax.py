@@ -29,10 +29,11 @@ _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted i
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """Return the tensor amax of a call, on the device and in its canonical shape, or None without a tensor scale.
+    """Return the tensor amax of a call, on the device, or None without a tensor scale.
 
     It is the caller's tensor_amax, if the caller passed one. Otherwise it is the amax of x, after the Hadamard
-    transform if the call has one.
+    transform if the call has one. Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per
+    expert, (...) for one per row, (..., K / block) for one per block.
 
     x: the array of the call, contiguous. columnwise: True if the Hadamard transform runs along the columns of the
     matrices in x; False if it runs along their rows.
@@ -46,7 +47,7 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 
 
 def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
-    """Return the tensor amaxes of contiguous x in their canonical shape, computed from x.
+    """Return the tensor amaxes of contiguous x in their canonical shape (call/amaxes.py), computed from x.
 
     If blocks of several rows have float32 scales, the amax of a block is repeated for each of its rows.
 

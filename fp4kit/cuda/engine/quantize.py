@@ -66,7 +66,7 @@ def allocate(call: Call, amax: Any) -> Quantized:
     """Return a new Quantized with uninitialized arrays for the result of a call.
 
     Args:
-        amax: the array to use as its tensor_amax, in canonical shape; None without a tensor scale.
+        amax: the array to use as its tensor_amax, in canonical shape (call/amaxes.py); None without a tensor scale.
     """
     return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 

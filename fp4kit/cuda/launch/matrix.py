@@ -222,6 +222,8 @@ def dequantize_matrix(
     """Write the values of a quantized matrix into values (M, K). All arrays are contiguous.
 
     Args:
+        packed: the packed codes.
+        scales: the block scales in `layout`; None if the recipe has none.
         tensor_scale: the tensor scales; None if the recipe has none.
         amax: the stored tensor amaxes; None if they are unknown.
         original: the dtype that was quantized.
@@ -271,11 +273,11 @@ def amax_launch(
 
     Call it with the addresses of x and of the result, which must hold zeros.
 
-    rows, columns: the shape of the matrix. aligned_runs: True if every row that it reduces begins at a multiple of 16
-    bytes.
-
-    counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is
-    applied first; None for no transform.
+    Args:
+        counted: the elements that count: "all", "no_nan" or "finite".
+        aligned_runs: True if every row that the kernel reduces begins at a multiple of 16 bytes.
+        rows, columns: the shape of the matrix.
+        mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
     """
     function = _amax_function(
         "amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, aligned_runs, mask, device

@@ -259,6 +259,8 @@ def _shapes(
 
     K is a multiple of both block sizes. In some draws one or both operands are stacks, and in a few draws a length is
     0.
+
+    kinds: the dtype or the recipe of each operand. u: the unit, by whose step K is chosen.
     """
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
     step = d.pick([step.k for step in u.steps().values()] or [32])

@@ -58,9 +58,9 @@ def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
     codes = _cut(x.codes, *index, _WHOLE)
     assert codes is not None
     tensor = x.tensor_scale
-    if tensor is not None and tensor.ndim >= x.codes.ndim - 1:  # one per row, or one per block
+    if tensor is not None and tensor.ndim >= x.codes.ndim - 1:  # one tensor scale per row or per block
         tensor = _cut(tensor, *index, *[_WHOLE] * (tensor.ndim - x.codes.ndim + 1))
-    elif tensor is not None and tensor.ndim:  # one per expert; a single matrix has one for all
+    elif tensor is not None and tensor.ndim:  # one tensor scale per expert; a single matrix has one in all
         tensor = _cut(tensor, 0)
     return replace(x, codes=codes, scales=_cut(x.scales, *index, _WHOLE), tensor_scale=tensor)
 
@@ -97,7 +97,7 @@ def _along_k(x: DrawnOperand, part: slice) -> DrawnOperand:
     blocks = slice(start // x.multiple, stop // x.multiple)
     codes, tensor = _cut(x.codes, part), x.tensor_scale
     assert codes is not None
-    if tensor is not None and tensor.ndim == x.codes.ndim:  # one per block
+    if tensor is not None and tensor.ndim == x.codes.ndim:  # one tensor scale per block
         tensor = _cut(tensor, blocks)
     return replace(x, codes=codes, scales=_cut(x.scales, blocks), tensor_scale=tensor)
 

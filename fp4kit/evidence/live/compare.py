@@ -23,7 +23,7 @@ from fp4kit.reference.codec import decode
 PARTS = {
     # Producers give one code per element, although q.packed may hold two codes per byte.
     "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
-    "block_scale": "q.block_scale",  # bit patterns
+    "block_scale": "q.block_scale",  # compared as bit patterns
     "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, multiplies on decode
     "values": "fp4kit.dequantize(q, v.dtype)",  # decoded values
     "values_float16": "fp4kit.dequantize(q, v.dtype)",

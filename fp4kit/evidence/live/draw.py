@@ -23,7 +23,7 @@ Shape = tuple[int, int]
 ROWS = (1, 2, 3, 5, 7, 16, 33)
 BLOCKS = (1, 2, 3, 5, 8, 13, 21)
 ULPS = 8  # the largest distance of an amax from a threshold, in bit patterns
-MAX_ELEMENTS = 8192  # per array
+MAX_ELEMENTS = 8192  # the most elements per array
 
 
 class Drawn(NamedTuple):

@@ -29,8 +29,8 @@ from fp4kit.evidence.live.draw import draw
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
 
-SHRINK_SECONDS = 5.0  # limit per difference
-QUICK_SHRINK_SECONDS = 0.5  # limit per difference once a producer has used TOTAL_SHRINK_SECONDS
+SHRINK_SECONDS = 5.0  # the most seconds for shrinking one difference
+QUICK_SHRINK_SECONDS = 0.5  # the most seconds per difference once a producer has used TOTAL_SHRINK_SECONDS
 TOTAL_SHRINK_SECONDS = 30.0
 MAX_SHRUNK = 3  # largest number of differences per recipe that are shrunk and printed
 

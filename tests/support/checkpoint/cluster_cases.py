@@ -28,7 +28,7 @@ def die() -> None:
 
 
 def main() -> None:
-    """Check conversions on the cluster.
+    """Check five conversions on the cluster.
 
     Two run in turn, one is interrupted and resumed, one fails, and one loses workers.
     """

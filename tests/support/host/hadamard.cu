@@ -3,8 +3,8 @@ struct Arguments {
   const void* x;  // runs x 16 elements
   void* y;        // their transforms
   void* columns;  // the same transforms, computed as two columns each
-  u8* is_fast;    // one per run
-  i64 runs;       // even
+  u8* is_fast;    // per run: 1 if its float32 sums were certain, else 0
+  i64 runs;       // number of runs, which is even
 };
 
 extern "C" __global__ void hadamard_kernel(Arguments a) {

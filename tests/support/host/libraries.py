@@ -148,7 +148,7 @@ class Libraries:
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
         self._launched: set[tuple[Instantiation, int]] = set()  # instantiations and the grids they ran with
-        self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by .cu file
+        self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # instantiations by .cu file
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
         """Replace loader.function: return a function that launches a kernel, and compiles the kernel first if needed.

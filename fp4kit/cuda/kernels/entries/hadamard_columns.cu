@@ -17,8 +17,8 @@ struct HadamardArguments {
 
 using Bits = Input::Bits;
 constexpr int kTile = 8192, kWide = kTile / kSize;      // the elements of a tile, and the elements of its rows
-constexpr int kRows = 16, kColumns = 4 / sizeof(Bits);  // of a thread before the exchange
-constexpr int kLastRows = kSize / kRows;                // of a thread after the exchange
+constexpr int kRows = 16, kColumns = 4 / sizeof(Bits);  // rows and columns of a thread before the exchange
+constexpr int kLastRows = kSize / kRows;                // rows of a thread after the exchange
 constexpr int kLastColumns = kLastRows > 16 ? 1 : kColumns;
 
 // kCount neighboring elements of a row, in memory and widened.

@@ -18,7 +18,7 @@ struct RotateArguments {
 };
 
 using Bits = Input::Bits;
-constexpr int kLanes = 4096 / kSize, kCount = kLanes * kSize;  // of a tile
+constexpr int kLanes = 4096 / kSize, kCount = kLanes * kSize;  // lanes and elements of a tile
 constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
 constexpr int kUnit = kContiguous ? 1 : kLanes;  // distance in the tile of neighboring elements of a block
 

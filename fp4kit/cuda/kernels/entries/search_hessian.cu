@@ -8,7 +8,7 @@ template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;
   __shared__ Hessian h;
-  __shared__ u32 positive;  // 32 times mu
+  __shared__ u32 positive;  // 32 times mu, the largest mu for which is_positive returns true
   const i64 blocks = a.columns / kSearchBlockSize, column = blockIdx.x % blocks,
             blocks_per_hessian = gridDim.x / blocks;
   const float amax_of_tensor = amax_at(a.tensor_amax, 0);

@@ -100,7 +100,8 @@ FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes
 // sum E of n squares differs by at most 114 e u * 2 sum |d| plus 42 e E, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n
 // / 4 u^2. The function is_decided requires that the two sums differ by more than both of these errors together.
 
-// The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t). u is defined above.
+// The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t). u is the decoded value of the
+// code value 1.
 struct alignas(16) ApproximateScale {
   float factor;  // infinite if the fast path must not be used
   float small;   // factor * 2^-126

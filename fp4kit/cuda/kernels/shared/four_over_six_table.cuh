@@ -61,8 +61,8 @@ constexpr int kParts = 512;  // number of words in which threads exchange parts 
 // for each key of a pair (key_of) where its table is.
 struct alignas(16) PairTable {
   union {
-    PairScales pairs[kPairs];  // until the entries are made
-    u32 parts[kParts];         // afterwards
+    PairScales pairs[kPairs];  // used until the entries are made
+    u32 parts[kParts];         // used after that: parts of sums that threads exchange
   };
   PairOffset offsets[kKeys];
   u32 entries[kPairs * kEntries];
