@@ -64,21 +64,23 @@ def save(model, folder, config=CONFIG):
 
 
 def containers():
-    """Return {(format, name of its container): recipe ids} of everything that convert can write for a Llama."""
+    """Return {(model type, format, name of its container): recipe ids} of everything that convert can write."""
     found = {}
     for name, recipe in RECIPES.items():
-        for form in FORMATS:
-            try:
-                container = Request(recipe, form).form_for(CONFIG)
-            except CheckpointError:
-                continue
-            found.setdefault((form, container.name), []).append(name)
+        for kind, forms in {"llama": FORMATS, "gpt_oss": ("gpt-oss",), "deepseek_v4": ("deepseek-v4",)}.items():
+            for form in forms:
+                try:
+                    container = Request(recipe, form).form_for({"model_type": kind})
+                except CheckpointError:
+                    continue
+                found.setdefault((kind, form, container.name), []).append(name)
     return found
 
 
 def needed_input_scale(recipe, form):
     """Return the input scale without which convert refuses a recipe in a format, or None."""
-    return 1.0 if form == "modelopt" and recipe in ("fp8-modelopt", "fp8-comfy-kitchen") else None
+    needed = recipe in ("fp8-modelopt", "fp8-comfy-kitchen") if form == "modelopt" else form == "deepseek-v4"
+    return 1.0 if needed and not recipe.startswith("mx") else None
 
 
 def check_served(model, names, folder, recipe, form, config=CONFIG):
@@ -113,23 +115,34 @@ def test_trained_values_are_served_values(tmp_path, recipe, form):
     assert check_served(model, names, tmp_path, recipe, form) == 14
 
 
-def a_part(number, attention, block):
-    """Return a module with the linear layers of one decoder layer of a Llama. attention: with q, k, v and o.
+def a_part(kind, prefix, whole, block):
+    """Return a module with the linear layers of one decoder layer.
 
+    kind: the model type. Models other than a Llama have experts only.
+    prefix: the name of the decoder layer.
+    whole: True for a Llama with attention.
     block: the number of elements per block, which rows must hold.
     """
     width, inner = (128, 256) if block == 128 else (64, 96)
-    shapes = {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
-    if attention:
-        shapes |= {f"self_attn.{name}_proj": (width, width) for name in "qkvo"}
+    if kind == "gpt_oss":  # stacks (E, K, N)
+        shapes = {"mlp.experts.gate_up_proj": (2, width, 2 * inner), "mlp.experts.down_proj": (2, inner, width)}
+    elif kind == "deepseek_v4":
+        expert = {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}
+        shapes = {f"ffn.experts.{i}.{name}.weight": shape for i in range(2) for name, shape in expert.items()}
+    else:
+        mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+        shapes = {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
+        shapes |= {f"self_attn.{name}_proj.weight": (width, width) for name in "qkvo" if whole}
     root = torch.nn.Module()
     for name, shape in shapes.items():
-        module, path = root, f"model.layers.{number}.{name}".split(".")
+        *path, leaf = f"{prefix}.{name}".split(".")
+        module = root
         for key in path:
             if key not in module._modules:
                 module.add_module(key, torch.nn.Module())
             module = module._modules[key]
-        module.weight = torch.nn.Parameter(torch.randn(shape) * torch.rand(()) * 3)
+        sizes = torch.rand(shape[0], *[1] * (len(shape) - 1)) if len(shape) == 3 else torch.rand(())
+        module.register_parameter(leaf, torch.nn.Parameter(torch.randn(shape) * sizes * 3))
     return root
 
 
@@ -137,32 +150,36 @@ def a_part(number, attention, block):
 def test_every_recipe_in_every_format(tmp_path, whole):
     """Convert one model per container. Each of its decoder layers has a recipe of its own.
 
-    whole: False for every other recipe of each container, and no attention.
+    whole: False for every fourth recipe of each container, and no attention.
     """
     torch.manual_seed(0)
-    count, config = 0, {**CONFIG, "num_hidden_layers": len(RECIPES)}
-    for i, ((form, container), storable) in enumerate(containers().items()):
-        recipes = storable if whole else storable[::2]
-        parts, tensors = [], {}
-        for number, recipe in enumerate(recipes):
-            part = a_part(number, whole, fp4kit.recipe(recipe).block_size)
-            assert len(ft.fake_quantize_model(part, recipe, format=form, config=config)) == (7 if whole else 3)
-            parts.append(part)
+    count = 0
+    for i, ((kind, form, container), storable) in enumerate(containers().items()):
+        recipes = storable if whole else storable[::4]
+        config = {**CONFIG, "model_type": kind, "num_hidden_layers": len(RECIPES)}
+        prefixes = [f"layers.{n}" if kind == "deepseek_v4" else f"model.layers.{n}" for n in range(len(recipes))]
+        parts, tensors = {}, {}
+        for prefix, recipe in zip(prefixes, recipes, strict=True):
+            part = a_part(kind, prefix, whole, fp4kit.recipe(recipe).block_size)
+            names = ft.fake_quantize_model(part, recipe, format=form, config=config)
+            assert names == list(part.state_dict())
+            parts |= {name: (part, recipe) for name in names}
             tensors |= part.state_dict()
         folder, out = tmp_path / f"trained {i}", tmp_path / f"served {i}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
         safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        chosen = [(f"model.layers.{number}.*", recipe) for number, recipe in enumerate(recipes)]
+        chosen = [(f"{prefix}.*", recipe) for prefix, recipe in zip(prefixes, recipes, strict=True)]
         convert(folder, out, recipes[0], format=form, input_scale=needed_input_scale(recipes[0], form), recipes=chosen)
         decoded = served.weights(out, fp4kit.recipe(recipes[0]))
-        assert {f"{module}.weight" for module in decoded} == set(tensors)
-        for module, values in decoded.items():
-            number = int(module.split(".")[2])
-            weight = to_numpy(parts[number].get_submodule(module).weight)
-            assert_same_bits(weight, values, f"{module} by {recipes[number]} in {form} ({container})")
-        count += len(parts)
-    assert count > (390 if whole else 195)
+        decoded = {name if name in parts else f"{name}.weight": values for name, values in decoded.items()}
+        assert decoded.keys() == parts.keys()
+        for name, values in decoded.items():
+            (part, recipe), (module, _, leaf) = parts[name], name.rpartition(".")
+            weight = to_numpy(getattr(part.get_submodule(module), leaf))
+            assert_same_bits(weight, values, f"{name} by {recipe} in {form} ({container})")
+        count += len(recipes)
+    assert count > (520 if whole else 130)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

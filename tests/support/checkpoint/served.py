@@ -14,14 +14,27 @@ import oracle
 from fp4kit import Recipe, unswizzle
 
 Stored = Mapping[str, np.ndarray]
-_SCALES = (".weight_scale", ".weight_scale_inv", ".scales")
+_SCALES = (".weight_scale", ".weight_scale_inv", ".scales", ".scale")
 
 
 def weights(root: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     """Return {layer: its float32 values} of all quantized layers in a directory, whose codes a recipe made."""
     stored = {name: _bytes(x) for name, x in oracle.arrays(oracle.load(root)).items()}
     modules = {name.removesuffix(s): name for name in stored for s in _SCALES if name.endswith(s)}
-    return {module: _values(module, stored, stored[name], recipe) for module, name in modules.items()}
+    found = {module: _values(module, stored, stored[name], recipe) for module, name in modules.items()}
+    stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+    return found | {stack: _stack(stored[f"{stack}_blocks"], stored[f"{stack}_scales"], recipe) for stack in stacks}
+
+
+def _stack(codes: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the float32 values (E, K, N) of a stack of gpt-oss: transformers' convert_moe_packed_tensors.
+
+    codes: (E, N, blocks, 16). scale: (E, N, blocks).
+    """
+    assert recipe.scale is not None
+    values = recipe.element.values[np.stack((codes & 15, codes >> 4), -1)].reshape(*scale.shape, -1)
+    values = values * recipe.scale.values[scale][..., None]
+    return values.reshape(*scale.shape[:2], -1).swapaxes(1, 2)
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
