@@ -139,8 +139,8 @@ struct Decoder {
       for (u32 code = 0; code < 16; ++code) planes[16 * byte + code] = static_cast<u8>(values[code] >> (8 * byte));
   }
 
-  // Store the value table without vectorization, for rules other than products. g++ 12 takes over a minute to vectorize
-  // this loop for some of these rules.
+  // Store the value table at `planes` as fill_table does, but without vectorization, for rules other than products. g++
+  // 12 takes over a minute to vectorize this loop for some of these rules.
   __attribute__((optimize("no-tree-loop-vectorize"))) void fill_table_unvectorized(u8* planes) const {
     for (u32 code = 0; code < 16; ++code) {
       const Value value = (*this)(unscaled_value(code));
@@ -204,8 +204,8 @@ struct Decoder {
     return smallest >= (1u << Element::kMantissaBits) - 1u;
   }
 
-  // Return true if no code decodes to NaN or infinity, or if there are no codes. The codes are not read, and the result
-  // is true, for formats without NaN and for rules that read NaN codes as numbers (kReadsNanAsNumber).
+  // Return true if none of `count` codes decodes to NaN or infinity. The codes are not read, and the result is true,
+  // for formats without NaN and for rules that read NaN codes as numbers (kReadsNanAsNumber).
   static bool are_all_finite(const u8* codes, i64 count) {
     u8 largest = 0;
     if constexpr (!kIsNibble && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)

@@ -34,9 +34,9 @@ static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) 
   for (u32 code = count; code < 256; ++code) tables.needs_fallback[code] = true;
 }
 
-// Store the values of `blocks` whole blocks of kSize nibbles, by look-up in the tables of their scale codes. Return
-// false if a block needs the fallback. A block length known at compile time halves the time (one x86-64 core with
-// AVX-512, November 2026).
+// Store the values of `blocks` whole blocks of kSize nibbles, by look-up in the tables of their scale codes `scales`.
+// Return false if a block needs the fallback. A block length known at compile time halves the time (one x86-64 core
+// with AVX-512, November 2026).
 template <class Value, int kSize>
 static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const DecodeTables& tables, Value* out) {
   u32 needs_fallback = 0;
@@ -49,7 +49,8 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
 }
 
 // Do the work of decode_row for 4-bit codes. All decoders share this function, because everything that depends on the
-// decode rule is in the value tables. If `tables` is nullptr, `fill` makes the tables of a few blocks at a time.
+// decode rule is in the value tables. If `tables` is nullptr, `fill` makes the tables of a few blocks at a time. The
+// other arguments are those of decode_row.
 template <class Value>
 static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                               const TensorScales& tensors, i64 row, i64 block, Value* out, FillFunction fill) {
@@ -76,9 +77,9 @@ static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 
   return is_done;
 }
 
-// Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes under one tensor scale. Return false if a
-// block needs the fallback. Up to 64 blocks are decoded at a time, by Decoder::product_bits if that function is valid
-// for all of them.
+// Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes, with one scale code per block, under one
+// tensor scale. Return false if a block needs the fallback. Up to 64 blocks are decoded at a time, by
+// Decoder::product_bits if that function is valid for all of them.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using BlockDecoder = Decoder<R, Out>;
@@ -114,8 +115,10 @@ static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorSca
 
 // Store the values of `count` elements of row `row`, from block `block` of the row on. Return false if a value needs
 // the fallback; the stored values are then not valid.
-//   scales  one code per `size` elements, or nullptr for a recipe without block scales
-//   tables  the tables that fill_tables stored, or nullptr to compute values without them
+//   codes    the codes of these elements
+//   scales   one code per `size` elements, or nullptr for a recipe without block scales
+//   tables   the tables that fill_tables stored, or nullptr to compute values without them
+//   tensors  the tensor scales of the matrix
 template <class R, class Out>
 static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                        const TensorScales& tensors, i64 row, i64 block, void* values) {

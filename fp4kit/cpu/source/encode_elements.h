@@ -124,8 +124,8 @@ constexpr bool loads_without_negative_zero() {
   return false;
 }
 
-// Return, in the last four bits, the code of the element with these bits; the other bits are undefined. The element is
-// scaled as by `scaled`. kNearestE2m1<E> must hold.
+// Return, in the last four bits, the code of the element with these bits; the other bits are undefined. `factor` and
+// tensor_encode are the arguments of `scaled`. kNearestE2m1<E> must hold.
 template <class E, class In, Method kMethod>
 static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tensor_encode) {
   using Bits = typename Input<In>::Bits;
@@ -147,7 +147,8 @@ static __forceinline__ u32 stochastic_code(float y, u32 random) {
 }
 
 // Return the code of the element with these bits. A 4-bit code is in the last four bits, and the bits above it are
-// undefined. The element is scaled as by `scaled`. `random` is its random byte, which only stochastic rounding uses.
+// undefined. `factor` and tensor_encode are the arguments of `scaled`. `random` is the element's random byte, which
+// only stochastic rounding uses.
 template <class E, class In, bool kStochastic, Method kMethod>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode, u32 random) {
   using Format = typename E::Format;
@@ -189,8 +190,8 @@ struct Factors {
   }
 };
 
-// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. `random`: one byte per element
-// for stochastic rounding; not read otherwise.
+// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. factors: those of the runs.
+// tensor_encode: the tensor's encode scale. random: one byte per element for stochastic rounding; not read otherwise.
 //
 // Two neighboring elements are computed in one 32-bit lane, and their codes are combined there. Combining the codes of
 // separate lanes would take as long as computing them.

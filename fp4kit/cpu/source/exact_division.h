@@ -76,7 +76,7 @@ struct Multipliers {
 
 // Store a multiplier for each of 256 divisors, in the order of the scale codes. The candidates are the rounded
 // reciprocal and the floats just below and just above it, tried in this order. Store the first exact candidate, or the
-// last one if none is exact.
+// last one if none is exact. unused_bits: kUnusedBits of the elements.
 static void find_multipliers(const float* __restrict divisors, u32 unused_bits, Multipliers& out) {
   u32 missing = 0;
   for (int code = 0; code < 256; ++code) {

@@ -157,9 +157,9 @@ struct BlockRows {
   void (*load)(const void*, i64, i64, float*);
 };
 
-// Store the scale codes and factors of up to kLanes blocks, from block `first` on. A block gets the candidate of 4 if
-// its error is smaller, otherwise the candidate of 6. `find_terms` is find_error_terms of the recipe, and Sums combines
-// its errors.
+// Store the scale codes and factors of up to kLanes blocks, from block `first` on. `candidates` holds both candidates
+// of every block. A block gets the candidate of 4 if its error is smaller, otherwise the candidate of 6. `find_terms`
+// is find_error_terms of the recipe, and Sums combines its errors.
 template <class Sums>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
                          float* factors, ErrorTermsFunction find_terms) {

@@ -117,7 +117,8 @@ struct Adders {
     return power == 0 ? zero_power : power;
   }
 
-  // Add one step, from decoded element i on, to the sums c as NVIDIA's matrix units do. Every product is a term.
+  // Add the products of one step of a and b, from decoded element i on, to the sums c as NVIDIA's matrix units do.
+  // Every product is a term.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
@@ -137,8 +138,8 @@ struct Adders {
     for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
   }
 
-  // Add one step, from decoded element i on, to the sums c as NVIDIA's FP4 units do. Every exact sum of 16 products is
-  // a term.
+  // Add the products of one step of a and b, from decoded element i on, to the sums c as NVIDIA's FP4 units do. Every
+  // exact sum of 16 products is a term.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
@@ -169,8 +170,8 @@ struct Adders {
     }
   }
 
-  // Add one step, from decoded element i on, to the sums c as the matrix units of CDNA3 do (FloorDotAdd of
-  // fp4kit/units.py).
+  // Add the products of one step of a and b, from decoded element i on, to the sums c as the matrix units of CDNA3 do
+  // (FloorDotAdd of fp4kit/units.py).
   void floor(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) {
       double largest[2] = {0, 0}, sums[2] = {0, 0};
@@ -188,12 +189,12 @@ struct Adders {
     }
   }
 
-  // Add the product of element i to the sums c, in float64.
+  // Add the products of element i of a and b to the sums c, in float64.
   void add_float64(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) c[l] += a.values[i][0] * b.values[i][l];
   }
 
-  // Add the product of element i to the sums c, in float32. Both values are rounded to float32 first.
+  // Add the products of element i of a and b to the sums c, in float32. Both values are rounded to float32 first.
   void add_float32(const Row& a, const Columns& b, i64 i, double* c) const {
     const float value = static_cast<float>(a.values[i][0]);
     for (int l = 0; l < kProductLanes; ++l) {
@@ -202,8 +203,8 @@ struct Adders {
     }
   }
 
-  // Add the block that begins at element i to the sums c, in float32: the sum of the products of its elements, times
-  // the product of both scales.
+  // Add the block of a and b that begins at element i to the sums c, in float32: the sum of the products of its
+  // elements, times the product of both scales.
   void add_float32_blocks(const Row& a, const Columns& b, i64 i, double* c) const {
     float sum[kProductLanes] = {};
     for (i64 k = i; k < i + call.step; ++k) {
@@ -216,8 +217,8 @@ struct Adders {
     }
   }
 
-  // Add one step, from decoded element i on, to the sums c by the adder of the call. Do nothing for Adder::exact, whose
-  // sums ProductTask::add_exact adds.
+  // Add the products of one step of a and b, from decoded element i on, to the sums c by the adder of the call. Do
+  // nothing for Adder::exact, whose sums ProductTask::add_exact adds.
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
@@ -297,8 +298,8 @@ struct ProductTask {
     finish(*memory, first_row, rows, first, columns, exact);
   }
 
-  // Set the first sums of a task to C, or to zeros. With promotion, C is the first total instead. The task computes
-  // `rows` rows and `columns` columns of the results, from row first_row and column `first` on.
+  // Set the first sums of a task, in m and `exact`, to C, or to zeros. With promotion, C is the first total instead.
+  // The task computes `rows` rows and `columns` columns of the results, from row first_row and column `first` on.
   void start(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     std::memset(m.sums, 0, sizeof m.sums);
     std::memset(m.totals, 0, sizeof m.totals);
@@ -313,7 +314,8 @@ struct ProductTask {
     }
   }
 
-  // Add the products of one row to the exact sums of its `columns` columns, for the `depth` elements that are decoded.
+  // Add the products of one row to the exact sums of its `columns` columns, for the `depth` elements that are decoded
+  // in m.
   void add_exact(const Memory& m, i64 depth, i64 columns, ExactSum* sums) const {
     for (i64 j = 0; j < columns; ++j) {
       const Columns& b = m.columns[j / kProductLanes];
@@ -321,7 +323,8 @@ struct ProductTask {
     }
   }
 
-  // Add the products of the `depth` decoded elements, which begin at element k of K, to the sums of row r of panel p.
+  // Add the products of the `depth` elements that are decoded in m, which begin at element k of K, to the sums of row r
+  // of panel p.
   void add_row(Memory& m, i64 r, int p, i64 k, i64 depth) const {
     double* c = m.sums[r][p];
     for (i64 i = 0; i < depth; i += call.step) {

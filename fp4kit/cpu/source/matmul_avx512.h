@@ -67,8 +67,9 @@ void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   _mm512_mask_storeu_ps(static_cast<float*>(call.out) + row * call.columns + first, lanes_from(call, first), found);
 }
 
-// Replace lanes of `sums` by the sums that task.add_slowly finds. k: the first element of the step. before: the sums of
-// the row before the step. sums: the sums after the step.
+// Replace the lanes `replaced` of `sums` by the sums that task.add_slowly finds. row, first: the row, and the first
+// column of the panel. k: the first element of the step. before: the sums of the row before the step. sums: the sums
+// after the step.
 template <class Task>
 void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64 k, __m512 before, __m512& sums) {
   alignas(64) float old[kProductLanes], found[kProductLanes];
@@ -193,8 +194,8 @@ struct LaneDecoder {
     }
   }
 
-  // Decode `depth` elements of a row of the operand, from element k of K on. Elements from element `length` of K on are
-  // zeros. k and x.block are multiples of 16.
+  // Decode `depth` elements of a row of the operand into `to`, from element k of K on. Elements from element `length`
+  // of K on are zeros. k and x.block are multiples of 16.
   void decode(LaneLine& to, i64 row, i64 length, i64 k, i64 depth) const {
     const u8* codes = static_cast<const u8*>(x.codes) + row * x.codes_step;
     const __m512i absolute = _mm512_set1_epi32(0x7FFFFFFF);
@@ -226,8 +227,8 @@ struct LaneDecoder {
     }
   }
 
-  // Return the values of elements k to k + 15 of a row, without block scales. Only `count` elements exist; the others
-  // are zeros.
+  // Return the values of elements k to k + 15 of the row of codes at `codes`, without block scales. Only `count`
+  // elements exist; the others are zeros.
   __m512 sixteen(const u8* codes, i64 k, i64 count) const {
     const auto exist = static_cast<__mmask16>((1u << count) - 1);
     __m256i halves;
@@ -316,8 +317,9 @@ struct LaneTask {
     }
   }
 
-  // Add decoded elements, which begin at element k of K, to the sums of kLanesBlock rows and one panel. `row` is the
-  // first of the rows, and `first` the first column of the panel.
+  // Add the products of `depth` decoded elements, which begin at element k of K, to the sums of kLanesBlock rows and
+  // one panel. a, b: the decoded rows and panel. `row` is the first of the rows, and `first` the first column of the
+  // panel. totals: with promotion, the sums of the chains that ended.
   //
   // GCC keeps an array of vectors in registers only if every loop over it is unrolled.
   __attribute__((noinline)) void add_steps(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,
@@ -446,7 +448,8 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) sums[r] = truncated(totals[r][0], totals[r][1]);
   }
 
-  // Store in `exponents` the largest exponents of the products of a step, for kLanesBlock rows.
+  // Store in `exponents` the largest exponents of the products of a step, for kLanesBlock rows. The other arguments are
+  // those of add_step.
   __attribute__((always_inline)) inline void find_exponents(const LaneLine* a, const LaneColumns& b, i64 i,
                                                             __m512i* exponents) const {
     __m512i pairs[kLanesBlock];
@@ -471,8 +474,8 @@ struct LaneTask {
     }
   }
 
-  // Add to `totals` the terms of `count` products, from decoded element i on, as integers, for kLanesBlock rows.
-  // inverses: the factors that turn terms into integers, by row.
+  // Add to `totals` the terms of `count` products, from decoded element i on, as integers, for kLanesBlock rows. a, b:
+  // the decoded rows and panel. inverses: the factors that turn terms into integers, by row.
   __attribute__((always_inline)) static inline void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count,
                                                               const __m512* inverses, __m512i* totals) {
     __m512i sums[kLanesBlock];
@@ -512,8 +515,8 @@ struct LaneTask {
     }
   }
 
-  // Return the sum of one result after the step that begins at element k of K, computed term by term. c is the sum
-  // before the step.
+  // Return the sum of result (row, column) after the step that begins at element k of K, computed term by term. c is
+  // the sum before the step.
   float add_slowly(i64 row, i64 column, i64 k, float c) const {
     const double zero_power = double_power(call.zero_exponent);
     double terms[2 * kLanesChunk] = {}, largest = sum_power(c, zero_power);

@@ -83,8 +83,8 @@ struct LineScales {
   alignas(32) float units[kVnniSteps];
   unsigned may_shift;  // a bit per step: whether its scales are powers of two, and its shifts are at most kMostShift
 
-  // Decode the scales of a line of an operand from element k of K on, whose codes begin at `elements`. `length` is the
-  // number of elements from there on; no scale exists if it is 0 or less.
+  // Decode the scales of a line of an operand from element k of K on, whose codes begin at `elements`. `table` is the
+  // table of its scale codes. `length` is the number of elements from there on; no scale exists if it is 0 or less.
   void decode(const ProductOperand& x, const ScaleTable& table, i64 line, i64 k, i64 length, const u8* elements) {
     const int groups = static_cast<int>(std::min<i64>((std::max<i64>(length, 0) + 15) / 16, kVnniGroups));
     const int shift = __builtin_ctz(x.block) - 4;
@@ -142,7 +142,8 @@ struct LineScales {
     return _mm512_min_epi16(x, _mm512_rol_epi64(x, 32));
   }
 
-  // Return the groups that have an element other than zero, as a mask. `length` elements exist.
+  // Return the groups that have an element other than zero, as a mask. The elements are the nibbles at `codes`, of
+  // which `length` exist.
   static __mmask32 nonzero_groups(const u8* codes, i64 length) {
     __mmask32 found = 0;
     for (int i = 0; i < 4; ++i) {
@@ -213,8 +214,9 @@ void combine_scales(To& to, LineScales* lines, int count, int steps) {
   }
 }
 
-// Decode 64 * `steps` elements, of which `bytes` bytes of codes exist, and store each as a byte: its value in units of
-// 1/2, shifted left by the entry of `shifts` for its group, plus `offset`. Elements beyond the codes are zeros.
+// Decode 64 * `steps` elements, of which `bytes` bytes of codes exist, and store each in `to` as a byte: its value in
+// units of 1/2, shifted left by the entry of `shifts` for its group, plus `offset`. Elements beyond the codes are
+// zeros.
 void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int offset, u8* to) {
   __m128i tables[kMostShift + 1];
   const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
@@ -298,7 +300,7 @@ struct VnniTask {
   }
 
   // Store in `to` the decoded elements of `steps` steps, from element k of K on, for the panel that begins at column
-  // `first`. Elements and scales beyond the operand are zeros.
+  // `first`. `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
   void decode_columns(VnniColumns& to, const ScaleTable& table, i64 first, i64 k, int steps) const {
     LineScales scales[kVnniLanes];
     for (int lane = 0; lane < kVnniLanes; ++lane) {
@@ -334,7 +336,7 @@ struct VnniTask {
   }
 
   // Store in `to` the decoded elements of `steps` steps of kVnniBlock rows from row `first` on, from element k of K on.
-  // Elements and scales beyond the operand are zeros.
+  // `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
   __attribute__((target("avx512vnni"))) void decode_rows(VnniRows& to, const ScaleTable& table, i64 first, i64 k,
                                                          int steps) const {
     LineScales scales[kVnniBlock];
@@ -364,8 +366,8 @@ struct VnniTask {
     }
   }
 
-  // Add to `products` the products of kWords words, from word `first` on, for kVnniBlock rows and kWidth panels. Start
-  // from the corrections of entry `index`, of kVnniBlock rows of kCount entries each.
+  // Add to `products` the products of kWords words, from word `first` on, for the kVnniBlock rows of a and kWidth
+  // panels b. Start from the corrections of entry `index`, of kVnniBlock rows of kCount entries each.
   template <int kWords, int kWidth, int kCount>
   __attribute__((target("avx512vnni"), always_inline)) static inline void multiply(
       const VnniRows& a, const VnniColumns* b, int first, const i32 (&corrections)[kVnniBlock][kCount], int index,
@@ -390,7 +392,8 @@ struct VnniTask {
   }
 
   // Return true if it is certain, without a look at single lanes, that a step loses no bits: no term when it is shifted
-  // to the largest exponent, and not C. The conditions are those of inexact_lanes, except that no sum may be zero.
+  // to the largest exponent, and not C. c: the sums before the step. The conditions are those of inexact_lanes, except
+  // that no sum may be zero.
   template <int kWidth>
   static bool is_exact(const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
     int highest = -kNoScale, lowest = kNoScale;
@@ -416,7 +419,8 @@ struct VnniTask {
     return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(static_cast<int>(end - least)));
   }
 
-  // Return the lanes of row r and of a panel in which a step may lose bits. sums: the sums of the row before the step.
+  // Return the lanes of row r of a and of the panel b in which a step may lose bits. sums: the sums of the row before
+  // the step.
   static __mmask16 inexact_lanes(const VnniRows& a, int r, const VnniColumns& b, int step, __m512 sums) {
     const __m512i lowest = _mm512_add_epi32(_mm512_load_si512(b.lowest[step]), _mm512_set1_epi32(a.lowest[r][step]));
     const __m512i highest = _mm512_add_epi32(_mm512_load_si512(b.highest[step]), _mm512_set1_epi32(a.highest[r][step]));
@@ -433,8 +437,9 @@ struct VnniTask {
     return static_cast<__mmask16>(inexact | (outside & _mm512_test_epi32_mask(bits, bits)));
   }
 
-  // Add step number `step`, which must be a shifted one, to the sums c. The sum of all products has less than 24 bits,
-  // so a fused multiply-add toward zero adds it to C and truncates the result.
+  // Add the products of step number `step`, which must be a shifted one, to the sums c. a, b: the decoded rows and
+  // panels. The sum of all products has less than 24 bits, so a fused multiply-add toward zero adds it to C and
+  // truncates the result.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_shifted(
       const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -452,7 +457,8 @@ struct VnniTask {
     }
   }
 
-  // Add step number `step` to the sums c. The scales of two groups are multiplied at once, as pairs of 16-bit integers.
+  // Add the products of step number `step` to the sums c. a, b: the decoded rows and panels. The scales of two groups
+  // are multiplied at once, as pairs of 16-bit integers.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_pairs(const VnniRows& a,
                                                                                     const VnniColumns* b, int step,
@@ -503,8 +509,8 @@ struct VnniTask {
     }
   }
 
-  // Add step number `step` to the sums c, with terms as doubles. This is for scales whose exponents differ too much for
-  // add_pairs.
+  // Add the products of step number `step` to the sums c, with terms as doubles. a, b: the decoded rows and panels.
+  // This is for scales whose exponents differ too much for add_pairs.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) static void add_doubles(const VnniRows& a, const VnniColumns* b,
                                                                           int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -537,7 +543,8 @@ struct VnniTask {
     }
   }
 
-  // Add step number `step` to the sums c, in the fastest way that its scales allow. No sum may lose bits in this step.
+  // Add the products of step number `step` to the sums c, in the fastest way that its scales allow. a, b: the decoded
+  // rows and panels. No sum may lose bits in this step.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_step(const VnniRows& a,
                                                                                    const VnniColumns* b, int step,
@@ -558,9 +565,9 @@ struct VnniTask {
     }
   }
 
-  // Add `steps` decoded steps, from element k of K on, to the sums of kVnniBlock rows and kWidth panels. `row` is the
-  // first of the rows, and `first` the first column of the panels. all_sums: the sums of the panels, from the first row
-  // of the task on.
+  // Add the products of `steps` steps, from element k of K on, to the sums of kVnniBlock rows and kWidth panels. a, b:
+  // the decoded rows and panels. `row` is the first of the rows, and `first` the first column of the panels. all_sums:
+  // the sums of the panels, from the first row of the task on.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) void add_steps(const VnniRows& a, const VnniColumns* b, i64 row,
                                                                  i64 first, i64 k, int steps,
@@ -599,8 +606,8 @@ struct VnniTask {
     }
   }
 
-  // Return the sum of one result after the step that begins at element k of K, computed term by term. c is the sum
-  // before the step.
+  // Return the sum of result (row, column) after the step that begins at element k of K, computed term by term. c is
+  // the sum before the step.
   float add_slowly(i64 row, i64 column, i64 k, float c) const {
     const double zero_power = double_power(call.zero_exponent);
     double terms[kVnniStep / 16] = {}, largest = sum_power(c, zero_power);

@@ -155,7 +155,8 @@ struct OwnEncoder {
   }
 
   // Store the codes of a panel, by the entry of kElements in the call. `amax` holds the amaxes of its `count` blocks,
-  // or is nullptr if they are not known. Return false if a factor is not usable or out of range.
+  // or is nullptr if they are not known. block_factors holds their factors. Return false if a factor is not usable or
+  // out of range.
   bool encode_by_entry(View<Bits> x, const Rectangle& panel, const float* amax, float* block_factors, i64 count) const {
     float run_factors[kMaxPanelBlocks];
     Factors factors{block_factors};
@@ -176,8 +177,8 @@ struct OwnEncoder {
   }
 };
 
-// Store the values of a block of `count` codes under one scale. Return false if one of them, or the scale, is NaN or
-// infinite.
+// Store the values of a block of `count` codes under one scale, by the tables of `own`. Return false if one of them, or
+// the scale, is NaN or infinite.
 template <class Out>
 bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& own, typename Input<Out>::Bits* out) {
   using Value = typename Input<Out>::Bits;
@@ -200,7 +201,7 @@ bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& 
   return is_done;
 }
 
-// Decode a tile by the tables of a format, and store its values. Return false if the tile needs the fallback.
+// Decode a tile by the tables of the format `own`, and store its values. Return false if the tile needs the fallback.
 template <class Out>
 bool decode_tile_own(const DecodeCall& call, const OwnFormat& own, const Rectangle& tile) {
   bool is_done = true;

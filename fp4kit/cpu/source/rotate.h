@@ -74,10 +74,11 @@ struct Rotator {
   // Return the sign of element i of a block: 1 or -1.
   float sign(i64 block, i64 i) const { return call.signs && call.signs[block * call.size + i] ? -1.0f : 1.0f; }
 
-  // Return true if the blocks of a group are moved by transposes of 16 x kLanes elements.
+  // Return true if the blocks of group g are moved by transposes of 16 x kLanes elements.
   bool is_transposed(const Group& g) const { return !across() && g.lanes == kLanes && call.size % 16 == 0; }
 
-  // Load a group to y, as [element][lane], with signs if the call is not inverse. Absent blocks are zeros.
+  // Load the elements of group g to y, as [element][lane], with signs if the call is not inverse. Absent blocks are
+  // zeros.
   void load(const Group& g, float* y) const {
     const Number* x = static_cast<const Number*>(call.x) + g.first;
     if (is_transposed(g)) {
@@ -108,7 +109,7 @@ struct Rotator {
     for (int lane = 0; lane < kLanes; ++lane) y[lane] = In::widen(elements[lane]) * sign;
   }
 
-  // Store the results of a group, times the factor of the call, and times signs if the call is inverse.
+  // Store y, the results of group g, times the factor of the call, and times signs if the call is inverse.
   void store(const Group& g, const float* y) const {
     Number* out = static_cast<Number*>(call.out) + g.first;
     if (is_transposed(g)) {
@@ -137,7 +138,7 @@ struct Rotator {
   }
   float store_sign(const Group& g, i64 i) const { return call.is_inverse ? sign(g.block, i) : 1.0f; }
 
-  // Store the values of kLanes blocks times the factor and times a sign, rounded to the type of elements. NaN becomes
+  // Store the values y of kLanes blocks times the factor and times a sign, rounded to the type of elements. NaN becomes
   // the positive quiet NaN.
   void narrow_lanes(const float* y, float sign, Number (&elements)[kLanes]) const {
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -158,7 +159,7 @@ struct Rotator {
         }
   }
 
-  // Store in `sums` the products of the elements y of a group with the matrix of its block. Four results are summed at
+  // Store in `sums` the products of the elements y of group g with the matrix of its block. Four results are summed at
   // a time.
   void multiply(const Group& g, const float* y, float* sums) const {
     const float* matrix = call.matrices + g.block * call.matrix_step;

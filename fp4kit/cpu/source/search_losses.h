@@ -38,8 +38,9 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
 }
 
 // Store in `losses` the sum of |d|^power, or of w |d|^power if kWeighted, for one row of a block. There is one loss per
-// candidate, and kLanes candidates. d is the error of an element, and w is the weight of its column. For
-// Objective::largest, store the largest |d| or w |d| instead. For Objective::magnitudes, power is 1.
+// candidate, and kLanes candidates with these scales and reciprocals of scales. d is the error of an element, and w is
+// the weight of its column. For Objective::largest, store the largest |d| or w |d| instead. For Objective::magnitudes,
+// power is 1.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -66,8 +67,8 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// Store d^T H d under kLanes candidates, for one row of a block. d is the vector of the errors of its 16 elements, and
-// H is `hessian`, 16 x 16.
+// Store d^T H d under kLanes candidates with these scales and reciprocals of scales, for one row of a block. d is the
+// vector of the errors of its 16 elements, and H is `hessian`, 16 x 16.
 //
 // The order of operations is: first d^T H by fused multiply-adds, then the terms of two columns (the second column
 // first), then these sums as a tree.

@@ -63,7 +63,7 @@ struct ScaleSearch {
   const bool is_pruned = call.is_pruned && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
                          call.candidates.are_bounds_valid();
 
-  // Store the first and the last candidate of kLanes blocks, given their amaxes.
+  // Store the codes of the first and the last candidate of kLanes blocks, given their amaxes.
   void find_candidate_ranges(const float* amax, u32* min_code, u32* max_code) const {
     u8 codes[kLanes] = {};
     float factors[kLanes];
@@ -84,7 +84,7 @@ struct ScaleSearch {
   }
 
   // Store the losses of one row of a block under all candidates, for kObjective, which is not `squares`. `row` holds
-  // the 16 elements.
+  // the 16 elements, and the block is at place `at` of the tile.
   template <Objective kObjective>
   void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const Candidates& all = call.candidates;
@@ -95,7 +95,7 @@ struct ScaleSearch {
   }
 
   // Store the losses of one row of a block under all candidates, for the objective of the call. `row` holds the 16
-  // elements.
+  // elements, and the block is at place `at` of the tile.
   void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const Candidates& all = call.candidates;
     if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);

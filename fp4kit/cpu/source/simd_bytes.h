@@ -155,8 +155,8 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Load two neighboring elements, the first into the low bits of `low` and the second into those of `high`. The bits
-// above those of an element are undefined. If without_negative_zero, -0 is replaced by 0.
+// Load two neighboring elements from the address `from`, the first into the low bits of `low` and the second into those
+// of `high`. The bits above those of an element are undefined. If without_negative_zero, -0 is replaced by 0.
 static __forceinline__ void load_pair(const u32* from, u32& low, u32& high, bool without_negative_zero) {
   low = from[0], high = from[1];
   if (without_negative_zero) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;

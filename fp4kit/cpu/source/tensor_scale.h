@@ -90,8 +90,8 @@ struct FoundScales {
   }
 };
 
-// Compute the amax of every row, and store the tensor scale of the row by a tensor rule. Return false if an element is
-// NaN or infinite.
+// Compute the amax of every row, and from it, by a tensor rule, the tensor scale of the row. Store the scales in
+// `found`. Return false if an element is NaN or infinite.
 template <class In>
 bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;

@@ -52,9 +52,9 @@ struct Pool {
 
 Pool* pool = new Pool;  // never destroyed, because threads may wait on it when the program ends
 
-// Claim indices and work on them until none is left. The owner claims indices from the first on, helpers from the last
-// on. So a tile tends to be handled by the same thread in successive rounds, and its elements are in the cache of that
-// processor.
+// Claim indices of the current round and work on them until none is left. is_owner: true in the thread of the owner.
+// The owner claims indices from the first on, helpers from the last on. So a tile tends to be handled by the same
+// thread in successive rounds, and its elements are in the cache of that processor.
 void work_off(Pool& p, bool is_owner) {
   for (;;) {
     const uint64_t claimed = p.claimed.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);

@@ -75,8 +75,8 @@ View<Bits> view(const Source& x, const Rectangle& tile) {
   return {copy, tile.columns};
 }
 
-// Load one element per cache line, row by row, so that the elements are in the cache. Reading in the order of memory is
-// faster than reading in the order of panels.
+// Load one element per cache line of a view of `rows` x `columns` elements, row by row, so that they are in the cache.
+// Reading in the order of memory is faster than reading in the order of panels.
 template <class Bits>
 void touch(View<Bits> x, i64 rows, i64 columns) {
   u32 seen = 0;
