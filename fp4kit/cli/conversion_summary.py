@@ -69,7 +69,10 @@ def _error(report: ConversionReport) -> SampledError | None:
 
 
 def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
-    """Return the names of the engines that load the result; () if none is known, or if it needs a config beside it."""
+    """Return the names of the engines that load the result; () if none is known.
+
+    The result is () too for a Diffusers model, and for a single safetensors file, whose config engines would lack.
+    """
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:
         return (_OWN_ENGINES[format],)
@@ -103,7 +106,7 @@ def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...
 def verified_serve_command(report: VerifyReport) -> str:
     """Return the command that serves a model that verify found clean; "" if no engine is known to load it.
 
-    Engines about which verify has an issue are left out.
+    Engines about which verify has an issue are left out. Return "" for a single file, too.
     """
     if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
         return ""
@@ -128,7 +131,10 @@ def body_of(summary: Summary) -> dict[str, Any]:
 
 
 def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
-    """Yield the lines to print about a conversion, without those that do not apply."""
+    """Yield the lines to print about a conversion: recipe, error, engines, command to serve, and command to verify.
+
+    Lines that do not apply or are not known are left out.
+    """
     plan = report.plan
     if plan.form is not None:
         yield _recipe_line(plan)

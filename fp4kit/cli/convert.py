@@ -305,7 +305,10 @@ def _device(text: str) -> int | None:
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
-    """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted."""
+    """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted.
+
+    With --dry-run, only print the plan. With --remove-stale and one path, only remove what a killed run left there.
+    """
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
         raise CheckpointError("--remove-stale removes the files that --resume continues from; use only one of them")

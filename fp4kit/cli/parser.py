@@ -105,7 +105,8 @@ class Parser(argparse.ArgumentParser):
     def _check_flags(self, arguments: Sequence[str]) -> None:
         """Raise UsageError with a suggestion for the first option that does not exist.
 
-        It is called before argparse, which would report only that arguments are missing.
+        It is called before argparse, which would report only that arguments are missing. Arguments after "--", or after
+        the name of a command, are not checked.
         """
         for text in arguments:
             is_flag = len(text) > 1 and text[0] == "-" and " " not in text and not _NUMBER.fullmatch(text)

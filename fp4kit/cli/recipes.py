@@ -60,7 +60,9 @@ def register(commands: Any) -> None:
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
-    """Run the command recipes. Return 1 if --check or --live finds a difference or compares nothing, otherwise 0.
+    """Run the command recipes: list recipes, or compare them with producers (--check, --live).
+
+    Return 1 if --check or --live finds a difference or compares nothing, otherwise 0.
 
     Raise ValueError for an option that is given without the option that it belongs to, such as --seed without --live.
     """

@@ -234,7 +234,10 @@ class _Check:
         return x
 
     def _layer(self, name: str) -> LayerParity:
-        """Compare one layer of both sides. Raise ValueError if its shapes differ."""
+        """Compare one layer of both sides, and its products if they are known. Raise ValueError if its shapes differ.
+
+        Tensors that are not matrices are compared as values, without products.
+        """
         x = self._x(name)
         wholes = [self._whole(side, name) for side in self.sides]
         shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
@@ -314,7 +317,7 @@ class _Check:
             i: the number of the side, 0 for the trainer and 1 for the rollout.
             name: the layer.
             whole: the tensors that the side has for the layer; None if its contract makes them from ``x``.
-            x: the unquantized weight; None if it is unknown.
+            x: these rows of the unquantized weight; None if they are unknown.
             rows: the indices of the rows to compare.
             recipes: the recipe of the layer on each side; None if it is unknown.
         """

@@ -73,7 +73,10 @@ class LayerParity:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The text about this layer, by line: the first step that differs with its counts, the setting, the element."""
+        """The text about this layer, by line: the first step that differs with its counts, the setting, the element.
+
+        If the layer is equal on both sides, one line says this.
+        """
         if self.equal:
             return (f"{self.kind} {self.name}: equal in every bit",)
         where = f" ({self.result})" if self.result and self.result != self.step else ""

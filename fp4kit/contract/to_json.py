@@ -30,7 +30,7 @@ _RECIPES = ("weights", "activations", "kv_cache")
 
 
 def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a contract as JSON data. Fields that are None or () are left out."""
+    """Return the fields of a contract, and the version of the format, as JSON data. None and () are left out."""
     data: dict[str, Any] = {_KEY: VERSION}
     for name, value in values.items():
         if value in (None, ()):

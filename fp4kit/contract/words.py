@@ -35,7 +35,10 @@ _MANY = 4  # at most so many entries of a list are shown
 
 
 def shown(value: Any) -> str:
-    """Return a setting as text: the id of a recipe or of a unit, or the entries of a list."""
+    """Return a setting as text: the id of a recipe or of a unit, or the first four entries of a list.
+
+    None and an empty list give "none".
+    """
     if isinstance(value, Recipe | Unit):
         return value.id
     if isinstance(value, tuple):
@@ -46,7 +49,10 @@ def shown(value: Any) -> str:
 
 
 def difference(a: Any, b: Any) -> str:
-    """Return the text that says how two unequal settings differ. It names the value of a first."""
+    """Return the text that says how two unequal settings differ. It names the value of a first.
+
+    For recipes, it lists the differing fields; for lists, the entries that only one of them has.
+    """
     if isinstance(a, Recipe) and isinstance(b, Recipe):
         return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"
     if isinstance(a, tuple) and isinstance(b, tuple):
@@ -73,7 +79,8 @@ def _are_variants(a: Any, b: Any) -> bool:
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
     """Return one text per field that differs and determines bits, and a text about the versions if they differ.
 
-    If no such field differs, the first text is "equal arithmetic under two names".
+    If no such field differs, the first text is "equal arithmetic under two names". If only fields about decoding
+    differ, another text says that codes and scales are equal.
     """
     found = [
         f"{_NAMES.get(one.name, one.name.replace('_', ' '))} {_value(a, one.name)} and {_value(b, one.name)}"
@@ -99,7 +106,7 @@ def _value(r: Recipe, name: str) -> str:
 
 
 def _entry(value: Any) -> str:
-    """Return an entry of a list as text: a word, a pattern with its recipe, or a group of names."""
+    """Return an entry of a list as text: a word, "PATTERN=RECIPE", or a group of names in parentheses."""
     if isinstance(value, str):
         return value
     if len(value) == 2 and (value[1] is None or isinstance(value[1], Recipe)):

@@ -142,7 +142,10 @@ def _header_sum(entry: str, specs: Iterable[TensorEntry | _Spec]) -> str:
 
 
 def _check_array(name: Any, q: Any) -> None:
-    """Raise TypeError or ValueError if save cannot store this name and array."""
+    """Raise TypeError or ValueError if save cannot store this name and array.
+
+    A name must be a nonempty str that UTF-8 can encode, and an array must be a Quantized.
+    """
     if not isinstance(name, str):
         raise TypeError(f"save: the name {name!r} is a {type(name).__name__}; needs a str")
     if not name:

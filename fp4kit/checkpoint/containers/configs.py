@@ -194,7 +194,8 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 
     Args:
         form: the container.
-        has_input_scale: True if the layers have input scales, so that the group also describes inputs.
+        has_input_scale: True if the layers have input scales, so that the group also describes inputs. The groups of
+            MXFP8 and of FP8 per row always do.
 
     Source: Model-Optimizer modelopt/torch/export/convert_hf_config.py _quant_algo_to_group_config.
     """

@@ -200,7 +200,7 @@ def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
     """Return the orders that codes in rows of ``columns`` elements can have. The right order comes first.
 
-    8-bit codes have only the right order.
+    8-bit codes have only the right order. Orders whose groups of elements do not divide a row are left out.
     """
     found = [CodeOrder(None, _same)]
     if recipe.element.packing.codes == 2:

@@ -472,7 +472,10 @@ def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits."""
+    """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits.
+
+    group_size is compared only for MXFP4 and similar formats. There, null, -1 and 0 fit too.
+    """
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
         return False

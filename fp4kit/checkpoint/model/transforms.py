@@ -114,7 +114,10 @@ def _declares(item: Item) -> bool:
 def _sizes(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, tuple[str, int]]]:
     """Yield (tensor name, (name of the config group, block size n)) of every weight with a transform.
 
-    value: the content of ``transform_config``. Raise _NotUndone if it declares a transform that is not undone.
+    Raise _NotUndone if a transform is declared that cannot be undone.
+
+    value: the content of ``transform_config``.
+    weights: tensor name -> weight, for the weights of the model.
     """
     groups = value.get("config_groups") if isinstance(value, Mapping) else None
     if not isinstance(groups, Mapping) or set(value) != {"config_groups"}:
@@ -134,8 +137,10 @@ def _sizes(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, tup
 def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[Weight]:
     """Return the weights that a config group rotates, all of which are quantized matrices.
 
-    name, scheme: the key and the content of the config group. Raise _NotUndone unless the group is a Hadamard transform
-    of the inputs of these layers and of their weights.
+    Raise _NotUndone unless the group is a Hadamard transform of the inputs of these layers and of their weights.
+
+    name, scheme: the key and the content of the config group.
+    weights: tensor name -> weight, for the weights of the model.
     """
     if not isinstance(scheme, Mapping) or not isinstance(scheme.get("apply"), list) or set(scheme) - _SCHEME:
         raise _NotUndone(f"has {shown(name)}, which is {brief(scheme)}")

@@ -83,7 +83,10 @@ Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "line
 
 @lru_cache(1 << 14)
 def _role(part: str) -> Role | None:
-    """Return the role that one component of a dotted name gives its tensor, such as "router", or None."""
+    """Return the role that one component of a dotted name gives its tensor; None if it gives none.
+
+    The roles are "tower", "mtp", "head", "embedding", "router", "experts", "shared" (experts), "attention" and "mlp".
+    """
     if _TOWERS.fullmatch(part):
         return "tower"
     if part == "mtp" or part.startswith("mtp_"):
