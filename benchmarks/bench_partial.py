@@ -21,7 +21,7 @@ from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 TARGET = 0.90
-OFFSETS = ((0, 0), (1, 0), (3, 1), (8, 2), (64, 0))  # (start, skip), see above
+OFFSETS = ((0, 0), (1, 0), (3, 1), (8, 2), (64, 0))  # (start, skip) of shards, defined at the head of this file
 TENSOR_AMAX = np.float32(5)
 
 

@@ -42,7 +42,8 @@ def fake_quantize_grouped(
         tensor_amax: None, or one amax per array: a sequence, or an array whose first axis has that length.
         block_amax: None, or calibrated block amaxes per array, as a sequence or array like tensor_amax.
         rounding: "nearest" or "stochastic", for all arrays.
-        seed: as in fake_quantize, for all arrays.
+        seed: for "stochastic", for all arrays: an int, a 0-d integer array, which may be traced, or random bytes in the
+            shape of the arrays.
         pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
         amax: None, or one clip limit of the gradient per array.
 

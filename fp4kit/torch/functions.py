@@ -175,7 +175,8 @@ def fake_quantize_grouped(
         tensor_amax: None, or one amax per tensor: a sequence, or a tensor whose first axis has that length.
         block_amax: None, or calibrated block amaxes per tensor, as a sequence or tensor like tensor_amax.
         rounding: "nearest" or "stochastic", for all tensors.
-        seed: as in fake_quantize, for all tensors.
+        seed: for "stochastic", for all tensors: an int, a 0-d integer tensor on the CPU, or random bytes in the shape
+            of the tensors.
         pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
         amax: None, or one clip limit of the gradient per tensor.
 

@@ -69,7 +69,7 @@ def fake_quantize_model(
             inputs unquantized. The inputs of stacks of experts and of convolutions are never quantized.
         input_amaxes: a Collector of fp4kit.torch.collect, or a dict of layer -> amax, from which the tensor scales of
             inputs follow; None computes the amax of the inputs in each call.
-        pass_through: as in fake_quantize.
+        pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > amax.
         config: the content of config.json; None for that of model.config. Names and model type decide which layers the
             converter quantizes.
         settings: a FakeQuantSettings, in place of `recipe`.

@@ -142,7 +142,9 @@ def check_fake(
 
     Args:
         op: the public function, with which error messages begin.
-        x, recipe, axis: as for fake_quantize.
+        x: the tensor.
+        recipe: the string of recipes.to_string.to_spec.
+        axis: the axis along which blocks run.
         amaxes: tensor_amax and block_amax.
         random: rounding and seed.
         clip: the amax of the gradient, and pass_through. The amax is checked only if pass_through is False.

@@ -272,7 +272,8 @@ class Nccl:
         Raises:
             FileExistsError: in rank 0, if the path exists.
             TimeoutError: in the other ranks, if the file does not appear.
-            RuntimeError, ValueError: as for Nccl.
+            RuntimeError: if CuPy or NCCL is missing.
+            ValueError: if the rank is out of range.
         """
         path = Path(path)
         if rank == 0:

@@ -23,7 +23,7 @@ def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
 def _definitions(names: Mapping[str, str | bool]) -> list[str]:
     """Return one C++ definition per name: of a bool constant, of an enum constant ("Enum::value"), or of a type alias.
 
-    names: the value per name, as for instantiation.
+    names: {name: value}, where the value is a bool, "Enum::value" or the name of a type.
     """
     lines = []
     for name, value in names.items():

@@ -188,7 +188,12 @@ class QuantizeCall:
     ) -> QuantizeCall:
         """Return the cached call that repeats a launch.
 
-        arguments: the arguments of the kernel. The other parameters are described with the attributes.
+        Args:
+            library: the functions that handle arrays of the caller's library.
+            amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
+            launch: the launch of the kernel.
+            arguments: the arguments of the kernel.
+            row, column: the instructions for the rowwise and the columnwise result; None without this result.
         """
         results = [result for result in (row, column) if result]
         wanted = [new for result in results for new in result.wanted]
@@ -271,7 +276,10 @@ class FakeQuantizeCall:
     """A cached call of fake_quantize for one matrix.
 
     Attributes:
-        library, amax, launch, pick: as in QuantizeCall.
+        library: the functions that handle arrays of the caller's library.
+        amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
+        launch: the launch of the kernel.
+        pick: the function that orders the kernel's arguments, from _argument_picker.
         new: allocates the values and, if the cached call computes the amax, the amax.
     """
 
@@ -287,8 +295,12 @@ class FakeQuantizeCall:
     ) -> FakeQuantizeCall:
         """Return the cached call that repeats a launch.
 
-        arguments: the arguments of the kernel. arrays: the descriptions of the array of values, and of the amax if the
-        call computes it. The other parameters are described with the attributes.
+        Args:
+            library: the functions that handle arrays of the caller's library.
+            amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
+            launch: the launch of the kernel.
+            arguments: the arguments of the kernel.
+            arrays: the descriptions of the array of values, and of the amax if the call computes it.
         """
         new = library.maker(arrays)
         names = ("values",) if amax is None else ("values", "tensor_amax")

@@ -126,7 +126,8 @@ class DeviceStages:
 
         Args:
             work: per matrix, the number of blocks or runs to compute. Matrices with 0 are left out.
-            fields: the arguments of the kernel, as for partial.arguments.
+            fields: the arguments of the kernel by name: numbers, CuPy arrays, or NumPy arrays with one value per
+                matrix. Missing arguments are 0.
             held: arrays that the launches keep alive.
             layout: the layout of the scales that partial_scales stores.
         """

@@ -182,10 +182,10 @@ def _amax_function(
 
     Args:
         kernel: the C++ name of the kernel.
-        counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform; None
-            for no transform.
+        counted: the elements that count: "all", "no_nan" or "finite".
         aligned_runs: True if the rows of all members begin at multiples of 16 bytes.
         small: the result of is_small.
+        mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
     """
     names: dict[str, str | bool] = {
         "Input": TYPES[dtype],

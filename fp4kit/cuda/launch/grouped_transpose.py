@@ -38,7 +38,8 @@ def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -
     """Return the compiled kernel as a CuPy function on a device.
 
     Args:
-        bits, block: the bits per code and the columns of a block, as in transpose.source.
+        bits: the bits per code.
+        block: the columns of a square block.
         all_wide: True if both flags of wide_copies are True for every matrix.
         small: the result of is_small.
     """

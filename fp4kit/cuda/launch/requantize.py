@@ -43,7 +43,8 @@ def _keep_launch(
 ) -> Launch:
     """Return the launch of one of the kernels for a source of `blocks` blocks, with source_block codes per block.
 
-    kernel: the C++ name of the kernel. target, dtype, unsigned_zero: as in _keep_function.
+    kernel: the C++ name of the kernel. target: the new recipe. dtype: the dtype that was quantized. unsigned_zero: True
+    if the source's decode rule decodes -0 to +0.
     """
     function = _keep_function(kernel, target, dtype, unsigned_zero, device)
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)

@@ -24,7 +24,7 @@ _NAMES = ("x", "out", "signs", "matrices", "outer", "length", "inner", "matrix_s
 _ARGUMENTS = np.dtype([(name, "u8") for name in _NAMES])
 _ROWS_ARGUMENTS = np.dtype([(name, "u8") for name in ("x", "out", "signs", "count", "length")])
 _COLUMNS_ARGUMENTS = np.dtype([(name, "u8") for name in ("x", "out", "signs", "outer", "length", "inner")])
-MAX_ROW = 1 << 31  # hadamard_rows.cu takes shorter rows
+MAX_ROW = 1 << 31  # elements; hadamard_rows.cu takes only rows that are shorter than this
 
 
 class Kernel(NamedTuple):

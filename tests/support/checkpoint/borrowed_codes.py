@@ -32,7 +32,7 @@ def directory(
         root: the directory to write.
         tensors: the tensors of gguf_files.model.
         recipe: the id of the recipe to quantize with.
-        format: the format of the checkpoint, as for convert.
+        format: the format of the checkpoint, such as "modelopt".
         options: further arguments of convert.
     """
     found: dict[str, np.ndarray] = {}

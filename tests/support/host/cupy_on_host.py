@@ -156,7 +156,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         self[...] = value
 
     def copy(self, order: str = "C") -> ndarray:
-        """Return a copy in new memory."""
+        """Return a copy in new memory, in the given memory order of NumPy ("C", "F", "A" or "K")."""
         return _apply(np.array, self, order=order)
 
 

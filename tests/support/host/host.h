@@ -76,7 +76,6 @@ inline Index threadIdx, blockIdx, blockDim, gridDim;
 }
 
 // ---- fibers and barriers
-// ----------------------------------------------------------------------------------------------
 
 constexpr unsigned kHostThreads = 1024, kHostWarp = 32;
 struct HostFiber {
@@ -158,7 +157,6 @@ void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned
 }
 
 // ---- what kernels call
-// ------------------------------------------------------------------------------------------------
 
 inline unsigned __float_as_uint(float x) {
   return __builtin_bit_cast(unsigned, x);

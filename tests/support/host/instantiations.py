@@ -57,6 +57,8 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     """Return one translation unit for many instantiations.
 
     It has the headers once, then each instantiation in its own namespace with its own kernel name.
+
+    sources: the folder with the kernels' source files.
     """
     instantiations = list(instantiations)
     tree = {name: path.read_text() for name, path in loader.files(sources).items()}

@@ -26,7 +26,8 @@ constexpr int kEntries = 611;
 // The number of units per error of 1 (in the unit of the first scale, or in its square). With it, the sum of 16
 // differences of at most 1.5 stays below 2^23.
 constexpr float kUnitsOfOne = 0x1p18f;
-// The slack of the sum of a block's 16 entries (see above): 28 units, in the scaling of entries, whose unit is 1 << 8.
+// The slack of the sum of a block's 16 entries (see the head of this file): 28 units, in the scaling of entries, whose
+// unit is 1 << 8.
 constexpr u32 kSlack = 28u << 8;
 // The slack, in units, of the sum of a square block of 16 x 16 elements: 16 sums of 16 entries, each rounded down to
 // units. Its parts are 141 + 199 + 112. The 199 come from 19 roundings of sums that are 16 times as large.

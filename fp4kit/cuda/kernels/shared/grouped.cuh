@@ -58,7 +58,7 @@ struct GroupOf<Arguments, true> {
 // of a thread block get the same calls, so `body` may contain barriers. If kBackwards, the last pieces are taken first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body) {
-  static_assert(sizeof(group) <= 4096, "arguments of a kernel");  // the limit of kernel arguments
+  static_assert(sizeof(group) <= 4096, "arguments of a kernel");  // kernel arguments have at most 4096 bytes
   const u32 count = static_cast<u32>(group.pieces);
   for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
     const u32 i = kBackwards ? count - 1u - turn : turn;
