@@ -27,7 +27,7 @@ from fp4kit.recipes import Recipe
 def is_per_expert(amax: Any, recipe: Recipe) -> bool:
     """Return whether a tensor_amax, or tensor_scale, has one entry per expert: shape (E,).
 
-    It must have its canonical shape (see the head of this file). None gives False.
+    amax must have its canonical shape: () or (E,), or one entry per row or per block. None gives False.
     """
     return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
 
@@ -35,8 +35,8 @@ def is_per_expert(amax: Any, recipe: Recipe) -> bool:
 def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
     """Return the part of a tensor_amax, or tensor_scale, that belongs to matrix i of a stack of matrices.
 
-    amax: the tensor_amax in its canonical shape (see the head of this file). shape: (number of matrices, rows per
-    matrix). The matrices of one expert are adjacent.
+    amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block. shape:
+    (number of matrices, rows per matrix). The matrices of one expert are adjacent.
 
     The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
     per row, (rows, blocks) for one entry per block. If amax is None, return None.
@@ -52,8 +52,9 @@ def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none.
 
-    The head of this file lists the canonical shapes. Values on the host are checked. Values on a device are not,
-    because reading them would wait for the device. On the host, -0 becomes 0.
+    The canonical shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block)
+    for one entry per block. Values on the host are checked. Values on a device are not, because reading them would wait
+    for the device. On the host, -0 becomes 0.
 
     Args:
         op: the public function that error messages begin with.
@@ -80,7 +81,7 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Return a tensor_amax in host memory as float32 in its canonical shape (see the head of this file), with -0 as 0.
+    """Return a tensor_amax in host memory as float32, with -0 as 0, in the canonical shape that reshape_amax gives it.
 
     Raise ValueError for NaN or negative values, or if the shape does not fit moved_shape, the shape of the array to
     quantize with the quantized axis last. Raise TypeError if it is not real. The values of an AbstractArray are not
@@ -139,9 +140,11 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
-    """Return a tensor_amax, or tensor_scale, in its canonical shape (see the head of this file).
+    """Return a tensor_amax, or tensor_scale, in its canonical shape.
 
-    Raise ValueError if no canonical shape fits. Axes of length 1 at the end may be missing or superfluous.
+    The shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block) for one
+    entry per block. Axes of length 1 at the end may be missing or superfluous. Raise ValueError if no canonical shape
+    fits.
 
     moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
     """

@@ -145,7 +145,7 @@ def _check_types(r: Any) -> None:
 def _check_element(r: Any) -> None:
     """Raise an error unless the formats of elements and scales are supported and nan_code is a code of an element.
 
-    It is TypeError for an object that is no ElementFormat, and otherwise ValueError.
+    The error is TypeError for an object that is no ElementFormat, and otherwise ValueError.
     """
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")

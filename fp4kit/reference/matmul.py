@@ -91,9 +91,10 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
 
 
 def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray:
-    """Return the sum of Terms over the last axis, each truncated toward zero to a multiple of 2^(largest - bits).
+    """Return the sum of Terms over the last axis, each truncated toward zero to a multiple of a power of two.
 
-    The result is an exact float64, in units of 2^(largest - fraction_bits).
+    That power is 2^(largest - fraction_bits), where `largest` is an exponent. The result is an exact float64, in units
+    of this power.
     """
     shift = t.exponent - largest[..., None] + fraction_bits
     total: np.ndarray = np.trunc(np.ldexp(t.significand, shift)).sum(axis=-1)
@@ -103,8 +104,8 @@ def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray
 def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
     """Return the sum of Terms over the last axis as an NVIDIA unit adds them: float32.
 
-    The terms are truncated as DotAdd, the class of `step`, says. Their sum is exact, and it is truncated toward zero to
-    step.output_bits bits after the point.
+    The terms are shifted to the largest exponent among them, and truncated toward zero to step.fraction_bits bits after
+    the point. Their sum is exact, and it is truncated toward zero to step.output_bits bits after the point.
 
     The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of 2^128 or more is
     infinite.

@@ -132,7 +132,7 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
     """Return a search function that multiplies a block's amax by each of the factors, as auto-round does.
 
-    It returns the amaxes with the smallest squared error.
+    The search returns, for each block, the multiplied amax with the smallest squared error.
     """
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -159,8 +159,8 @@ def search_modelopt_sweep(
 ) -> np.ndarray:
     """Return for each block the amax with the smallest squared error, among those that give a positive E4M3 scale.
 
-    There are 126 such amaxes, one per positive E4M3 code. Among equal errors, the smallest amax is taken. The arguments
-    are those of every search (see the head of this file); dtype has no effect. Source: Model-Optimizer
+    There are 126 such amaxes, one per positive E4M3 code. Among equal errors, the smallest amax is taken. x holds
+    float32 elements, and tensor is the tensor scale. amax and dtype are not used. Source: Model-Optimizer
     nvfp4_fp8_scale_sweep.
     """
     return best_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
@@ -179,9 +179,8 @@ def search_quest(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
 
     emax is the exponent of the largest element value. log2 and every other operation are rounded to float32. Sums are
     those of summation_order.sum_halves. If std or the amax is infinite or NaN, the result is NaN. That is also so if
-    rounding makes the difference negative, which happens only in blocks of nearly equal elements. The arguments are
-    those of every search (see the head of this file); amax, tensor and dtype have no effect. Source: FP-Quant, Triton
-    pseudo-quantizer of MXFP4, method quest.
+    rounding makes the difference negative, which happens only in blocks of nearly equal elements. x holds float32
+    elements. amax, tensor and dtype are not used. Source: FP-Quant, Triton pseudo-quantizer of MXFP4, method quest.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     count = np.float32(recipe.block_size)
