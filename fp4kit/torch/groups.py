@@ -46,7 +46,9 @@ def fake_quantize_grouped(
     pass_through is False, they are checked here.
 
     recipe: the string of recipes.to_string.to_spec.
+    axis: the axis along which blocks run, in each tensor.
     tensor_amax, block_amax, amax: one tensor per tensor of xs; an empty list stands for None.
+    rounding: "nearest" or "stochastic".
     seed: a tensor, as operators.seed_of takes it, or None.
     """
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]

@@ -106,6 +106,9 @@ def fake_quantize(
     pass_through is False, amax is checked here.
 
     recipe: the string of recipes.to_string.to_spec.
+    axis: the axis along which blocks run.
+    tensor_amax, block_amax: the amaxes of the tensor scale and of the blocks; None takes them from x.
+    rounding: "nearest" or "stochastic".
     seed: a tensor, as seed_of takes it, or None.
     """
     x = x.detach()

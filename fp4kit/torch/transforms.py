@@ -102,7 +102,7 @@ class QuantizedValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return one gradient per argument."""
+        """Return one gradient per argument, which is None for `recipe`."""
         return linear_operators.values_backward(ctx, grads[0])
 
 

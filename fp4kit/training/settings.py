@@ -147,7 +147,7 @@ class FakeQuantSettings:
         Args:
             name: the parameter's name.
             w: the parameter.
-            tensor_amax: as in fp4kit.fake_quantize.
+            tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize; None takes it from w.
         """
         recipe = self.resolved
         if recipe is None or not self.is_quantized(name):

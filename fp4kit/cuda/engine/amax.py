@@ -170,7 +170,10 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
-    """Return the largest |x|: of the whole array if axis is None, otherwise along an axis or axes. NaN propagates."""
+    """Return the largest |x| as float32: of the whole array if axis is None, else along one or more axes.
+
+    NaN propagates.
+    """
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
         if columns is not None:

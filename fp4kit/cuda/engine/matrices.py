@@ -57,6 +57,7 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
 
     Args:
+        request: the LaunchRequest of the whole call.
         amax: the tensor amax or tensor scale of the call, or None.
     """
     shape = call.x.shape if request.columns else call.moved.shape

@@ -55,5 +55,8 @@ def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, 
 
 
 def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return scales copied to another layout, or the scales themselves if the layouts are equal."""
+    """Return scales copied from layout `source` to `target`, or the scales themselves if the layouts are equal.
+
+    shape: the shape of the scales in the linear layout.
+    """
     return scales if source == target else swizzle(scales, source, target, shape)

@@ -75,7 +75,7 @@ def embedding(path: Path) -> np.ndarray:
 
 
 def main() -> None:
-    """Print the embedding."""
+    """Print, as JSON, the embedding that llama.cpp computes with the GGUF file that the command line names."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()

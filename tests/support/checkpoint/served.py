@@ -18,7 +18,10 @@ _SCALES = (".weight_scale", ".weight_scale_inv", ".scales", ".scale")
 
 
 def weights(root: Path, recipe: Recipe) -> dict[str, np.ndarray]:
-    """Return {layer: its float32 values} of all quantized layers in a directory, whose codes a recipe made."""
+    """Return {layer: its float32 values} of all quantized layers in a directory.
+
+    recipe: the recipe that made their codes.
+    """
     stored = {name: _bytes(x) for name, x in oracle.arrays(oracle.load(root)).items()}
     modules = {name.removesuffix(s): name for name in stored for s in _SCALES if name.endswith(s)}
     found = {module: _values(module, stored, stored[name], recipe) for module, name in modules.items()}

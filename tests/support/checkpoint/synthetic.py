@@ -313,7 +313,7 @@ def _gpt_oss_base(inner: int) -> Tensors:
 
 
 def _gpt_oss_config(inner: int) -> dict[str, object]:
-    """Return the config of gpt-oss."""
+    """Return the config of gpt-oss. inner: the intermediate size of an expert."""
     sizes = {"num_hidden_layers": 2, "num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": inner}
     return {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **sizes}
 
