@@ -346,7 +346,8 @@ class _Check:
         """Return a Making that says in which wrong order the rollout stores the trainer's bytes.
 
         Without the unquantized weight, the bytes of the trainer count as right. Return a Making without content for the
-        trainer itself, and if no known order explains the difference.
+        trainer itself, if the layer is not quantized, if the trainer stores no tensors, and if no known order explains
+        the difference.
 
         Args:
             i, name, whole: the number of the side (0 for the trainer), the layer, and the side's tensors for it.

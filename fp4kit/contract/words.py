@@ -37,7 +37,7 @@ _MANY = 4  # at most so many entries of a list are shown
 def shown(value: Any) -> str:
     """Return a setting as text: the id of a recipe or of a unit, or the first four entries of a list.
 
-    None and an empty list give "none".
+    A longer list ends with the number of entries left out, such as " and 3 more". None and an empty list give "none".
     """
     if isinstance(value, Recipe | Unit):
         return value.id

@@ -87,6 +87,7 @@ def _algorithm(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it (see Check).
 
     It is refused if it is unknown, or if a layer is of a kind or has blocks of a size other than the algorithm's.
+    MIXED_PRECISION is accepted for all layers.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.

@@ -129,7 +129,8 @@ def _is_scaled_by_block(form: Container) -> bool:
 def _whole_numbers(sample: _Sample) -> str:
     """Return a warning if float scales are whole numbers, as E8M0 bytes are if they are converted to floats; else "".
 
-    E8M0 bytes of trained weights are near 127, but their scales are far below 1.
+    Only whole numbers from 16 to 254 give the warning. E8M0 bytes of trained weights are near 127, but their scales are
+    far below 1.
     """
     if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
         return ""
@@ -146,7 +147,8 @@ def _whole_numbers(sample: _Sample) -> str:
 def _unreached(sample: _Sample) -> str:
     """Return a warning if no block has a code of a large magnitude (see _LEAST_SHARE); "" otherwise.
 
-    A scale that follows from the largest element of its block gives this element a large code.
+    A scale that follows from the largest element of its block gives this element a large code. "" is returned also if
+    the form has no scale per block, or if fewer than FEWEST_BLOCKS blocks can be judged.
     """
     form = sample.form
     if not _is_scaled_by_block(form):

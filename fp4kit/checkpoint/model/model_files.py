@@ -64,7 +64,7 @@ class Source:
 
     @lazy_property
     def hf_quant_config(self) -> dict[str, Any] | None:
-        """The content of hf_quant_config.json; None if there is no such file."""
+        """The content of hf_quant_config.json; None if there is no such file or the model is a single file."""
         if self.root.is_file() or not os.path.lexists(self.root / HF_QUANT_CONFIG):
             return None
         return load_object(existing_file(self.root, HF_QUANT_CONFIG), HF_QUANT_CONFIG)

@@ -112,7 +112,8 @@ class QuantizedLayers(Mapping[str, Quantized]):
     def _recipe_of(self, weight: Weight) -> Recipe:
         """Return the recipe of a layer: the one that the user gave, the recorded one, or one of its producer.
 
-        Raise CheckpointError if the container of the layer cannot store the recipe that the user gave.
+        The recorded recipe is returned only if the container of the layer can store it. Raise CheckpointError if the
+        container cannot store the recipe that the user gave.
         """
         form = weight.container
         assert form is not None

@@ -195,7 +195,11 @@ def _names(value: Any) -> list[str]:
 
 
 def _matches(weight: Weight, targets: list[str]) -> bool:
-    """Return whether a weight is named by a target: "Linear", its layer's name, or a "re:" pattern (see _matched)."""
+    """Return whether a target names a weight.
+
+    A target is "Linear", the name of a layer, or a "re:" pattern (see _matched). "Linear" does not name embeddings,
+    that is, layers with "embed" in the last part of their names.
+    """
     if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
         return True
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))

@@ -144,7 +144,11 @@ class Plan:
 
     @property
     def is_mixed(self) -> bool:
-        """True if layers are written in several containers that the config must tell apart."""
+        """True if layers are written in several containers that the config must tell apart.
+
+        The NVFP4 containers of Model-Optimizer with and without AWQ count as one. False for output formats other than
+        compressed-tensors and modelopt.
+        """
         forms = {MODELOPT_NVFP4 if form is MODELOPT_AWQ else form for form in self.layers_of_forms}
         return len(forms) > 1 and self.form is not None and self.form.format in MIXED
 

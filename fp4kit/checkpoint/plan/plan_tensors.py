@@ -75,7 +75,8 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
 def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
     """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files.
 
-    The id is "" for unquantized output or an unknown recipe. The pairs are [] if there are none.
+    If the codes of all weights are kept, they are the id and the pairs that the source records. The id is "" for
+    unquantized output or an unknown recipe. The pairs are [] if there are none.
     """
     if facts.form is None:
         return "", []

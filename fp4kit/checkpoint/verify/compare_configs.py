@@ -135,7 +135,10 @@ def _brief(value: Any) -> str:
 
 
 def _entries(a: list[Any], b: list[Any]) -> str:
-    """Describe the difference of two lists as text: how many entries only one of them has, with an example."""
+    """Describe the difference of two lists as text: how many entries only one of them has, with an example.
+
+    If no entry is in only one of them, say that the lists differ in number or order.
+    """
     one, other = ([_text(value) for value in values] for values in (a, b))
     only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
     if not only_a and not only_b:
