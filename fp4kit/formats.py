@@ -31,7 +31,7 @@ def unsigned(dtype: np.dtype) -> np.dtype:
 
 
 def bit_patterns(x: np.ndarray) -> np.ndarray:
-    """Return the bits of x as unsigned integers, in the shape of x.
+    """Return the bits of x as unsigned integers of the width of its dtype, in the shape of x.
 
     The result shares memory with x if x is contiguous.
     """
@@ -216,7 +216,10 @@ class ElementFormat:
 
     @lazy_property
     def magnitudes(self) -> np.ndarray:
-        """The finite values of the non-negative codes, in ascending order. The index of a magnitude is its code."""
+        """The finite values of the codes whose sign bit is 0, in ascending order: float32, read-only.
+
+        The index of a magnitude is its code.
+        """
         positive = self.values[: self.sign_bit or None]
         magnitudes = positive[np.isfinite(positive)]
         magnitudes.setflags(write=False)

@@ -236,7 +236,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the block amaxes with the smallest loss. Raise Declined unless the recipe has E4M3 scales."""
+    """Return the float32 block amaxes with the smallest loss. Raise Declined unless the recipe has E4M3 scales."""
     functions()
     if not search.searches_e4m3:
         raise Declined("the CPU engine searches only E4M3 block scales")

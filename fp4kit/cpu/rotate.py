@@ -13,7 +13,10 @@ from fp4kit.reference.rotate import hadamard_factor
 
 
 def rotate(r: Rotation) -> np.ndarray:
-    """Return the rotated array of a call. Raise Declined if no library is usable, or if it cannot read the array."""
+    """Return a new array: x of the Rotation r, with its blocks rotated.
+
+    Raise Declined if there is no usable library, or if the elements of x are not aligned.
+    """
     found = functions()
     check_array(r.x)
     x = np.ascontiguousarray(r.x).reshape(r.shape)

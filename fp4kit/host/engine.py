@@ -418,7 +418,7 @@ def _fake_matrix(
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """Return the clip limit of fake_quantize_backward for a caller who passes none.
+    """Return the clip limit of fake_quantize_backward, float32, for a caller who passes none.
 
     This is the amax from which the recipe's tensor scale is made; without a tensor scale, the amax of the whole array.
     """
@@ -426,7 +426,7 @@ def clip_amax(call: Call) -> np.ndarray:
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """Return call.grad where |call.x| <= amax, and 0 elsewhere, also where one of them is NaN.
+    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere, also where one of them is NaN.
 
     amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks), where rows are all axes of call.moved but the
     last, joined.
@@ -481,7 +481,7 @@ def transpose(
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
     """Convert block scales from layout `source` to layout `target`.
 
-    shape: their shape (..., R, C) in linear layout.
+    shape: their shape (..., R, C) in linear layout. The result is an array of uint8.
     """
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 

@@ -146,7 +146,7 @@ class Differences:
 def ordered(x: np.ndarray) -> np.ndarray:
     """Map floats to signed integers in the order of their values, so that neighboring floats differ by 1.
 
-    -0 comes just below +0. x must not hold NaN.
+    The integers are as wide as the floats. -0 comes just below +0. x must not hold NaN.
     """
     bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
     width = 8 * x.dtype.itemsize

@@ -54,7 +54,8 @@ def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.
 def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a * b as the PTX instruction mul.ftz.f32 does.
 
-    Subnormal operands count as zero, and subnormal results become zero. Other products are rounded to nearest even.
+    Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero. Other products
+    are rounded to nearest even.
     """
     a, b = flush(a), flush(b)
     return _flush_result(a * b, np.multiply, a, b)
@@ -63,14 +64,15 @@ def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a / b as the PTX instruction div.rn.ftz.f32 does.
 
-    Subnormal operands count as zero, and subnormal results become zero. Other quotients are rounded to nearest even.
+    Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero. Other
+    quotients are rounded to nearest even.
     """
     a, b = flush(a), flush(b)
     return _flush_result(a / b, np.divide, a, b)
 
 
 def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
-    """Return 1 / x, or +0 where x is 0 or -0, as auto-round's function get_reciprocal does. NaN gives NaN."""
+    """Return float32 1 / x, or +0 where x is 0 or -0, as auto-round's function get_reciprocal does. NaN gives NaN."""
     return np.where(x == 0, ZERO, ONE / x)
 
 
@@ -132,7 +134,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 def moved_by(b: np.ndarray) -> np.ndarray:
     """Return the power of two by which div.full.f32 multiplies both operands, to keep 1 / b in range.
 
-    It is 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
+    It is float32: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
     """
     size = np.abs(b)
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))

@@ -19,12 +19,12 @@ def decode_scale(codes: np.ndarray) -> np.ndarray:
 
 
 def encode_e4m3_scale(scale: np.ndarray) -> np.ndarray:
-    """Return the E4M3 codes of block scales, rounded to nearest even and saturated at 448. NaN gives a NaN code."""
+    """Return the uint8 E4M3 codes of block scales, rounded to nearest even, saturated at 448. NaN gives a NaN code."""
     return encode(show("block scale before rounding", scale), E4M3)
 
 
 def encode_e8m0_scale(scale: np.ndarray) -> np.ndarray:
-    """Return the E8M0 codes of block scales, rounded up to powers of two; 0 gives code 0, and NaN gives 255."""
+    """Return the uint8 E8M0 codes of block scales, rounded up to powers of two; 0 gives code 0, and NaN gives 255."""
     return encode_e8m0(show("block scale before rounding", scale), "rp")
 
 

@@ -147,7 +147,7 @@ def encode(
 def _encode_float(
     x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
 ) -> np.ndarray:
-    """Return the codes of x in a float format. x must not hold NaN. The arguments are those of encode."""
+    """Return the uint8 codes of x in a float format. x must not hold NaN. The arguments are those of encode."""
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)
@@ -158,7 +158,7 @@ def _encode_float(
 
 
 def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
-    """Return the two's complement codes of x, clamped to the range of fmt. x must not hold NaN."""
+    """Return the two's complement codes of x, uint8, clamped to the range of fmt. x must not hold NaN."""
     magnitude = ROUNDINGS[rounding](np.minimum(np.abs(x), np.float32(fmt.sign_bit)))
     value = np.clip(np.copysign(magnitude, x), np.float32(-fmt.sign_bit), fmt.max).astype(np.int32)
     return (value & (2**fmt.bits - 1)).astype(np.uint8)

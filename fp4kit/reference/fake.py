@@ -41,8 +41,8 @@ def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarr
 def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return x >= 0 rounded to the nearest value of the element format, ties to even.
 
-    Numbers beyond the largest value become that value. NaN gives NaN, or the value of the format's nan_code if the
-    format has no NaN.
+    The result is float32. Numbers beyond the largest value become that value. NaN gives NaN, or the value of the
+    format's nan_code if the format has no NaN.
     """
     codes = show("code of the magnitude", encode(show("scaled magnitude", x), recipe.element), recipe.element)
     return show("magnitude of the element value", decode(codes, recipe.element))
@@ -246,7 +246,8 @@ def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does.
 
-    1 is subtracted from the result of _half_away where v is a tie that went up to an odd integer.
+    The result is float32. 1 is subtracted from the result of _half_away where v is a tie that went up to an odd
+    integer.
     """
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 

@@ -94,7 +94,7 @@ def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarra
 
 
 def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the E2M1 codes of elements that are already multiplied by the factors of their blocks."""
+    """Return the E2M1 codes, uint8, of elements that are already multiplied by the factors of their blocks."""
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
@@ -142,7 +142,7 @@ def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) ->
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the decoded elements, from `scaled`, the products of E2M1 values and block scales.
+    """Return the decoded elements, float32, from `scaled`, the products of E2M1 values and block scales.
 
     TE and fouroversix compute (scaled * tensor.amax) / (6 * scale_max), where scale_max is the recipe's largest block
     scale. FlashInfer, whose recipes set flush, computes scaled * tensor.decode.

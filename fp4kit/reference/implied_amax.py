@@ -65,8 +65,8 @@ def _first_bits(
 ) -> np.ndarray:
     """Return the bits of the smallest amax in [low, high] whose _order is at least minimum_order, by binary search.
 
-    Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers. The
-    order compares with `scale`.
+    Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers, and so
+    is the result: int64, one per scale. The order compares with `scale`.
     """
     high = high + 1
     while (low < high).any():
@@ -162,7 +162,7 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
 def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the implied amaxes of positive finite scales, as implied_amax defines them.
 
-    Where no amax near a scale gives it, the result is taken from the array `otherwise`.
+    The result is float32. Where no amax near a scale gives it, the result is taken from the array `otherwise`.
     """
     first, last = amax_interval(scale, recipe, dtype, NEAR)
     far = ~_is_complete(first, last, scale, recipe)
@@ -175,8 +175,8 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return whether the interval [first, last], found within NEAR steps, holds every amax that gives the scale.
 
-    That is so if the interval is not empty and touches neither end of the range that was searched. Otherwise the caller
-    searches again, within FAR steps.
+    The result is bool, one per scale. It is True if the interval is not empty and touches neither end of the range that
+    was searched. Otherwise the caller searches again, within FAR steps.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)

@@ -234,7 +234,7 @@ def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> n
     """Return the elements multiplied or divided by the factors of their blocks, as recipe.apply says.
 
     "multiply" multiplies; "divide" and "compare" divide. If recipe.flush is set, elements are multiplied, and
-    subnormals are flushed to zero.
+    subnormals are flushed to zero. The result is float32, in the shape of `blocks`.
     """
     if recipe.flush:
         return multiply_ftz(blocks, factor)

@@ -98,7 +98,8 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms, columns: int) -> np.n
 def _combined(terms: np.ndarray, power: float) -> np.ndarray:
     """Return the terms reduced along the last axis to one loss: their sum, or their maximum if power is infinite.
 
-    The terms are added one by one, from the first to the last. NaN gives NaN. The last axis must not be empty.
+    The terms are added one by one, from the first to the last. The result has the dtype of terms. NaN gives NaN. The
+    last axis must not be empty.
     """
     result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result

@@ -80,7 +80,7 @@ def _codes(scales: np.ndarray | None) -> np.ndarray:
 
 
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
-    """Yield the exponents j to try, for candidates amax * 2^j, as arrays with one exponent per block.
+    """Yield the exponents j to try, for candidates amax * 2^j, as int32 arrays with one exponent per block.
 
     If terms.offsets is None, the candidates' scales are the scale of the rule e8m0_floor, one below it and one above
     it. Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1].

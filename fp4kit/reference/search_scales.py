@@ -91,7 +91,7 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
 
 
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return, for each candidate amax, the scale by which elements are divided.
+    """Return, for each candidate amax, the float32 scale by which elements are divided.
 
     It is candidate * fp32(1 / 6), or 1 if that is 0. If the loss uses a Hessian, the scales are first rounded to E4M3
     under the tensor scale, as the producer's kernel for Hessians does.
@@ -106,7 +106,7 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """Return scales rounded to E4M3 under a common factor: E4M3(scale * factor) * (1 / factor).
+    """Return float32 scales rounded to E4M3 under a common factor: E4M3(scale * factor) * (1 / factor).
 
     The factor is 448 / top, so that `top` becomes 448, the largest E4M3 value. If top is at most 2^-24, the factor is
     448. Source: Model-Optimizer fake_e4m3fy (CUDA).
@@ -141,7 +141,7 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
 
 
 def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
-    """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once.
+    """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once to float32.
 
     q is the E2M1 value nearest to div.full.f32(a, scale), at most 6, ties to the even code. The error may be negative.
     A NaN quotient counts as 6; the error is NaN if a is NaN.
@@ -151,7 +151,7 @@ def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
 
 
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the sum of weight * d^2 over the last axis, in the order that GPU threads add.
+    """Return the float32 sum of weight * d^2 over the last axis, in the order that GPU threads add.
 
     If weights is None, each weight is 1. Groups of four neighbors are summed by fma, starting with the second neighbor.
     The sums of the groups are then added by `tree_sum`. The length of the axis must be a multiple of four.
