@@ -111,8 +111,8 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
     Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
     axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a
-    nonzero multiple of its stride is within itemsize of one of these sums. If there are more than _MAX_SUMS sums, the
-    result is True.
+    nonzero multiple of its stride is within itemsize of one of these sums. If there are more than _MAX_SUMS (2^20)
+    sums, the result is True.
     """
     axes = _interleaved_axes(shape, strides, itemsize)
     sums = np.zeros(1, np.int64)

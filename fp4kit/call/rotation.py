@@ -81,7 +81,7 @@ def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: 
 def check_hadamard_size(op: str, size: Any) -> int:
     """Return the size of a Hadamard transform as an int.
 
-    Raise TypeError if it is not an int, and ValueError unless it is one of HADAMARD_SIZES.
+    Raise TypeError if it is not an int, and ValueError unless it is 16, 32, 64, 128, 256 or 512.
     """
     size = as_index(op, "size", size)
     if size not in HADAMARD_SIZES:
@@ -111,7 +111,7 @@ def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
 
 
 def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
-    """Raise ValueError unless M M^T is within ORTHOGONAL_WITHIN of the identity, for each matrix M."""
+    """Raise ValueError unless every element of M M^T is within 2^-7 of the identity's, for each matrix M."""
     wide = matrices.astype(np.float64)
     with np.errstate(all="ignore"):
         error = np.max(np.abs(wide @ wide.swapaxes(-1, -2) - np.eye(wide.shape[-1])), initial=0)

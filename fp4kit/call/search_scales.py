@@ -143,7 +143,7 @@ def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
     """Return (start, stop, step) of the multiples that `candidates` names: "all", or three numbers.
 
     Raise TypeError if one of three entries is not a number, and ValueError for anything else that is not such a grid: 0
-    < start <= stop, step > 0, all finite, and at most MAX_MULTIPLES multiples.
+    < start <= stop, step > 0, all finite, and at most 10000 multiples.
     """
     if isinstance(candidates, str) and candidates == "all":
         return GRID
@@ -214,8 +214,8 @@ def unfit_for_search(r: Recipe) -> str | None:
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     """Return the smallest and largest offset that `candidates` names, or None if it is "all".
 
-    "near" gives NEAR_OFFSETS, and two ints (low, high) with low <= high give themselves, cut to -MAX_OFFSET ...
-    MAX_OFFSET. Raise TypeError if one of two entries is not an int, and ValueError for anything else.
+    "near" gives (-8, 8), and two ints (low, high) with low <= high give themselves, cut to -126 ... 126. Raise
+    TypeError if one of two entries is not an int, and ValueError for anything else.
     """
     if isinstance(candidates, str):
         if candidates in ("all", "near"):

@@ -35,7 +35,10 @@ class _Owner:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialized array. If it has MIN_BYTES to MAX_BYTES, its memory is reused after it is freed."""
+    """Return an uninitialized array of this shape and dtype.
+
+    If it has 4 to 64 MiB, its memory is reused after it is freed.
+    """
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
         return np.empty(shape, dtype)

@@ -40,6 +40,7 @@ class QuantizeCall:
 
     Calling it with (x, tensor_amax, out) returns the result, or None if the library cannot compute it.
 
+    prototype: the arguments of the C function, without addresses.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
     size: the number of elements of x. access: the functions that handle arrays of x's library.
     new: the functions that make the arrays of a result, by field. fields: the other fields of a result.
@@ -74,7 +75,7 @@ def _is_whole(*arrays: Any) -> bool:
 
 
 class _MatrixCall(NamedTuple):
-    """The first two fields of QuantizeCall and of FakeQuantizeCall.
+    """Hold what a QuantizeCall and a FakeQuantizeCall have in common.
 
     prototype: the arguments of the call of the C library, without addresses.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
@@ -163,8 +164,10 @@ class FakeQuantizeCall:
 
     Calling it with (x, tensor_amax) returns the values, or None if the library cannot compute them.
 
-    prototype, tensor_rule, access, size, library: as in QuantizeCall.
-    values: the prototype of the decoding.
+    prototype: the arguments of the C function, without addresses.
+    tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
+    size: the number of elements of x. access: the functions that handle arrays of x's library.
+    values: the prototype of the decoding. library: the C function.
     new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of x.
     """
 
@@ -221,7 +224,8 @@ class DequantizeCall:
 
     Calling it with (q, out) returns the values, or None if the library cannot compute them.
 
-    prototype, access, library: as in QuantizeCall.
+    prototype: the arguments of the C function, without addresses.
+    access: the functions that handle arrays of q's library. library: the C function.
     new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of q.
     size: number of values. is_quick: True if values are looked up in tables (dequantize.are_looked_up), which needs
     fewer threads.

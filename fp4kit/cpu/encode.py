@@ -99,7 +99,7 @@ class Tiles(NamedTuple):
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
         """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest.
 
-        tile_columns is a multiple of `block` and of SEGMENT, and tile_rows one of block_rows. Both may exceed x.
+        tile_columns is a multiple of `block` and of SEGMENT (32), and tile_rows one of block_rows. Both may exceed x.
 
         block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
         tile into a contiguous buffer, because they are strided or transformed. Such tiles are small. Other tiles have

@@ -124,7 +124,7 @@ def fake_quantize(call: Call) -> np.ndarray:
     Raise Declined for a recipe with a fake_rule, and if the engine does not support the call or is not faster than the
     specification for it.
 
-    Quantize and dequantize FAKE_ELEMENTS elements at a time, so that the codes take little memory.
+    Quantize and dequantize FAKE_ELEMENTS (2^22) elements at a time, so that the codes take little memory.
     """
     if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
@@ -142,8 +142,8 @@ def fake_quantize(call: Call) -> np.ndarray:
 def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
     """Cut a call along its first axes. Yield the calls on the parts, each with the part of `values` for its result.
 
-    A part has at most FAKE_ELEMENTS elements, except that a call with a seed is not cut: the random byte of an element
-    depends on its index in the whole x. In `call`, the quantized axis is the last one.
+    A part has at most FAKE_ELEMENTS (2^22) elements, except that a call with a seed is not cut: the random byte of an
+    element depends on its index in the whole x. In `call`, the quantized axis is the last one.
     """
     x, r = call.x, call.recipe
     if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):

@@ -406,7 +406,7 @@ def alone() -> None:
 def threads_for(elements: int, is_quick: bool = False) -> int:
     """Return how many threads a call on this number of elements should use.
 
-    is_quick: True if an element takes so little time that a thread needs QUICK_FACTOR times as many elements.
+    is_quick: True if an element takes so little time that a thread needs four times as many elements.
     """
     return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))
 

@@ -52,7 +52,7 @@ def _run(parts: list[ProductCall], terms: int) -> None:
 
 
 def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
-    """Yield the parts of a call, each with at most TERMS_PER_CALL products of elements or with one row.
+    """Yield the parts of a call, each with at most TERMS_PER_CALL (2^30) products of elements or with one row.
 
     out: the array (batch, M, N) for the results.
     """

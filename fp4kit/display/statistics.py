@@ -59,7 +59,7 @@ def statistics(q: Quantized) -> Statistics:
 
 
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
-    """Yield the stored codes in chunks (rows, bytes) of about CHUNK_BYTES, as NumPy arrays of whole rows of blocks.
+    """Yield the stored codes in chunks (rows, bytes) of about 1 MiB, as NumPy arrays of whole rows of blocks.
 
     A chunk contains at least one row of blocks, even if it is larger. Without codes, nothing is yielded. block_rows:
     the rows per block.

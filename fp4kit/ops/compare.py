@@ -275,8 +275,9 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 def _positions(fmt: ElementFormat) -> np.ndarray:
     """Return an array that maps each code of fmt to the position of its value, counted in steps from zero: int16.
 
-    Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION. In a Codebook, a step
-    leads from one value to the next larger one, and positions count from the smallest value.
+    Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION (4096), which is no
+    position of a number. In a Codebook, a step leads from one value to the next larger one, and positions count from
+    the smallest value.
     """
     if isinstance(fmt, Codebook):
         return np.unique(fmt.values, return_inverse=True)[1].astype(np.int16)

@@ -21,7 +21,7 @@ First = tuple[tuple[int, ...], float, float]  # index and both values
 
 
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
-    """Yield boxes of at most BOX_ELEMENTS elements that together cover an array, in row-major order.
+    """Yield boxes of at most BOX_ELEMENTS (2^16) elements that together cover an array, in row-major order.
 
     Boxes are as long as possible along the last axes.
 

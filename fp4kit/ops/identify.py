@@ -127,7 +127,7 @@ class Identification:
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ.
 
-        Recipes with equal counts share a row. After MOST_ROWS rows, one row says how many recipes are left.
+        Recipes with equal counts share a row. After ten rows, one row says how many recipes are left.
         """
         groups = [list(group) for _, group in groupby(self.matches, key=lambda m: astuple(m)[1:])]
         for group in groups[:MOST_ROWS]:
@@ -286,7 +286,7 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
     All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that give the whole
     sample are then compared on all bytes of `whole`, the arrays on the caller's device. If there are none, the best
-    MAX_PROVED candidates are. The other matches have whole=False. Matches are sorted by equal bytes of the sample.
+    MAX_PROVED (3) candidates are. The other matches have whole=False. Matches are sorted by equal bytes of the sample.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
@@ -341,7 +341,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
     Only candidates that can give the tensor scale of q are tried. Variations with only a Hadamard transform come first,
     then those with stochastic rounding. Hadamard transforms are tried only if the length of the quantized axis is a
-    multiple of HADAMARD_BLOCK. Stochastic rounding is not tried for integer elements and for 4over6.
+    multiple of 16. Stochastic rounding is not tried for integer elements and for 4over6.
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]

@@ -102,7 +102,7 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield MAX_NEIGHBORS arrays of float32 amaxes that all give `scale`, in ascending order.
+    """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that all give `scale`, in ascending order.
 
     The arrays begin at the smallest amax that gives the scale. If fewer than MAX_NEIGHBORS amaxes give it, the largest
     is repeated. Where no amax gives the scale, every array has the value of `amax`.

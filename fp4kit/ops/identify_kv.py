@@ -255,7 +255,7 @@ def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLay
 def _sample(
     op: str, slots: np.ndarray, references: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Return the slots to compare, and the reference values of their tokens: about SAMPLE elements at most.
+    """Return the slots to compare, and the reference values of their tokens: about 2^18 elements at most.
 
     Raise ValueError unless there is one slot per token and one of them is not negative. Raise it also if the sampled
     keys or values are all zero.
@@ -287,7 +287,8 @@ def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tu
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
     """Return the matches with their field `fits` filled in.
 
-    A match fits if its errors of keys and of values are at most FITS, and at most NEAR_BEST times the smallest.
+    A match fits if its errors of keys and of values are at most FITS (0.16), and at most NEAR_BEST (1.05) times the
+    smallest.
     """
     keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
     limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)

@@ -92,7 +92,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
         shape: the shape of the array.
         axis: its quantized axis, which may be negative.
         r: the recipe.
-        layout: the layout of the block scales, one of SCALE_LAYOUTS.
+        layout: the layout of the block scales: "linear", "swizzled_128x4" or "swizzled_8x4".
 
     Raises:
         ValueError: the axis does not exist; its length is not a multiple that the recipe needs; or the layout needs a

@@ -38,8 +38,8 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the float32 result of operation(a, b), with zeros where the exact result is tiny.
 
-    A result is tiny if its magnitude is below TINY. Results up to the smallest normal are recomputed in float64, to
-    decide which of them are tiny.
+    A result is tiny if its magnitude is below TINY, which is 2^-126 * (1 - 2^-25). Results up to the smallest normal
+    are recomputed in float64, to decide which of them are tiny.
 
     result: the float32 result as NumPy computes it.
     operation: np.multiply or np.divide.

@@ -50,8 +50,8 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
     """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
 
     The binary search of _first_bits needs scales that grow with the amax. There is one exception: a rule may replace a
-    small amax by a much larger number, so that the scale is at least JUMP times as large as `scale`. Such an amax
-    counts as smaller. Above the right amax, none within FAR steps gives so large a scale.
+    small amax by a much larger number, so that the scale is at least JUMP (4096) times as large as `scale`. Such an
+    amax counts as smaller. Above the right amax, none within FAR (2^20) steps gives so large a scale.
 
     bits: the bits of the amax as integers.
     scale: the scale to compare with, float32.
@@ -134,9 +134,9 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
     """Return the amax from which a tensor scale was probably computed.
 
     A candidate is a positive amax from which the tensor rule computes exactly the scale. Candidates are searched within
-    FAR float32 steps of scale * covered_range. The result is the candidate with the fewest significant bits, which is
-    the float32 that ends in the most zero bits. For bfloat16 and float16 data this is the original amax, because two
-    amaxes of such data rarely give equal scales.
+    FAR (2^20) float32 steps of scale * covered_range. The result is the candidate with the fewest significant bits,
+    which is the float32 that ends in the most zero bits. For bfloat16 and float16 data this is the original amax,
+    because two amaxes of such data rarely give equal scales.
 
     If there is no candidate, or if the scale is not positive and finite, 0, inf and NaN are tried in this order. The
     first of them that gives the scale is the result. If none gives it, the result is -1 (UNKNOWN).
@@ -173,10 +173,10 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 
 
 def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return whether the interval [first, last], found within NEAR steps, holds every amax that gives the scale.
+    """Return whether the interval [first, last], found within NEAR (8) steps, holds every amax that gives the scale.
 
     The result is bool, one per scale. It is True if the interval is not empty and touches neither end of the range that
-    was searched. Otherwise the caller searches again, within FAR steps.
+    was searched. Otherwise the caller searches again, within FAR (2^20) steps.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)
@@ -190,8 +190,8 @@ def stored_tensor_scale(
 
     Its fields `amax` and `encode` are filled in only if the recipe's decode rule reads them. `amax` is the given amax
     if the tensor rule makes `scale` from it, and otherwise the implied amax. If no amax gives the scale, `amax` is
-    UNKNOWN, and the Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the recipe
-    has no tensor scale.
+    UNKNOWN (-1), and the Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the
+    recipe has no tensor scale.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)
@@ -224,7 +224,7 @@ def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) ->
     """Return the TensorScale with which elements are encoded if the user passes the tensor scale.
 
     Its field `decode` is the given scale. Its field `encode` follows from the implied amax, or is 1 / scale if no amax
-    gives the scale. Then the field `amax` is UNKNOWN. For a custom recipe, `encode` is the scale's reciprocal (see
+    gives the scale. Then the field `amax` is UNKNOWN (-1). For a custom recipe, `encode` is the scale's reciprocal (see
     reciprocal_of_scale). Fields that the recipe does not read are 1; so are all fields if scale is None.
     """
     if scale is None:
