@@ -202,8 +202,9 @@ class Collector:
         """Return the input scale of each layer, which multiplies on decode: ``amax / (6 * 448)``.
 
         Args:
-            rule: as for amaxes.
-            unseen: as for amaxes.
+            rule: "max" for the largest input; "headroom" or a Headroom for an amax above it.
+            unseen: what to do with an expert that saw no token, or only zeros: "error", "layer" or "none", as for
+                amaxes.
 
         Returns:
             {layer: input scale}, float32. See fp4kit.calibration.input_scale; input_global_scale gives the divisor of

@@ -73,7 +73,8 @@ class Totals:
         """Add the nonzero block amaxes of one call to the histogram of their experts.
 
         xp: the library of the arrays, numpy or cupy.
-        blocks, expert: as for include.
+        blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
+        expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens.
         """
         bins = xp.searchsorted(xp.asarray(edges()), blocks.reshape(-1), side="right").reshape(blocks.shape)
         if isinstance(expert, int):

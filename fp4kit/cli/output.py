@@ -75,7 +75,7 @@ class Output:
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """Print ``body`` as the command's JSON document if --json was given; otherwise do nothing.
 
-        schema: the name and version of the document, as for render.document.
+        schema: the name and version of the document, such as "compare/1".
         """
         if self.json:
             self._print([render.document(schema, body).removesuffix("\n")])

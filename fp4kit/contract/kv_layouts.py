@@ -47,7 +47,7 @@ def _compared(
     Every code and scale counts as differing if the layouts have different arrays, or if the recipe does not have blocks
     of 16 E2M1 elements.
 
-    name: the name of the result. The other arguments are those of compare_layouts.
+    name: the name of the result.
     train, rollout: the names of the layout that is written and of the layout that is read.
     recipe: the recipe that quantizes keys and values.
     labels: the names of the two sides, for the text.

@@ -162,7 +162,7 @@ def _identified(q: Quantized, x: np.ndarray) -> Making:
 
 
 def _amax(amax: Any) -> Amax:
-    """Return an amax as an array, or None."""
+    """Return an amax as a float32 array; None for None."""
     return None if amax is None else np.asarray(amax, np.float32)
 
 

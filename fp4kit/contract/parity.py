@@ -480,6 +480,8 @@ class _Check:
         """Yield the comparison of quantized keys and values: those of the caller, or one drawn array.
 
         If the layouts of the KV pages are known and differ, yield their comparison too.
+
+        kv: name -> keys or values of the caller; None to draw numbers.
         """
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)

@@ -113,7 +113,7 @@ class Parity:
 
     @property
     def differing(self) -> tuple[LayerParity, ...]:
-        """The layers that differ."""
+        """The layers that differ, in the order of ``layers``; () if there are none."""
         return tuple(layer for layer in self.layers if not layer.equal)
 
     @property

@@ -97,7 +97,7 @@ def save(path: Path, data: dict[str, Any]) -> None:
 
 
 def _recipe_data(r: Recipe) -> dict[str, Any]:
-    """Return a recipe as JSON data: id, versions and facts if the table has it, otherwise all fields."""
+    """Return a recipe as JSON data: id, versions and facts for a recipe of fp4kit's table, otherwise all fields."""
     if not is_listed(r):
         data = to_dict.as_data(r)
         assert isinstance(data, dict)

@@ -98,7 +98,10 @@ def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
 
 
 def _value(r: Recipe, name: str) -> str:
-    """Return the value of a recipe's field as text."""
+    """Return the value of the field ``name`` of a recipe as text; "none" for None and "".
+
+    Formats are given by their names.
+    """
     value = getattr(r, name)
     if name in ("element", "scale"):
         return "none" if value is None else str(value.name)

@@ -84,7 +84,8 @@ def request_facts(request: Request) -> dict[str, Any]:
 def key_of(source: Source, request: Request) -> str:
     """Return the key that identifies a run, a SHA-256 as hexadecimal text.
 
-    Two runs have the same key if their sources, requests and versions of fp4kit are equal (see the head of this file).
+    Two runs have the same key if their sources, requests and versions of fp4kit are equal. Sources are compared by the
+    name, size, modification time and header of every file and by the config, not by their values.
     """
     times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
     facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]

@@ -39,7 +39,10 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
     """Quantize ``x`` twice, and return both results: first without, then with the scale search.
 
-    Arguments are those of ``quantized``, but ``x`` and ``weights`` are CuPy arrays if the job has a device.
+    x: the rows to quantize, a CuPy array if the job has a device, otherwise a NumPy array.
+    job: says which recipe and which objective to use.
+    amax: the largest amax of the layers that share the tensor scale; unused by GGUF recipes.
+    weights: the weight of each column in the error, an array of the kind of ``x``; None for equal weights.
     """
     r = job.new_recipe
     if r.id in BLOCK_RECIPES:

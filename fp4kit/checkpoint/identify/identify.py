@@ -303,7 +303,7 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
         the memory of one layer.
     unpaired: the names of quantized layers that have no counterpart in the source, for the verdict.
 
-    Raises ValueError or TypeError as explain does.
+    Raises ValueError if a source is not a matrix, and TypeError if it has an unsupported dtype.
     """
     found = tuple(_verdicts(layers))
     by_format: dict[str, list[LayerVerdict]] = {}

@@ -41,7 +41,7 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 
     A stored row is matched with the source row that has its signs and is most like it. The source row may be any row of
     the source, or of the other half of a gated pair. Yield nothing if a row has no match, if two rows have the same
-    match, or if the rows are in place.
+    match, if the rows are in place, or if the layer has more than MAX_ROWS rows.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

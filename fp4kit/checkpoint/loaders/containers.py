@@ -30,7 +30,8 @@ class LoaderContainer:
     kind: the kind of the recipes that it stores, such as "nvfp4"; None for unquantized weights.
     group_size: the number of elements that share a block scale; None for unquantized weights, and for
         FP8 with one scale per layer or per row.
-    syntax: the syntax of its exclusion list, as for ``exclusions.exclusion_list``; None if it has no list.
+    syntax: the syntax of its exclusion list, such as "modelopt"; see ``exclusions.exclusion_list``. None if it has no
+        list.
     """
 
     id: str

@@ -246,7 +246,7 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
     If the config has lists under several keys, the key that comes first in _KEYS counts. A key with null counts as
     absent. Raises ValueError if its value is not a list of strings, because engines fail on such a value.
 
-    syntax: as for exclusion_list; it determines the keys.
+    syntax: "modelopt", "compressed-tensors", "dotted" or "mxfp4"; it determines the keys.
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)

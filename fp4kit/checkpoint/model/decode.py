@@ -129,7 +129,7 @@ def decode_rows(
     tensor_scale: np.float32 | None,
     divisor: np.float32 | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return the decoded values [N, K] of packed rows, float32. Arguments and numerics are those of ``decode``.
+    """Return the decoded values [N, K] of packed rows, float32, with the numerics of ``decode``.
 
     Rows are decoded in chunks, so that little memory is needed beside the result.
 

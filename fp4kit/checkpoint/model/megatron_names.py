@@ -122,7 +122,8 @@ def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
         list_name: Megatron's list that holds the layer: "decoder", or "mtp" for multi-token prediction.
         number: the number of the layer in that list.
         root: the Hugging Face prefix of the model, such as "model".
-        layers: as for hugging_face_names.
+        layers: num_hidden_layers, which is added to the number of a multi-token prediction layer; None to name such
+            layers mtp.layers.N.
     """
     if list_name == "decoder":
         return f"{root}.layers.{number}"

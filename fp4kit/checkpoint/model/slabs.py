@@ -248,8 +248,16 @@ def _in_order(
 ) -> Iterator[Slab]:
     """Yield the slabs of a weight whose rows are to be reordered within each attention head (see Weight.order).
 
-    Whole heads are read, their rows are reordered, and the result is cut to the requested rows. The arguments are
-    those of ``slabs``. If the weight has members, it is yielded as one slab.
+    Whole heads are read, their rows are reordered, and the result is cut to the requested rows. If the weight has
+    members, it is yielded as one slab.
+
+    Args:
+        readers: where to read the weight from.
+        weight: the weight, with an ``order``.
+        expert: the index of the matrix; 0 for a single layer.
+        span: (first row, end row) to yield; None for all rows.
+        height: the number of rows that are read at once is a multiple of this.
+        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES.
     """
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
     # Rows can only be reordered if no block spans several rows.
@@ -273,7 +281,14 @@ def _of_members(
 ) -> Iterator[Slab]:
     """Yield the slabs of a matrix that is composed of members (see Weight.members), member by member.
 
-    The arguments are those of ``slabs``. Every slab has the tensor scale of its own member.
+    Every slab has the tensor scale of its own member.
+
+    Args:
+        readers: where to read the members from.
+        weight: the weight, with ``members``.
+        span: (first row, end row) to yield; None for all rows.
+        height: the number of rows of every slab, except the last of a member, is a multiple of this.
+        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES.
     """
     first, end = span or (0, weight.shape[-2])
     at = 0

@@ -138,7 +138,10 @@ def _count_stored(
 ) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
     """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros).
 
-    Arguments are those of ``tally``.
+    Args:
+        form: the container that stores the layer.
+        codes: packed codes as stored, [N, K * bits / 8].
+        scales: block scales as stored, one per block, as bytes or float32.
     """
     empty = _empty_blocks(form, codes)
     values = scales_of(form, scales)
@@ -191,7 +194,10 @@ def reach_and_lost_blocks(
        LARGEST_REACH, it may be too large, because blocks of zeros then count.
     2. The number of blocks whose scale is 0 although their codes are not.
 
-    The arguments are those of ``tally``.
+    form: the container that stores the layer.
+    codes: packed codes as stored, [N, K * bits / 8].
+    scales: block scales as stored, one per block, as bytes or float32.
+    tensor_scale: the factor to multiply by on decode; None stands for 1.
     """
     reach = _reach_of(form, scales, tensor_scale)
     zero = scales_of(form, scales) == 0
@@ -301,12 +307,16 @@ def _compare_with_source(
 ) -> StoredCounts:
     """Return StoredCounts with the numbers that compare stored rows with their source. All others are 0.
 
-    Arguments that are not listed are those of ``tally``.
+    Source values that are not finite are left out of the sums of signal and noise.
 
     Args:
-        stored: the packed codes.
-        source: the source values, x of ``tally``.
+        form: the container that stores the layer.
+        stored: packed codes as stored, [N, K * bits / 8].
+        scales: block scales as stored, one per block, as bytes or float32.
+        tensor_scale: the factor to multiply by on decode; None stands for 1.
+        source: the source values of these rows, float [N, K].
         zero: a mask of the blocks that decode to zeros.
+        column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
     """
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)

@@ -131,7 +131,7 @@ class Activations:
     def _amax_of(self, layer: str) -> np.float32 | None:
         """Return the largest amax measured under any name for the inputs of a layer; None if none was measured.
 
-        The head of this file says which names these are.
+        The names are those of the layer, of the layers that are fused with it, and of the fused layer.
         """
         names = fused_layers.same_input_names(layer)
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)

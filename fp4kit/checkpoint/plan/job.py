@@ -66,7 +66,7 @@ def target_of(have: Container | None, form: Container) -> Container:
 
 
 def action_of(weight: Weight, form: Container | None) -> str:
-    """Return the action, as listed at the head of this file, that brings a weight into the container to write.
+    """Return the action that brings a weight into the container to write, such as "rename" or "requantize".
 
     Args:
         weight: the weight to convert.
@@ -118,7 +118,7 @@ class Job:
 
     Attributes:
         key: identifies the job within a run and in the journal, which records finished jobs.
-        action: one of the actions at the head of this file.
+        action: what to do: "copy", "quantize", "rename", "cast", "carry", "requantize" or "dequantize".
         source: the weight to read; for "copy", the tensor to read.
         targets: where to write each part of the output (codes, scales, ...).
         expert: the index of the matrix to read; 0 for a single layer.

@@ -22,7 +22,10 @@ _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 
 
 def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
-    """Raise CheckpointError if an unquantized layer is rejected (see the head of this file).
+    """Raise CheckpointError if a result could not be read again, or if the axes of a weight are not known.
+
+    The former is the case if an unknown tensor lies beside a layer to quantize, the latter if the shapes of two stacks
+    of experts do not fit together.
 
     Args:
         selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
@@ -117,7 +120,10 @@ def all_doubts(
 ) -> Iterator[str]:
     """Yield the warnings of ``doubtful_layers``, and one about a quantized output head that is tied to the embedding.
 
-    The arguments are those of ``doubtful_layers``.
+    Args:
+        weights: the weights of a model.
+        config: the content of its config.json.
+        tensors: its tensors: name -> (file, header entry).
     """
     weights = [*weights]
     yield from doubtful_layers(weights, config, tensors)

@@ -81,11 +81,12 @@ class Mixture:
                 raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
 
     def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
-        """Return the reason why no layer takes the pattern at ``index``. The arguments are those of check_patterns.
+        """Return the reason why no layer takes the pattern at ``index``, as a clause with advice.
 
         Args:
             index: the position of the pattern in the list of patterns, from 0.
-            modules, copied: the quantized layers, and the reason for each other weight, as for check_patterns.
+            modules: the names of the layers to quantize.
+            copied: name -> the reason why it stays unquantized, for all other weights.
         """
         pattern = self._patterns[index]
         for module in modules:

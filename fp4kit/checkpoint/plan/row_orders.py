@@ -76,7 +76,7 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the reordering of the rows of q or k that the head of this file describes.
+    """Return the reordering that interleaves the two halves of every head of q or k, or undoes this.
 
     Return None for all other layers, and if the number of heads is unknown. Return None too if that number does not
     divide the rows into heads of an even size above 2.

@@ -213,7 +213,8 @@ def pending_limit(user_executor: Executor | None, workers: int) -> int:
     It is one running and one waiting call per worker. With so few waiting calls, calls that are added later start soon.
     If the user gave an executor, whose number of workers is unknown, it is MAX_PENDING.
 
-    user_executor, workers: as for ``executor_of``.
+    user_executor: an executor that the user gave, or None.
+    workers: the number of workers of the pool that is used if there is none.
     """
     return MAX_PENDING if user_executor is not None else 2 * workers
 

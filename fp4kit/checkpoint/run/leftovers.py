@@ -64,7 +64,7 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
     They are read from the journal among the run's leftovers. Return None if there is no journal with this key, because
     a run with other options may have made the destination.
 
-    destination: as for leftovers_of.
+    destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     key: the key of the run, which identifies source, request and version (see convert/journal.py).
     """
     for path in leftovers_of(destination):

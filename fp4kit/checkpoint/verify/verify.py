@@ -255,7 +255,8 @@ def prepare(
         search: the search that determined the block scales; None for the search that the checkpoint records.
         ignore: globs of tensors, config keys and metadata entries that fp4kit does not know.
         activations: measured activations to compare the input scales with; None for no comparison.
-        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``, as for ``verify``.
+        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``. They replace the patterns that the
+            checkpoint records.
 
     Returns:
         A Verification with the issues found so far, and the values to compare.
