@@ -160,7 +160,13 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
 
 
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return {layer: Entry} from the arrays and facts (see _fault) of a file."""
+    """Return {layer: Entry} from the contents of a file that have been checked.
+
+    Entries have no histogram if the file has none.
+
+    arrays: the file's tensors.
+    facts: the JSON object in its metadata.
+    """
     table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None
     if table is not None:
         table[tuple(arrays["bins"].T)] = arrays["counts"]

@@ -58,7 +58,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
     They are the amax and the number of NaN and infinities. For the actions cast and carry, they also tell whether a
     lossless conversion is possible. A group is the layers that share a tensor scale. Raise CheckpointError if the
-    scales of a quantized weight are invalid (see _measured).
+    scales of a quantized weight are invalid.
 
     tick: called with the number of bytes after each read; None for no call.
     """

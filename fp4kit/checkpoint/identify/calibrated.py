@@ -66,7 +66,8 @@ def fit_of(
     x: the source (N, K).
     columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.
     rows: True to multiply each row of the source by the factor that fits the decoded row best.
-    steps: the largest distance of codes that counts as near (see Fit).
+    steps: the largest distance at which a code counts as near the code of its source value, in codes in the order of
+        values.
     """
     r, scale = layer.recipe, layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
@@ -91,7 +92,7 @@ def fit_of(
 
 @ieee("identify")
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
-    """Return whether the codes of a sound layer (see Fit) are distributed over its columns as GPTQ's are.
+    """Return whether the codes of a layer that resembles its source are distributed over its columns as GPTQ's are.
 
     They are if all codes of at least one column are nearest to the source under the stored scales. In addition, so few
     codes of the other columns must be nearest that random damage would hardly leave such a column. A code counts as

@@ -246,7 +246,7 @@ def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
 
 
 def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]) -> _Rows:
-    """Return some rows of a layer, with decoded values (see _Rows).
+    """Return some rows of a layer: the source, the decoded values, and the stored scale codes.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read; block scales must be in linear order.

@@ -285,7 +285,11 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
 
 
 def _may_lack_scale(weight: Weight) -> bool:
-    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale (see lost_tensor_scales)."""
+    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale.
+
+    These are the formats of GGUF, torchao and mlx-lm. Stacks of mlx-lm give False, because mlx-lm stores tensor scales
+    for experts and for no other layers.
+    """
     form = weight.container
     if form is None or (form.format == "mlx" and len(weight.shape) > 2):
         return False

@@ -45,7 +45,10 @@ class _Layers(NamedTuple):
 
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Return "", which accepts every value of a config entry (see Check). The arguments are not used."""
+    """Accept every value of a config entry: return "", which stands for no reason to refuse it.
+
+    The arguments are not used.
+    """
     return ""
 
 
@@ -84,7 +87,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 def _algorithm(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it (see Check).
+    """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it.
 
     It is refused if it is unknown, or if a layer is of a kind or has blocks of a size other than the algorithm's.
     MIXED_PRECISION is accepted for all layers.
@@ -105,7 +108,7 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 
 
 def _quantized_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it (see Check).
+    """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it.
 
     It is refused if it names an unknown algorithm or key, or an algorithm that contradicts the tensors of its layer.
 
@@ -129,7 +132,7 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a ``group_size``, or "" to accept it (see Check).
+    """Return the reason to refuse a ``group_size``, or "" to accept it.
 
     It is refused if there are 4-bit or MXFP8 layers, but none has blocks of this width. None is accepted.
 
@@ -143,7 +146,7 @@ def _group_size(value: Any, layers: _Layers) -> str:
 
 
 def _block_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``weight_block_size``, or "" to accept it (see Check).
+    """Return the reason to refuse ``weight_block_size``, or "" to accept it.
 
     It is refused if there are FP8 or MXFP8 layers, but none has blocks of this size. None is accepted.
 
@@ -173,7 +176,7 @@ _SCHEME: dict[str, Check] = {
 
 
 def _scheme(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse the scheme of weights in a config group, or "" to accept it (see Check).
+    """Return the reason to refuse the scheme of weights in a config group, or "" to accept it.
 
     It is refused if a key or the value of a key is not in _SCHEME, or if it is not an object.
 
@@ -210,7 +213,7 @@ _FORMATS = {
 
 
 def _format(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it (see Check).
+    """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it.
 
     It is refused if it is unknown, or if a layer is of a kind other than the format's.
 
@@ -237,7 +240,7 @@ _GROUP_KEYS = (
 
 
 def _groups(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" (see Check).
+    """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it.
 
     The keys, the formats, the schemes of weights and the targets of every group are checked. Schemes of activations are
     not.
@@ -249,7 +252,7 @@ def _groups(value: Any, layers: _Layers) -> str:
 
 
 def _known_groups(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" (see Check).
+    """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" to accept it.
 
     The groups are not compared with the quantized layers of the checkpoint; see _targets for that.
     """
@@ -365,7 +368,7 @@ def _is_class(target: str) -> bool:
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``transform_config``, or "" if it declares no transform (see Check).
+    """Return the reason to refuse ``transform_config``, or "" if it declares no transform.
 
     Transforms rotate the stored weights. Only decoding to BF16 undoes some of them (see transforms.py).
     ``layers`` is ignored.
@@ -379,7 +382,7 @@ def _transform(value: Any, layers: _Layers) -> str:
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``sparsity_config``, or "" for dense weights (see Check). ``layers`` is ignored.
+    """Return the reason to refuse ``sparsity_config``, or "" for dense weights. ``layers`` is ignored.
 
     Sparse weights are stored in formats of their own, which fp4kit does not read.
     """
@@ -388,7 +391,7 @@ def _dense(value: Any, layers: _Layers) -> str:
 
 
 def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it (see Check). ``layers`` is ignored.
+    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it. ``layers`` is ignored.
 
     GPTQ, AWQ and smoothing are accepted, because they change only which values are stored. All other algorithms are
     refused, because they may rotate the weights.
@@ -401,7 +404,7 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
 
 
 def _listed(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a list of unquantized layers, or "" to accept it (see Check).
+    """Return the reason to refuse a list of unquantized layers, or "" to accept it.
 
     It is refused if it names a layer that is quantized, or if it is not a list of names and patterns. None is accepted.
 
@@ -441,7 +444,7 @@ _QUARK_DTYPES = {
 
 
 def _quark_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" (see Check).
+    """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" to accept it.
 
     Args:
         value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
@@ -494,7 +497,7 @@ _AUTO_ROUND_KINDS = {
 
 
 def _auto_round_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer, or "" (see Check).
+    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer, or "" otherwise.
 
     Args:
         value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. A

@@ -145,7 +145,9 @@ def _whole_numbers(sample: _Sample) -> str:
 
 
 def _unreached(sample: _Sample) -> str:
-    """Return a warning if no block has a code of a large magnitude (see _LEAST_SHARE); "" otherwise.
+    """Return a warning if no block has a code of a large magnitude; "" otherwise.
+
+    Large is at least half of the largest magnitude for 4-bit codes, and a quarter for 8-bit codes.
 
     A scale that follows from the largest element of its block gives this element a large code. "" is returned also if
     the form has no scale per block, or if fewer than FEWEST_BLOCKS blocks can be judged.

@@ -238,7 +238,7 @@ class ScaleSearch:
 
     @staticmethod
     def supports(recipe: Recipe) -> bool:
-        """Return whether block scales of the recipe can be searched (see check_recipe)."""
+        """Return whether block scales of the recipe can be searched; False if it already searches them itself."""
         try:
             ScaleSearch.check_recipe(recipe)
         except CheckpointError:

@@ -45,7 +45,9 @@ def leftovers_of(destination: Path) -> tuple[Path, ...]:
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove the leftovers of a finished run (see leftovers_of). Return the removed paths; () if there are none.
+    """Remove what a finished run has left: a lock and a journal, or the partial directory that holds them.
+
+    Return the removed paths; () if there are none.
 
     destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     """
