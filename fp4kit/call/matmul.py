@@ -330,7 +330,7 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
 
 
 def _operand_of_recipe(r: Recipe) -> Operand:
-    """Return an Operand without arrays, from which the step for a recipe follows."""
+    """Return an Operand without arrays for a recipe: what step_of needs to know of such an operand."""
     return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
 
 

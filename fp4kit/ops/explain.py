@@ -141,7 +141,7 @@ class Explanation:
 
 
 def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return the two cells of a step: the number, and the format with the bits."""
+    """Return the two cells of a step: the number, and the format with the bits; for None, a mark and an empty text."""
     if step is None:
         return _ABSENT, ""
     number, _, bits = str(step).partition("  ")

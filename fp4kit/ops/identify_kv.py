@@ -238,7 +238,7 @@ def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) 
 
 
 def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
-    """Yield (layout, cache) for each layout that supports a cache of this shape and consists of as many arrays.
+    """Yield (layout, cache) for each layout that supports a cache of this shape and has as many arrays.
 
     The cache holds the bytes of the arrays, read by that layout.
     """

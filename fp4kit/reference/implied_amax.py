@@ -67,6 +67,8 @@ def _first_bits(
 
     Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers, and so
     is the result: int64, one per scale. The order compares with `scale`.
+
+    minimum_order: 0 for an amax whose scale is at least `scale`, 1 for an amax whose scale is larger.
     """
     high = high + 1
     while (low < high).any():

@@ -99,10 +99,10 @@ class TriedCodes:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return the function that best_by_block needs as its argument `error`, for the elements x.
+    """Return a function error(amax, which), an argument of best_by_block, for the elements x.
 
-    The function quantizes blocks with given amaxes, and returns the sum of squared errors of each block. Squares are
-    added in float32, in the order that PyTorch uses on a CPU.
+    The function quantizes the blocks that the mask `which` selects with the amaxes `amax`. It returns the sum of
+    squared errors of each of these blocks. Squares are added in float32, in the order that PyTorch uses on a CPU.
     """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
@@ -119,7 +119,7 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function that best_by_block needs as its argument `code`: it computes scale codes from amaxes.
+    """Return a function code(amax), an argument of best_by_block, which computes scale codes from amaxes.
 
     Return None if the recipe's element codes depend on the amax itself, and not only on the scale code.
     """
