@@ -300,9 +300,10 @@ class _Reader:
     ) -> tuple[TensorEntry, ...]:
         """Return a TensorEntry per tensor, in the order of their bytes in the file.
 
-        ``infos`` are the results of _info; ``start`` is where the data section begins. Raise CheckpointError if a type
-        is unknown, a row is not a whole number of blocks, or a name occurs twice. Raise it also if a tensor does not
-        begin at the first multiple of ``alignment`` after the one before it, or if the file ends inside a tensor.
+        ``infos`` are (name, shape, type number, offset in the data section); ``start`` is where the data section
+        begins. Raise CheckpointError if a type is unknown, a row is not a whole number of blocks, or a name occurs
+        twice. Raise it also if a tensor does not begin at the first multiple of ``alignment`` after the one before it,
+        or if the file ends inside a tensor.
         """
         found: dict[str, TensorEntry] = {}
         end = 0

@@ -265,7 +265,9 @@ def _check_sum(what: str, found: str, written: Any) -> None:
 
 
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
-    """Return {array name: metadata} of the file, whose fields are those of _facts.
+    """Return {array name: metadata} of the file.
+
+    The metadata is every field of a Quantized except its arrays, and the names of its parts.
 
     Raise CheckpointError if the file was not written by save or has another version, or if a field is missing or has
     the wrong type.

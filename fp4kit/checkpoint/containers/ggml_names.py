@@ -24,10 +24,10 @@ PATTERNS = "fp4kit.recipes"  # JSON: the recipes of layers that match patterns
 
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]
-HEADS = {
+HEADS = {  # leaf name -> config key with the number of heads
     "attn_q": "num_attention_heads",
     "attn_k": "num_key_value_heads",
-}  # leaf name -> config key with the number of heads
+}
 ROLES: dict[str, Role] = {
     "token_embd": "embedding",
     "position_embd": "embedding",

@@ -28,11 +28,9 @@ def usable_tensor_scale(scale: Any) -> bool:
 def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
     """Write the scalars of a layer: its tensor scale, if it has one, and its input scale, if the job has one.
 
-    The input scale comes from the job (see put_given_input_scale).
-
-    job, output: the job of the layer, and where to write the scalars.
+    job, output: the job of the layer, with its input scale if it has one, and where to write the scalars.
     tensor_scale: the scale as a multiplier on decode; None if the layer has none.
-    stored: the number to write for the tensor scale; see put_tensor_scale.
+    stored: the number to write for the tensor scale; None to compute it from ``tensor_scale``.
     """
     if tensor_scale is not None:
         put_tensor_scale(job, output, tensor_scale, stored)
@@ -47,9 +45,8 @@ def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float
 
     job, output: the job of the layer, and where to write the scale.
     scale: the scale as a multiplier on decode.
-    stored: the number to write, if the producer of the container does not compute it from the scale (see divisor_of).
-        If None, the number is the reciprocal of the scale for containers with divisors, otherwise the scale in the
-        container's unit.
+    stored: the number to write, if the producer of the container does not compute it from the scale. If None, the
+        number is the reciprocal of the scale for containers with divisors, otherwise the scale in the container's unit.
     """
     form = job.container
     with np.errstate(over="ignore", divide="ignore"):  # an unusable result is rejected below

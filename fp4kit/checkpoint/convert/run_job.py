@@ -141,7 +141,7 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
 
 
 class Made(NamedTuple):
-    """Report what a job did; see the fields of the same names in Done.
+    """Report what a job did.
 
     action: the action that was taken.
     replaced: the number of NaN and infinite values that were replaced.

@@ -99,7 +99,8 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
 
     Return the source row of every stored row. Return None if a row has no source row or two rows have the same one.
 
-    index: the result of _nearest_sources for all stored rows.
+    index: for each stored row, the number of its source row; -1 if it has none; -2 - n if its codes are all zero, with
+        n the most similar source row.
     rows: the number of rows of the source.
     """
     assigned = index[index >= 0]

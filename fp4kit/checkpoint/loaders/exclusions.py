@@ -280,7 +280,7 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
     """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model, otherwise "".
 
     reader: how the engine looks up modules. Only SGLang has the MLA rule.
-    culprit: " by PATTERN", as _culprit returns it.
+    culprit: " by PATTERN", with the pattern that excludes the module; "" if no pattern does so on its own.
     """
     parent, leaf = split_module(culprit.removeprefix(" by "))
     if reader.engine != "SGLang" or leaf not in MLA_LEAVES:

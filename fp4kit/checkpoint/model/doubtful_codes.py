@@ -208,7 +208,7 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
     Args:
         sample: the leading rows of a layer.
         scales: block scales as stored.
-        blocks: magnitudes by block, as _in_blocks returns them.
+        blocks: magnitudes of codes, (rows of blocks, blocks per row, elements of a block).
     """
     s, e = _scales(sample, scales, blocks.shape), np.square(blocks).mean(-1)
     used = np.isfinite(s) & (s > 0) & (e > 0)

@@ -102,7 +102,7 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 
     Args:
         name: the path of the file, relative to the model directory.
-        path: the file or directory, as _walk yields it.
+        path: the file, or a directory that is not entered: a link, or a hidden directory.
         root: the model directory.
     """
     base = path.name

@@ -188,7 +188,7 @@ def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> in
     If the current choice is the last one of the hull, return its own position.
 
     Args:
-        hulls: the options on the hull of each unit, as _hull returns them.
+        hulls: for each unit, the indices of the options on its hull, by increasing bits.
         choices: the current option of each unit. It must be on the unit's hull.
         step: the step, which names the unit.
     """
