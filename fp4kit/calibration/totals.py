@@ -30,7 +30,7 @@ class Totals:
     Attributes:
         amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
         tokens: int64 (experts,), the number of inputs (rows).
-        histogram: int64 (experts, 512), the number of nonzero blocks per bin (see headroom.py), or None.
+        histogram: int64 (experts, 512), the number of nonzero blocks per bin of block amaxes; None to count no blocks.
     """
 
     amax: Any

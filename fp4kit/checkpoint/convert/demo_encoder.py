@@ -140,7 +140,11 @@ def _layer(tensors: Tensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
 
 
 def _norm(tensors: Tensors, name: str, x: np.ndarray) -> np.ndarray:
-    """Return the layer norm of x with the weight and bias of the layer `name`."""
+    """Return the layer norm of x with the weight and bias of the layer `name`.
+
+    tensors: the tensors of the model by name.
+    x: the values to normalize, (..., columns); each row by itself.
+    """
     centered = x - x.mean(axis=-1, keepdims=True)
     scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + EPS)
     found: np.ndarray = (scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]).astype(np.float32)

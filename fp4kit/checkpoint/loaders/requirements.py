@@ -372,7 +372,7 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
         applies_to_experts = next(
             (of_experts for id, name, of_experts in _EXPERTS_ALONE if (id, name) == (container, engine)), None
         )
-        if SPLIT_EXPERTS in each.note:  # see split_experts
+        if SPLIT_EXPERTS in each.note:  # split_experts reports this fault
             continue
         if each.status != "loads" and (applies_to_experts is None or applies_to_experts in experts):
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")

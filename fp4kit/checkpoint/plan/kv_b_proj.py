@@ -57,7 +57,7 @@ class SplitLayer:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The two stacks."""
+        """The two stacks: embed_q, then unembed_out."""
         return self.keys, self.values
 
     @property

@@ -298,9 +298,8 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
         return DEEPSEEK_V4_NVFP4.name
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
-    if str(algo).upper() == "FP8_PB_WO" and form.kind.startswith(
-        "fp8"
-    ):  # a layer within one block looks like FP8 with one scale per layer
+    # A layer within one block looks like FP8 with one scale per layer, so every kind of FP8 is accepted.
+    if str(algo).upper() == "FP8_PB_WO" and form.kind.startswith("fp8"):
         return FP8_LAYERS[2].name
     if algo in ("NVFP4", "W4A16_NVFP4"):
         return container_id(form, algo == "NVFP4")

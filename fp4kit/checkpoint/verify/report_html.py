@@ -120,7 +120,7 @@ def _issues(report: VerifyReport) -> str:
 class _Point(NamedTuple):
     """Hold one point of the charts: the summed counts of all layers with one layer number and one kind.
 
-    For the definition of number and kind, see _points.
+    The layer number is the first number in a layer's name. The kind is the name without numbers.
     """
 
     number: int
