@@ -98,7 +98,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, Entry], bool]:
     try:
         arrays = load(data)
     except (SafetensorError, KeyError) as error:
-        if isinstance(error, KeyError):  # a dtype that NumPy does not have
+        if isinstance(error, KeyError):  # the file has a dtype that NumPy lacks
             raise _foreign(label) from None
         raise unusable(label, error) from None
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)

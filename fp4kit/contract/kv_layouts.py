@@ -70,7 +70,7 @@ def _compared(
     wrong = sum(int((one != q.block_scale).sum()) for one, q in ((read.k_scales, k), (read.v_scales, v)))
     step: StepName = "code" if codes else "block scale"
     counts = (codes, total), (wrong, scales)
-    if not codes and not wrong:  # such as one head, for which the two orders have equal offsets
+    if not codes and not wrong:  # for example, two orders of heads have equal offsets for one head
         return LayerParity(name, "kv cache", total, total, *counts)
     return LayerParity(name, "kv cache", total, total, *counts, step=step, setting=setting)
 

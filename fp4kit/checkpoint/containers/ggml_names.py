@@ -106,9 +106,8 @@ _SCALED = re.compile(  # modules whose .scale llama.cpp loads; it rejects files 
     r"output|blk\.\d+\.(attn_(q|k|v|output|qkv|gate)|ffn_(gate|down|up)(_shexp|_exps)?|ssm_(in|out|alpha|beta)"
     r"|nextn\.(eh_proj|shared_head_head))"
 )
-_BEFORE_BIAS = re.compile(
-    r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?"
-)  # modules for which llama.cpp aborts if there are both a bias and a .scale: it would apply the scale after the bias
+# Modules for which llama.cpp aborts if there are both a bias and a .scale: it would apply the scale after the bias.
+_BEFORE_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?")
 
 
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:

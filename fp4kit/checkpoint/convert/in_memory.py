@@ -68,7 +68,7 @@ class TensorConverter:
         self._incomplete = incomplete
         self._waiting: dict[str, list[_Member]] = {}
         self._sources: dict[str, str] = {}  # converted layer -> the layer or stack of the model that holds it
-        self._unconverted: dict[str, str] = {}  # other layers -> why they are unquantized
+        self._unconverted: dict[str, str] = {}  # unconverted layer -> why it is unquantized
         self._converted: list[str] = []
         self._seen: set[str] = set()
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape

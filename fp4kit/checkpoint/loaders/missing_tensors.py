@@ -54,7 +54,7 @@ def _vllm(format: str, container: str, is_expert: bool, suffix: str) -> str | No
     if container == "modelopt FP8" and suffix == ".input_scale":
         return None
     if format == "modelopt" and "NVFP4" in container and not is_expert and suffix == ".weight_scale":
-        return _RAISES  # it is created as NaN, and checked
+        return _RAISES  # vLLM creates this tensor as NaN, and checks it
     if container in ("modelopt NVFP4", "deepseek-v4 nvfp4") and is_expert and suffix == ".input_scale":
         return _PER_TOKEN
     if format in ("modelopt", "compressed-tensors") or container == "deepseek-v4 nvfp4":

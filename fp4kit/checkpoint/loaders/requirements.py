@@ -131,10 +131,11 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
 _FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
 # Suffixes of scalars that a layer may have even if its container does not require them.
 _OPTIONAL = {".input_scale", ".input_global_scale"}
+# True for NVFP4, False for other containers -> the input scale that compressed-tensors requires.
 _INPUT_SCALES = {
     True: Required(".input_global_scale", "F32", ""),
     False: Required(".input_scale", "F32", "", _HALVES),
-}  # is NVFP4 -> the input scale of compressed-tensors
+}
 
 
 def _split(name: str) -> tuple[str, str] | None:
@@ -350,7 +351,7 @@ def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines:
                     yield finding("vLLM", "error", group_name(*key), text)
 
 
-_EXPERTS_ALONE = (  # (container, engine, whether the trap concerns experts or all other layers); see _traps
+_EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only experts; False: all other layers)
     ("compressed-tensors nvfp4-pack-quantized", "transformers", True),
     ("compressed-tensors mxfp8-quantized", "transformers", True),
     ("compressed-tensors mxfp4-pack-quantized", "SGLang", False),

@@ -21,10 +21,11 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d{1,9})\.(.+)")
 _WRAPPERS = re.compile(r"(?:module\.)*(language_model\.)?")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12])\.(weight|bias)")
+# Prefixes of the transformer layer inside a multi-token prediction layer.
 _INNER = (
     "transformer_layer.",
     "mtp_model_layer.",
-)  # prefixes of the transformer layer inside a multi-token prediction layer
+)
 
 _OUTSIDE = {
     "embedding.word_embeddings": "embed_tokens",

@@ -108,7 +108,8 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
     if weight is not None and entry.name in facts.selected:
         return _converted(facts, weight)
     reason = facts.decisions[entry.name].reason if entry.name in facts.decisions else "not a weight"
-    weight = None if facts.has_codes(entry.name) else weight  # not converted: its own values are copied
+    # If codes were borrowed for a layer that is not converted, its own values are copied.
+    weight = None if facts.has_codes(entry.name) else weight
     if weight is not None and weight.container is not None and not facts.stays_quantized():
         return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
     if weight is not None and weight.container is not None:

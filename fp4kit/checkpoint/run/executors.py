@@ -99,7 +99,7 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
         yield pool
     except BaseException:
         for process in context.started:
-            if process.is_alive():  # Ctrl-C may come before it was started
+            if process.is_alive():  # False if Ctrl-C came before its start
                 process.kill()  # safe: a resumed run writes unfinished jobs again
         raise
     finally:

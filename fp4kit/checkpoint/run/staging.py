@@ -379,7 +379,7 @@ def staged_directory(
     finally:
         try:
             _remove_lock_and_journal(destination)
-        except BaseException:  # a signal may have interrupted it: do the rest
+        except BaseException:  # a signal may have interrupted the removal: remove the rest
             _remove_lock_and_journal(destination)
             raise
         finally:

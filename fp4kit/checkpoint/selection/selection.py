@@ -332,9 +332,8 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
         weights: the weights of the whole model.
         wishes: the user's choice of layers.
     """
-    one_expert = {
-        _without_expert_number(tensor.module): tensor for tensor in weights
-    }.values()  # one expert of each layer is enough to see which layers exist
+    # One expert of each layer is enough to see which layers exist.
+    one_expert = {_without_expert_number(tensor.module): tensor for tensor in weights}.values()
     count = next((tensor.model.layers for tensor in one_expert), None)
     if count is None or not (wishes.keep_first or wishes.keep_last):
         return

@@ -28,9 +28,8 @@ from fp4kit.formats import NVFP4
 
 _FAR = 1024.0  # the largest ratio of an amax to the median of its kind that is usual, even with massive activations
 _FEWEST = 4  # the smallest number of layers for which a median is computed
-_INVERTED = float(
-    1 << 19
-)  # medians of measured amaxes are smaller, also with headroom; those of inverted scales are not
+# A median of amaxes above this number shows inverted scales. Medians of measured amaxes are below it.
+_INVERTED = float(1 << 19)
 _NUMBER = re.compile(r"\b\d+\b")
 
 

@@ -60,7 +60,7 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
             origin = None if weight.container is None else by_form[weight.container].get((weight.name, e))
             if unquantized is not None and unquantized.shape == weight.shape:
                 origin = Origin(unquantized, e, (0, unquantized.shape[-2]))
-            if origin is None and (weight.container is not None or unquantized is None):  # other tools use other names
+            if origin is None and (weight.container is not None or unquantized is None):  # tools may rename layers
                 other = counterparts.of(weight, e)
                 is_made = weight.container is not None or (other is not None and other.weight.container is not None)
                 origin = None if isinstance(other, TurnedOrigin) or not is_made else other
