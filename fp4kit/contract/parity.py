@@ -570,7 +570,7 @@ def _operands(compared: Sequence[Compared]) -> str:
 
 
 def _shape(w: Weights) -> tuple[int, ...]:
-    """Return the shape of a matrix."""
+    """Return the shape of a matrix: that of its Quantized, or of its array of values if it has no Quantized."""
     return w.q.shape if w.q is not None else np.asarray(w.values).shape
 
 
@@ -580,7 +580,7 @@ def _values(w: Weights) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two arrays are equal, or both None."""
+    """Return whether two arrays are equal, or both None. False if only one of them is None."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 

@@ -386,7 +386,7 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
     Raise CheckpointError if Recipe or Quantized rejects the contents.
 
     name: the array's name.
-    facts: its metadata, as _facts makes it.
+    facts: its metadata: every field of the Quantized except its arrays, and the names of its parts.
     contents: the tensors of the open file.
     """
     label = contents.file.label

@@ -113,7 +113,10 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
 
 
 def _amax(recipe: Recipe, high: int) -> np.float32:
-    """Return the tensor amax for which ``recipe`` computes the tensor scale 2^(high - 8)."""
+    """Return the tensor amax for which ``recipe`` computes the tensor scale 2^(high - 8).
+
+    high: the largest scale exponent of all nonzero blocks that share the tensor scale.
+    """
     return np.float32(np.ldexp(full_range(recipe), high - _HIGHEST))
 
 

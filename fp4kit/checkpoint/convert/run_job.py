@@ -188,7 +188,9 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 
 def _is_castable(job: Job, shared: Measured) -> bool:
-    """Return whether a job can be cast from MXFP4 to NVFP4; otherwise its weight must be requantized.
+    """Return whether a job can be cast from MXFP4 to NVFP4, which keeps its codes.
+
+    If not, its weight must be requantized.
 
     shared: the combined measurements of the layers that share its tensor scale.
     """

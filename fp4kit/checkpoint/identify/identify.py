@@ -68,7 +68,13 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold the name of a layer and its explanation; for the other fields see LayerPair."""
+    """Hold the name of a layer and its explanation.
+
+    format: the name of the layer's format, such as "E2M1 E4M3 16".
+    producer: the producer that the file names, such as "modelopt"; "" if it names none.
+    recorded: the id of the recipe that fp4kit recorded in the file; "" if there is none.
+    scaling: the declared method that scaled the columns of weights: "AWQ" or "SmoothQuant"; "" for none.
+    """
 
     name: str
     explanation: Explanation

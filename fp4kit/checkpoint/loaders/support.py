@@ -197,9 +197,10 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, cell) for every engine whose cell has a note.
+    """Return (engine, Cell) for every engine whose Cell has a note.
 
-    These engines fail on the container, misread it, or load it under a condition.
+    A Cell says what an engine does with a container of a model of one family. These engines fail on the container,
+    misread it, or load it under a condition.
     """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
     return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")

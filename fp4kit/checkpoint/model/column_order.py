@@ -86,7 +86,14 @@ def _references(
 
 
 def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) unless the sizes of the columns are all equal, not finite, or mostly 0."""
+    """Yield (name, profile) unless the sizes of the columns are nearly equal, or half or more are 0 or not finite.
+
+    The profile is the logarithm of the sizes, shifted to mean 0 and scaled to standard deviation 1. It is 0 for columns
+    whose size is 0 or not finite.
+
+    name: the name of the tensor.
+    sizes: the magnitude of each column.
+    """
     usable = np.isfinite(sizes) & (sizes > 0)
     if 2 * np.count_nonzero(usable) > sizes.size:
         profile = np.where(usable, np.log(np.where(usable, sizes, 1)), 0)

@@ -74,7 +74,7 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
 
 
 def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
-    """Return what ``doubt_of`` returns, for leading rows that are already read.
+    """Return a warning if the codes and scales of leading rows hardly belong together; "" if nothing is odd.
 
     Args:
         form: the container of the layer.

@@ -404,7 +404,7 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """Return what ``amax_and_nonfinite`` returns, but compute it on a GPU.
+    """Return (largest |x| of the finite values, number of NaN and infinite values), computed on a GPU.
 
     If a value is NaN or infinite, the result is computed on the CPU instead.
 

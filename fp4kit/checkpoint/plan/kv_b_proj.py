@@ -123,7 +123,7 @@ def _leaf(name: str) -> str:
 
 
 def _is_plain_stack(entry: TensorEntry) -> bool:
-    """Return whether a tensor can be an unquantized stack."""
+    """Return whether a tensor can be an unquantized stack: three axes of a float dtype, none of them empty."""
     return entry.dtype in FLOAT_DTYPES and len(entry.shape) == 3 and 0 not in entry.shape
 
 
