@@ -125,7 +125,7 @@ class Parity:
         return tuple(first.values())
 
     def __bool__(self) -> bool:
-        """Return `equal`."""
+        """Return `equal`: True if every layer is on both sides and nothing that was compared differs."""
         return self.equal
 
     def __str__(self) -> str:

@@ -57,7 +57,8 @@ _DENSE = {  # model types for which mlx-lm's sanitize method moves no tensor of 
 }
 # Model types for which mlx-lm's sanitize method stacks the scales of experts as it stacks their weights.
 _STACKING = {"deepseek", "deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe"}
-_LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights of experts but drops their scales
+# Model types for which mlx-lm's sanitize method stacks the weights of experts, but drops their scales.
+_LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}
 
 
 def form_for(recipe: Recipe) -> Container:

@@ -85,7 +85,7 @@ def _nearest_sources(
     decoded = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
     signs = np.sign(decoded)
     decoded += np.copysign(SIGNED_ZERO_WEIGHT, decoded)
-    # number of signs that agree, minus number of signs that differ
+    # Number of signs that agree, minus number of signs that differ.
     agree = signs @ np.where(np.signbit(values), np.float32(-1), np.float32(1)).T
     size = np.count_nonzero(signs, axis=1)
     likeness = decoded @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T

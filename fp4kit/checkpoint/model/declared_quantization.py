@@ -37,7 +37,10 @@ def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
 
 def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error message per config entry or file that declares quantization (see unfulfilled)."""
+    """Yield an error message per config entry or file that declares quantization.
+
+    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+    """
     what = "but no tensor is quantized; remove this entry or file from the source"
     for prefix, section in sections(config):
         for key in KEYS:

@@ -216,8 +216,8 @@ class GgufNames:
 def recorded_recipe(source: Source) -> str:
     """Return the id of the fp4kit recipe that a model records as the one that made its codes, or "" if it records none.
 
-    The id is in ``quantization_config`` of the config. If the config has no such entry, as in ComfyUI files, the
-    metadata of the model's safetensors files is searched.
+    The id is in ``quantization_config`` of the config. If the config has no ``quantization_config``, as in ComfyUI
+    files, the metadata of the model's safetensors files is searched.
     """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None

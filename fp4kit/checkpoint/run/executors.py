@@ -258,7 +258,7 @@ def _worker_death_as_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":  # dask's
+        if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":  # of dask
             raise ChildProcessError("a worker process died, perhaps from lack of memory; use fewer workers") from error
         raise
 
