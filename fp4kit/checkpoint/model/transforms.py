@@ -88,7 +88,9 @@ def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Itera
 
 
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return the weights of a model as weights_of does. Weights with a transform that can be undone get their rotation.
+    """Return tensor name -> weight, for all weights of a model.
+
+    Weights with a transform that can be undone get their rotation.
 
     Args:
         tensors: tensor name -> (its file, its header entry).
