@@ -70,7 +70,7 @@ def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, a
 
 PHASES = (  # the signal comes just before this audit event
     ("import", START, 1, "start"),
-    ("parse", ("import", "locale"), 1, "start"),
+    ("parse", ("import", "locale"), 1, "nothing"),
     ("mkdir", MKDIR, 1, "nothing"),
     ("lock", MKDIR, 2, "nothing"),
     ("write", MKDIR, 12, "nothing"),
