@@ -89,7 +89,7 @@ class Collector:
             x: the inputs, (..., K), of float32, float16 or bfloat16, of any library and on any device. Rows shorter
                 than whole blocks of 16 are padded with zeros. An array without rows adds no token.
             expert: the number of the expert, or an integer array x.shape[:-1] with the expert of each token. Across
-                processes, the numbers are those of the whole model.
+                processes, experts are numbered through the whole model.
             experts: the number of experts. Needed if ``expert`` is an array.
 
         Raises:
@@ -335,7 +335,7 @@ class Collector:
         if not name or k < 1 or (count is not None and count < 1):
             raise ValueError(f"{op}: {name!r} has {k} columns and {count} experts; needs a name and positive numbers")
         if count is not None:
-            expert_name(op, name, 0)  # raises an error unless the name is that of a stack of experts
+            expert_name(op, name, 0)  # raises an error unless the name can name a stack of experts
         if self._columns.setdefault(name, k) != k:
             raise ValueError(
                 f"{op}: {name} has {k} columns, but had {self._columns[name]} before; "
@@ -345,7 +345,7 @@ class Collector:
         return name, count
 
     def _on(self, key: _Key, like: Any) -> Totals:
-        """Return the totals of a layer on the device of the array ``like``. New totals are those of no inputs.
+        """Return the totals of a layer on the device of the array ``like``. A new layer gets empty totals.
 
         key: the layer, as _key returned it.
         like: a NumPy array, for the totals on the host, or a CuPy array.
@@ -380,7 +380,7 @@ class Collector:
         return dict(sorted(found.items()))
 
     def _include(self, entries: Mapping[str, Entry], op: str) -> None:
-        """Add the entries of another collector, or of a file, to what this collector holds.
+        """Add the entries of another collector or of a saved file to this collector.
 
         entries: {layer: Entry}. They have histograms if this collector has them.
         op: the beginning of the error message if a layer has another number of columns here.

@@ -50,7 +50,7 @@ def input_global_scale(amax: Any) -> np.float32:
         float32.
 
     Numerics:
-        The reciprocal is rounded to float32, then the product; both to nearest even. An amax below the smallest normal
+        The reciprocal and then the product are rounded to float32, to nearest even. An amax below the smallest normal
         number is replaced by it. A result that overflows, or that is NaN, becomes 1. So an amax of 0 or NaN gives 1,
         and infinity gives 0.
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code is 0 for done, 1 if a difference was found, 2 after an error, and 128 + N after the signal N. Errors
     are not raised; a line on stderr says what is wrong. stdout is set to escape characters that its encoding lacks.
 
-    argv: the arguments after ``fp4kit``; None for those of the process.
+    argv: the arguments after ``fp4kit``; None for the arguments of this process.
     """
     if hasattr(sys.stdout, "reconfigure"):
         # Escape characters that stdout's encoding lacks, because names of files and tensors may contain any bytes.
@@ -77,7 +77,7 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     Raise UsageError for arguments that the command does not accept, and ValueError if there is no command.
 
     task: its ``name`` and ``destination`` are set here, for the last line that guard.run writes to stderr.
-    argv: the arguments after ``fp4kit``; None for those of the process.
+    argv: the arguments after ``fp4kit``; None for the arguments of this process.
     """
     try:
         arguments = sys.argv[1:] if argv is None else argv

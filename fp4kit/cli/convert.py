@@ -259,7 +259,7 @@ def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
 
 
 def _add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options about how a conversion runs: --dry-run, --resume, --remove-stale and those of add_workers."""
+    """Add the options of a run: --dry-run, --resume, --remove-stale, and the options that add_workers adds."""
     group = parser.add_argument_group("execution")
     group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
     group.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
@@ -596,7 +596,7 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 def _decibels(losses: Losses) -> dict[str, float]:
     """Return the SQNR in decibels of a layer without ("sqnr_db_by_amax") and with ("sqnr_db") the scale search.
 
-    The keys are those of the JSON document.
+    The keys are named as in the JSON document.
     """
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
@@ -655,7 +655,7 @@ def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, action
 
 
 def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
-    """Return the lines to print about a result of several files, or of one file if the source has several.
+    """Return the lines to print about the files of a result, if the source or the result has several files.
 
     Return [] for all other results.
     """

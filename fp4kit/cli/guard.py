@@ -55,7 +55,7 @@ class GuardedCommand:
     def outcome(self, stopped: bool) -> str:
         """Return a clause for the last line that says what became of the destination; "" if there is nothing to say.
 
-        It says that the destination is complete, that nothing was written, or that a partial directory is left.
+        The text says that the destination is complete, that nothing was written, or that a partial directory is left.
 
         stopped: True if a signal ended the command, False if an error ended it.
         """

@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments, and return (namespace, []). Raise UsageError for an unknown argument.
 
-        args: the arguments; None for those of the process.
+        args: the arguments; None for the arguments of this process.
         """
         arguments = list(sys.argv[1:] if args is None else args)
         if self._mixing:

@@ -59,7 +59,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(found: Reconciliation, dry: bool) -> str:
-    """Return the last line of the output: the number of layers that were repaired, or that would be.
+    """Return the last line of the output, which counts the repaired layers (or, if ``dry``, the layers to repair).
 
     If no layer needs repair, the line says that nothing is written.
 

@@ -35,7 +35,7 @@ def rule_text(r: Recipe) -> str:
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
     """Return the table of recipes, one row per id.
 
-    The cells of a row are those of RECIPE_COLUMNS: the id with its aliases, the block shape, the scale rule, what the
+    The cells of a row follow RECIPE_COLUMNS: the id with its aliases, the block shape, the scale rule, what the
     recipe equals bit for bit, the producer's versions, and the source.
 
     ids: the recipes, by id or alias; by default all.

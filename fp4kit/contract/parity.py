@@ -97,7 +97,7 @@ def parity(
         CheckpointError: a path cannot be read.
 
     Numerics:
-        All comparisons are of bits, except that NaN equals NaN. Products are those of fp4kit.matmul, for up to 128 rows
+        All comparisons are of bits, except that NaN equals NaN. fp4kit.matmul computes the products, for up to 128 rows
         of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
         of inputs is computed from the given or drawn inputs. If input_scales of a side is "static", it is that of the
         input scale that its checkpoint stores for the layer, each layer by itself. If one side has no checkpoint, the
@@ -530,10 +530,11 @@ class _Check:
 
 
 def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> Compared:
-    """Return some rows of activations, or of keys or values, as a side quantizes them; unquantized if r is None.
+    """Return some rows of activations, keys or values as a side quantizes them; unquantized if r is None.
 
     Activations are transformed before they are quantized; keys and values are not, because `side` then has no
-    transform. The tensor amax is that of all rows of x, or that of the layer's stored input scale.
+    transform. The tensor amax stands for the layer's stored input scale if there is one (see Side.input_amax).
+    Otherwise it is measured over all rows of x.
 
     Args:
         name: the name of the array, by which its stored input scale is found.
@@ -570,7 +571,7 @@ def _operands(compared: Sequence[Compared]) -> str:
 
 
 def _shape(w: Weights) -> tuple[int, ...]:
-    """Return the shape of a matrix: that of its Quantized, or of its array of values if it has no Quantized."""
+    """Return the shape of a matrix, whether it is held as a Quantized or as an array of values."""
     return w.q.shape if w.q is not None else np.asarray(w.values).shape
 
 

@@ -27,7 +27,7 @@ def why_no_products(contract: Contract | None) -> str:
 
 
 def _decoded(one: Weights) -> np.ndarray:
-    """Return the values of an array, or those of a Quantized decoded to bfloat16."""
+    """Return the values of a matrix. A Quantized is decoded to bfloat16; an array is returned unchanged."""
     return np.asarray(one.values if one.q is None else dequantize(one.q, BFLOAT16))
 
 

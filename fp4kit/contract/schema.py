@@ -81,10 +81,11 @@ class Contract:
         kv_cache: the recipe of the KV cache.
         kv_layout: the layout of its pages, a name in fp4kit.layouts.kv.KV_LAYOUTS.
         unit: the matrix unit that multiplies; a Unit or its id.
-        hadamard: the size of a Hadamard transform of weights and activations along K: 16, 32, ... 512. With 16 and
-            Transformer Engine's signs, or no signs, it is that of `quantize(hadamard=...)`; otherwise fp4kit.hadamard.
+        hadamard: the size of a Hadamard transform of weights and activations along K: 16, 32, ... 512. If it is
+            16, without signs or with Transformer Engine's signs, `quantize(hadamard=...)` defines the transform.
+            Otherwise `fp4kit.hadamard` does.
         hadamard_signs: the signs of the transform's inputs, such as "+--+"; as many as its size. None for no signs.
-        scale_search: how block scales were searched, such as "mse". None for the scales of the recipe.
+        scale_search: how block scales were searched, such as "mse". None if the recipe alone determines the scales.
         container: the container of the weights, such as "modelopt NVFP4".
         unknown: the names of settings that nobody stated. They have their default values.
         inferred: (setting, how it was found) pairs, for settings that were not stated but inferred.

@@ -63,7 +63,7 @@ class Side:
     contract: the settings of the side; None if none are known.
     stored: layer -> Quantized or array; None if the side has no tensors.
     function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
-    input_scales: layer -> InputScale, those of `stored`; empty if it has none.
+    input_scales: layer -> InputScale, taken from `stored`; empty if `stored` has no input scales.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class Side:
         return self.stored is None
 
     def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
-        """Return the recipe that the contract states for a layer, otherwise that of its Quantized, otherwise None.
+        """Return the recipe of a layer, or None if it is unknown.
+
+        If the contract says how weights are quantized, return its recipe for the layer (None for an unquantized layer).
+        Otherwise, return the recipe of ``q``.
 
         q: the layer's Quantized; None if the side has none.
         """
@@ -123,7 +126,8 @@ class Side:
     def transformed(self, x: np.ndarray) -> np.ndarray:
         """Return a matrix after the Hadamard transform of the contract; x itself if the contract has no transform.
 
-        A transform of 16 with Transformer Engine's signs, or without signs, is that of quantize(hadamard=...).
+        A transform of 16 elements uses the arithmetic of quantize(hadamard=...) if it has no signs or Transformer
+        Engine's signs. Every other transform uses the arithmetic of fp4kit.hadamard.
         """
         contract = self.contract
         if contract is None or contract.hadamard is None:
@@ -136,8 +140,12 @@ class Side:
     def input_amax(self, layer: str, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
         """Return the tensor amax that stands for the stored input scale of a layer, for a recipe of activations.
 
-        If no amax gives the scale, return the nearest one. Return None if the amax is measured: if the contract's
-        input_scales is not "static", the layer has no stored scale, or the recipe has no tensor scale, or several.
+        If no amax gives the scale exactly, return the nearest amax. Return None in these cases, in which the amax is
+        measured:
+
+        - The contract is None, or its input_scales is not "static".
+        - The layer has no stored scale, or the scale is not positive and finite.
+        - The recipe has no tensor scale, or several per matrix.
 
         dtype: the dtype of the activations.
         """
@@ -187,9 +195,12 @@ def side_of(label: str, given: Any) -> Side:
 
 
 def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
-    """Return the tensors of the argument `name` of parity by layer: those of a path or of a mapping; None for None.
+    """Return the tensors of an argument of parity, by layer. The argument is a path, a mapping of tensors, or None.
 
-    Raise ValueError for a contract, which has no tensors, and TypeError for an argument of another type.
+    Return None for None. Raise ValueError for the path of a contract file, which has no tensors. Raise TypeError for an
+    argument of any other type, such as a Contract. A path is opened by fp4kit.checkpoint, with its errors.
+
+    name: the name of the argument, for error messages.
     """
     if given is None:
         return None
@@ -204,7 +215,10 @@ def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
 
 
 def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return tensors under the names of layers: without ".weight". Return `tensors` itself if no name ends so."""
+    """Return tensors under the names of their layers: the ending ".weight" is removed from every name that has it.
+
+    Return `tensors` itself if no name has this ending.
+    """
     if not any(name.endswith(_WEIGHT) for name in tensors):
         return tensors
     return {name.removesuffix(_WEIGHT): tensors[name] for name in tensors}
@@ -237,8 +251,8 @@ def array_of(what: str, given: Any) -> np.ndarray:
 def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
     """Return the tensor amaxes of a matrix (M, K) for a recipe: () or (M,); None if quantize needs none.
 
-    Recipes without tensor scales need none. Nor do recipes with one tensor scale per block, because a part of the
-    matrix contains its blocks whole.
+    Recipes without tensor scales need no amax. Recipes with one tensor scale per block need none either, because each
+    part of the matrix consists of whole blocks.
     """
     if recipe.tensor_scaling not in ("tensor", "row"):
         return None

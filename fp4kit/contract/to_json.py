@@ -84,7 +84,7 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
 
 
 def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
-    """Return the fields of the contract in a file. Errors are those of from_data and of load_object."""
+    """Return the fields of the contract in a file. Raise the errors of from_data and load_object."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
     return from_data(path.name, load_object(path, path.name), settings)

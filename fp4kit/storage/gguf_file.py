@@ -98,7 +98,7 @@ def is_gguf(path: Path) -> bool:
 def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
     """Return the checked header of a GGUF or safetensors file: a GgufFile if is_gguf(path), else a SafetensorsFile.
 
-    Errors are those of read_gguf and read_header.
+    Raise the errors of read_gguf and read_header.
 
     name: the file's name in error messages; None for the last part of ``path``.
     """

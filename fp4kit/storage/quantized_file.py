@@ -22,8 +22,8 @@ The metadata entry `fp4kit_crc32` is a JSON object of CRC-32 values (zlib's), ea
 
 A CRC-32 detects every single-bit change, every burst of up to 32 bits, and all but 1 in 2^32 of other damage. It does
 not protect against tampering. Each tensor has its own CRC-32, so that an error can name the tensor. A second thread
-computes it while the next 2 MiB are read or written, so checksums hardly slow down load and save. On one core of an AMD
-EPYC (November 2026), CRC-32 runs at 7 GB/s, SHA-256 at 2, BLAKE2b at 1.4, and a memory copy at 11.
+computes it while the next 2 MiB are read or written, so checksums cost load and save almost no time. On one core of an
+AMD EPYC (November 2026), CRC-32 runs at 7 GB/s, SHA-256 at 2, BLAKE2b at 1.4, and a memory copy at 11.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ class Place(NamedTuple):
 
 
 def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield (full name, module, name within the module) of every parameter.
+    """Yield (full name, module, name within the module) for every parameter, such as ("0.weight", model[0], "weight").
 
-    A parametrized parameter has the name under which it is read. A module in several places is yielded under each of
-    its names.
+    A parametrized parameter is named after the attribute that is read, such as "weight". If a module occurs in several
+    places of the model, its parameters are yielded once per place. Parameters that are None are left out.
     """
     parametrizing_modules = {
         id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _holders(module)

@@ -190,7 +190,7 @@ class Container:
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
-        """Return part -> (safetensors dtype, shape) for the tensors that store a layer.
+        """Return a dict from part to (safetensors dtype, shape), with one entry per tensor that stores a layer.
 
         Args:
             shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.

@@ -232,7 +232,7 @@ def _svdquant(name: str, prefix: str) -> Container:
     return replace(MODELOPT_AWQ, name=f"modelopt {name}", suffixes={**MODELOPT_AWQ.suffixes, **low_rank})
 
 
-# The export of Transformers models and that of Diffusers models use different names.
+# Exported Transformers models and exported Diffusers models use different names.
 SVDQUANT = _svdquant("NVFP4_SVD", ".weight_quantizer._"), _svdquant("NVFP4_SVD of Diffusers", ".")
 
 

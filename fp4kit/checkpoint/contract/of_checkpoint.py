@@ -27,7 +27,7 @@ from fp4kit.storage.quantized_file import recipes_of
 
 
 def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
-    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Errors are those of Contract.of.
+    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Raise the errors of Contract.of.
 
     A .json file, or the contract file of a directory, is loaded, and ``source`` is not used. For any other checkpoint,
     the contract is inferred.

@@ -93,7 +93,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale]]:
-    """Return layer -> function that reads it, for all weights of a checkpoint, and layer -> its static input scale.
+    """Return two dicts by layer: functions that read the weights, and the stored static input scales.
 
     The first dict lacks layers that are only some rows of a quantized matrix.
     """

@@ -67,7 +67,7 @@ class ConversionReport:
         plan: the plan that was executed.
         destination: the directory or file that was written.
         done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
-        doubts: warnings about scales of the source that can hardly be right, one per tensor. Empty if ``execute`` found
+        doubts: warnings about scales of the source that are probably wrong, one per tensor. Empty if ``execute`` found
             the result of an earlier, completed run.
     """
 
@@ -272,7 +272,7 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
-    """Return name in the partial directory -> final path, for the files of a result of one or several files.
+    """Return a dict from name in the partial directory to final path, if the result is one or several files.
 
     Return {} if the result is a directory.
 
@@ -398,7 +398,7 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...]]:
     """Execute a plan in a partial directory, and rename the result to ``target`` at the end.
 
-    Return what each job did, and warnings about scales of the source that can hardly be right.
+    Return what each job did, and warnings about scales of the source that are probably wrong.
     Raise CheckpointError if a file of the source changed since the plan was made.
     """
     _check_planned(plan)
@@ -439,9 +439,9 @@ def bytes_to_read(plan: Plan) -> int:
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return tensor name -> (dummy file, position 0) for every output of a plan.
+    """Return a dict that maps every output tensor of a plan to (dummy file, position 0).
 
-    With these positions jobs can be built that are only inspected, never run.
+    The positions are for jobs that are only inspected, never run.
     """
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
@@ -558,9 +558,9 @@ class _Run:
         write_file(self.folder / to_json.FILE, dump_object(contract_of_plan(self.plan).as_data()))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Return file name -> digest for all files of the result.
+        """Return a dict from file name to digest, for all files of the result.
 
-        hashed: the digests that are known, by path. All other files are hashed now.
+        hashed: the known digests, by path. All other files are hashed now.
         executor: where the hashing runs; None for this process.
         """
         paths = {name: self.folder / name for name in names_in(self.folder)}
@@ -598,7 +598,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return file name -> JSON content, for the index and the configs without which engines cannot load the result.
+    """Return a dict from file name to JSON content, for the index and configs that engines need to load the result.
 
     config.json is always present. The index is present if the source has one, or if the result has several files of
     tensors. hf_quant_config.json is present only for the formats whose loaders read it.

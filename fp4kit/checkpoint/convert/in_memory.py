@@ -164,7 +164,7 @@ class TensorConverter:
             at = name.rfind(".", 0, at)
 
     def _check_module(self, module: str, array: Any) -> None:
-        """Record the shape of a converted layer, or of a converted stack of experts.
+        """Record the shape of a converted layer or stack of experts.
 
         Raise CheckpointError if two stacks of experts do not fit together. Raise it also if a tensor that came earlier
         is named after the layer and may change its weight (see _check_beside).

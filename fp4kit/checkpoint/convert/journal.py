@@ -2,7 +2,7 @@
 
 The journal is a file of JSON lines in the partial directory, beside the output files. Its first line is a key that
 identifies the run. The key is a hash of the source (name, size, modification time and header of every file, and its
-config), the request and the version of fp4kit. Every further line records what was measured for a job, or that a job is
+config), the request and the version of fp4kit. Every further line records the measurements for a job, or that a job is
 done. A job that is recorded as done is skipped only if its bytes in the output files still have the recorded CRC-32,
 because a line may reach the disk before the bytes do.
 """
@@ -42,7 +42,7 @@ def header_digest(file: SafetensorsFile) -> str:
 
 
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
-    """Return file name -> {"bytes": size, "header_sha256": hash} for every file of tensors in the source."""
+    """Return a dict that maps each file of tensors in the source to {"bytes": size, "header_sha256": hash}."""
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
 

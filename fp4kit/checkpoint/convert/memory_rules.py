@@ -90,7 +90,7 @@ class Rules:
         """Return rules with one recipe, that of a layer.
 
         Args:
-            module: the name of the layer, or of a stack of experts, as the model names it.
+            module: the name that the model gives the layer or the stack of experts.
         """
         return self._of_choice(self.mixture.of(module)) if self.recipes else self
 
@@ -142,7 +142,7 @@ class Rules:
         return hugging_face_names(unwrapped(name), layers=self._facts.layers)
 
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
-        """Return name -> the decision to quantize the tensor or not, which the checkpoint converter would make.
+        """Decide for each tensor whether to quantize it, as the checkpoint converter would. Return a dict by name.
 
         Args:
             tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.

@@ -86,7 +86,7 @@ def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    """Return the combined measurements of two parts of a weight, or of two weights, under the key of ``a``."""
+    """Combine the measurements of two parts of a weight or of two weights. The result has the key of ``a``."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
     exact, reach = a.exact and b.exact, max(a.reach, b.reach)
@@ -332,7 +332,7 @@ def read_back(job: Job) -> Done:
 def _sum_of(target: Target) -> int:
     """Read a target's bytes from its output file, and return their CRC-32.
 
-    If the file is too short, the CRC-32 is that of the bytes that exist.
+    If the file is too short, the CRC-32 covers the bytes that exist.
     """
     found, left = 0, target.nbytes
     with target.path.open("rb", buffering=0) as file:

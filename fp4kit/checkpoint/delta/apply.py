@@ -56,7 +56,7 @@ def apply(
             - The destination exists, is not in a writable directory, lies inside ``base``, or contains it.
             - The name of the destination does not suit the result, or there is too little disk space.
             - Another run is writing to the destination, or an interrupted run left files and ``resume`` is False.
-            - ``resume`` is True, but no run was interrupted, or that run applied another patch.
+            - ``resume`` is True, but no run was interrupted, or the interrupted run applied another patch.
     """
     root, target, tick = Path(base), Path(destination), progress or (lambda count: None)
     opened = open_patch(Path(patch))
@@ -150,7 +150,7 @@ def _patched(
     """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over it.
 
     The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, the copy is equal to
-    the old file. The caller compares the two hashes with those in the patch.
+    the old file. The caller compares the two hashes with the hashes in the patch.
 
     Raise CheckpointError if the old file is missing. Raise it also if the patch is damaged, so that its runs of changed
     bytes do not add up or lie outside their chunk.

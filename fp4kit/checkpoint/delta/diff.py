@@ -372,14 +372,14 @@ class _Flips:
 
 
 def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """Return name -> file, for the files of a model directory."""
+    """Return a dict from name to file, for the files of a model directory."""
     return {file.name: file for file in files}
 
 
 def _changed_items(
     weight: Weight, part: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]
 ) -> dict[str, int]:
-    """Return part (CODES or SCALES) -> the number of codes, or of bytes of block scales, that differ in a tensor.
+    """Count the codes (under CODES) and the bytes of block scales (under SCALES) that differ in a tensor.
 
     A byte of two 4-bit codes counts once per code that differs. A tensor of GGUF blocks holds both parts, so the result
     has both; otherwise it has only ``part``.

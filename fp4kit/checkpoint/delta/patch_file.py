@@ -109,7 +109,7 @@ def open_patch(path: Path) -> Patch:
 
 
 def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
-    """Return file name -> size and SHA-256 from the JSON content for one version of the checkpoint.
+    """Return a dict from file name to size and SHA-256, read from the JSON content for one version of the model.
 
     Raise CheckpointError for wrong types, and for file names that could lead out of a directory or are hidden.
 

@@ -1,4 +1,4 @@
-"""Find the files of one version of a model: those of a directory, a safetensors file, or those of a GGUF model.
+"""Find the files of one version of a model, which is a directory, a safetensors file or a GGUF model.
 
 A patch names files so that both versions have equal names, whatever the user named them:
 
@@ -25,7 +25,9 @@ _NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")
 
 
 def files_of(root: Path) -> dict[str, Path]:
-    """Return name in a patch -> path, for all files of a version. Hidden files of a directory are left out.
+    """Return a dict from the name in a patch to the path, for all files of a version.
+
+    Hidden files of a directory are left out.
 
     Raises CheckpointError if ``root`` does not exist, or is an incomplete GGUF model.
     """

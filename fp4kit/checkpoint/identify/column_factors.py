@@ -29,7 +29,7 @@ MAX_ROWS = 512  # the largest number of rows from which factors are estimated
 MIN_ROWS = 32
 GAIN_DB = 0.5  # factors per column must improve the signal-to-noise ratio by this, compared with one common factor
 MIN_DB = 12.0  # signal-to-noise ratio that the layer must have with factors
-# Recipes whose ids end in one of these are tried: they are those of the tools that scale weights per column.
+# Recipes whose ids end in one of these are tried, because their tools can scale weights per column.
 PRODUCERS = ("-compressed-tensors", "-modelopt")
 STEPS = 12  # the number of bfloat16 numbers that are tried on each side of an estimate
 
@@ -86,7 +86,7 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 
 
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
-    """Yield functions x -> scaled x, one for each way in which a tool may have scaled the columns of the source.
+    """Yield functions that scale the source, one for each way in which a tool may have scaled its columns.
 
     A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
     uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.
@@ -122,7 +122,7 @@ def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
 
 
 def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: Callable) -> Scaling:
-    """Return the function x -> scaled x that uses, for each column, the candidate factor that fits best.
+    """Return a function that scales each column of the source by the candidate factor that fits the column best.
 
     The best candidate gives the smallest number of wrong codes and wrong block scales in its column (see _wrong).
 

@@ -398,7 +398,7 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
 def name_of_rows(index: np.ndarray) -> str:
     """Return the name of the mishap for an order of rows that was found by search.
 
-    This is the name of a rotary order if the order is that of some number of heads, otherwise "rows are permuted".
+    This is the name of a rotary order if some number of heads gives the order, otherwise "rows are permuted".
 
     index: for each stored row, the number of its source row.
     """

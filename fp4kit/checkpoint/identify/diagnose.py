@@ -78,15 +78,15 @@ class Explanation:
 
     recipe: the first of ``recipes``; None if no recipe gives every byte.
     mishap: the names of the faults between quantizer and file, joined by "; "; None if there were none.
-    codes_equal, scales_equal: the numbers of bytes of codes and of block scales that the explanation gives. If it does
-        not give every byte, they are those of the nearest hypothesis.
+    codes_equal, scales_equal: the numbers of bytes of codes and of block scales that the explanation gives. If no
+        explanation gives every byte, they count what the nearest hypothesis gives.
     total: the number of bytes of codes and block scales together.
     sentence: the explanation as text.
     recipes: the ids of all recipes that give every byte.
     blank: True if all codes and scales are zeros, so that a wrong order of bytes cannot be told from the right order.
     searched: True if no recipe gives the block scales, but a recipe gives all codes under the stored block scales.
-    unlike: True if the signs of the codes agree with those of the source in no known order. Then the layer was probably
-        not made from this source.
+    unlike: True if no known order makes the signs of the codes agree with the signs of the source. Then the layer was
+        probably not made from this source.
     rules: descriptions of the known rules without a recipe that give every byte.
     cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule gives every byte. It
         has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.

@@ -206,9 +206,9 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
 
 
 def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
-    """Return dtype -> number of codes that are nearest to x / scale, if the quotient is rounded to this dtype first.
+    """Count, for each dtype, the codes that are nearest to x / scale after the quotient is rounded to the dtype.
 
-    The keys are "float32" and "bfloat16".
+    Return a dict with the keys "float32" and "bfloat16".
 
     layer: the stored codes and scales.
     x: the source (N, K).

@@ -202,7 +202,7 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
     """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,).
 
     evidence: the stored layer and its source.
-    layout: tells whether the rows are those of the transposed source, and how long they are.
+    layout: tells whether the rows belong to the transposed source, and how long they are.
     index: the numbers of the source rows. If the source has N rows, n >= N means row n - N of the other half of the
         pair.
     """
@@ -215,9 +215,9 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
 
 
 def _largest(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the largest magnitude of an array along ``axis``, or of all elements if it is None, as float32.
+    """Return the largest magnitudes of an array along ``axis`` as float32; over all elements if ``axis`` is None.
 
-    NaN is ignored. Without elements the result is 0.
+    NaN is ignored. The result is 0 where there are no elements.
     """
     return np.asarray(np.fmax.reduce(np.abs(values), axis=axis, initial=0), np.float32)
 

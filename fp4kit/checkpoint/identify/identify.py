@@ -84,13 +84,13 @@ class LayerVerdict:
     scaling: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Return whether one of ``recipes`` explains the layer and its mishap is ``mishap`` (None for no mishap).
+        """Return whether a verdict with these recipes and this mishap explains the layer.
 
-        For an all-zero layer only the recipe counts, because a wrong order of its bytes cannot be told from the right
-        order.
+        One of ``recipes`` must explain the layer, and the layer must have the mishap ``mishap``. The mishap of an
+        all-zero layer is not compared, because zeros have equal bytes in every order.
 
         recipes: ids of recipes, or descriptions of rules.
-        mishap: the name of a mishap as ``kind`` returns it, without the numbers of a single layer.
+        mishap: the name of a mishap, without the numbers of a single layer; None for no mishap.
         """
         return bool({*recipes} & {*self.explanation.names}) and (self.explanation.blank or _kind(self) == mishap)
 
@@ -300,10 +300,16 @@ def _layers(count: int) -> str:
 def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
     """Explain every layer, and return a verdict that says what made most of them.
 
-    If layers have several formats, there is one verdict per format. Its mishap is the one that most explained layers
-    have, not counting all-zero layers. Its recipes are those that explain the most layers with this mishap. The recipe
-    that the file records comes first, then those of the producer that the file names. After MAX_FAILURES unexplained
-    layers in a row, faults without a name (see explain) are not searched until a layer is explained.
+    The returned verdict is about the format with the most layers. Its `others` holds a verdict for each other format,
+    and its `layers` holds every layer in the given order. Each verdict is found in two steps:
+
+    1. Count the mishaps of the explained layers, and choose the most frequent one (None counts as a mishap). All-zero
+       layers are counted only if no other layer is explained.
+    2. Among the layers with this mishap, choose the recipes that explain the most layers. List the recipe that the file
+       records first, then the recipes of the producer that the file names, then all others.
+
+    After MAX_FAILURES unexplained layers in a row, `explain` stops searching for faults without a name. The search
+    resumes after the next explained layer.
 
     layers: the layers with their sources. One layer is requested at a time, so that an iterator that reads files needs
         the memory of one layer.

@@ -1,4 +1,4 @@
-"""Match the layers of a checkpoint by name with those of the model that it was made from, whatever their containers."""
+"""Match the layers of a checkpoint by name with the layers of its source. Both may use any containers."""
 
 from __future__ import annotations
 
@@ -267,9 +267,11 @@ class _Pairs:
         return {"producer": self._producer(weight), "recorded": own, "scaling": self.scaling}
 
     def _producer(self, weight: Weight) -> str:
-        """Return the producer that the file names: of the recorded recipe, or of the config, or else of the container.
+        """Return the name of the producer that made a layer, according to the checkpoint.
 
-        auto-round names itself as ``provider`` in the configs that it writes for compressed-tensors.
+        If fp4kit recorded a recipe, return the producer of this recipe. If the config names auto-round as its
+        ``provider``, return "auto-round"; other providers are ignored. Otherwise, return the producer that usually
+        writes the layer's container.
         """
         if self.recorded is not None:
             return self.recorded.producer
@@ -409,7 +411,7 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
     """Read the elements of a tensor that belong to one expert of a stack whose shapes are damaged.
 
     If the first axis counts the experts, this is the matrix of the expert. Otherwise it is an equal share of the
-    elements. A tensor that cannot be divided evenly, or that belongs to a single layer, is returned whole.
+    elements. A tensor is returned whole if it cannot be divided evenly or belongs to a single layer.
 
     readers: where to read the elements from.
     part: the tensor of codes or block scales.

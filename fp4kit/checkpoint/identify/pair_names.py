@@ -54,8 +54,8 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
     """Yield (key, weight to read, range of rows) for each matrix by which one expert of a weight may be looked up.
 
-    The key is a canonical name. A gate_up stack yields the whole matrix, then its halves gate and up. The weight that
-    comes with a half is that of gate_first. Any other weight yields one matrix.
+    The key is a canonical name. A gate_up stack yields the whole matrix, then its halves gate and up. gate_first gives
+    the weight that comes with a half. Any other weight yields one matrix.
 
     expert: the number of the expert; 0 for a single layer.
     config: the content of config.json.

@@ -39,9 +39,9 @@ SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
     """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
 
-    A stored row is matched with the source row that has its signs and is most like it. The source row may be any row of
-    the source, or of the other half of a gated pair. Yield nothing if a row has no match, if two rows have the same
-    match, if the rows are in place, or if the layer has more than MAX_ROWS rows.
+    A stored row is matched with the source row that has its signs and is most like it. It may be any row of the
+    source or of the other half of a gated pair. Yield nothing if a row has no match, if two rows have the same match,
+    if the rows are in place, or if the layer has more than MAX_ROWS rows.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

@@ -4,8 +4,8 @@ A search tries several scales per block and keeps the one with the smallest erro
 
 - A recipe that searches gives all bytes, except in blocks where another scale has an equal error. Tools add the errors
   of a block in different orders, so that they choose differently.
-- Four over six of Model-Optimizer: every block scale is that of the block's amax or of 1.5 times the amax. The choice
-  between them depends on how the tool computes errors, on a GPU or on a CPU.
+- Four over six of Model-Optimizer: every block scale is computed from the block's amax or from 1.5 times the amax.
+  The choice between them depends on how the tool computes errors, on a GPU or on a CPU.
 - auto-round's search with an importance matrix: every block scale is one that it tries. The choice depends on the
   matrix, which the checkpoint does not hold.
 
@@ -99,7 +99,7 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
 
 @ieee("identify")
 def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether every block scale is that of the block's amax or of 1.5 times the amax (four over six).
+    """Return whether every block scale is computed from the block's amax or 1.5 times the amax (four over six).
 
     Both must occur, and the stored one must have the smaller error in almost all blocks. Codes are not compared. Return
     False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.

@@ -21,7 +21,13 @@ _OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the 
 
 
 def problems_of(checkpoint: Checkpoint) -> Counter[str]:
-    """Return warning -> number of sampled layers, for the layers whose codes and scales hardly belong together."""
+    """Check a sample of the quantized layers for codes that do not seem to belong to their scales, and count warnings.
+
+    Return a Counter that maps the text of each warning to the number of sampled layers that have it. The Counter is
+    empty if nothing is odd. At most _MOST_LAYERS evenly spaced layers are sampled.
+
+    Raise CheckpointError if a file cannot be read.
+    """
     with Readers() as readers:
         doubts = (doubt_of(readers, weight) for weight in _sample(checkpoint))
         return Counter(doubt for doubt in doubts if doubt)

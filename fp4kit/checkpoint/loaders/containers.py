@@ -42,7 +42,7 @@ class LoaderContainer:
 
 
 def _declared() -> dict[str, LoaderContainer]:
-    """Return id -> container, for the containers that FORMATS write.
+    """Return a dict from id to container, for the containers that FORMATS write.
 
     Model-Optimizer's NVFP4 has two ids: "modelopt NVFP4" with input scales, "modelopt W4A16_NVFP4" without.
     """

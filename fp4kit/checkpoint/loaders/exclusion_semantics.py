@@ -2,7 +2,8 @@
 
 There is one predicate per engine and format. A predicate takes the name of one module and the patterns of the list. The
 module is a linear layer, a fused layer that joins several linear layers (``...qkv_proj``), or a container of experts
-(``...mlp.experts``). Names are those of the checkpoint. An engine that renames a model's modules renames the list, too.
+(``...mlp.experts``). Modules have their names in the checkpoint. An engine that renames a model's modules renames the
+list, too.
 
 A predicate raises PartsDisagree if some parts of a fused layer are excluded and others are not, because the engine
 refuses to load such a checkpoint. It raises ValueError for a pattern that the engine cannot compile.
@@ -309,7 +310,7 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    The rules are those of vllm_compressed_tensors. Raise PartsDisagree if only some parts of a fused layer or of a
+    The rules of vllm_compressed_tensors apply. Raise PartsDisagree if only some parts of a fused layer or of a
     container of experts are excluded.
 
     patterns: the exclusion list.
@@ -346,7 +347,7 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
     A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name. Fused
-    layers and containers of experts have the rules of vllm_compressed_tensors; fused layers are those of SGLang.
+    layers and containers of experts have the rules of vllm_compressed_tensors, but SGLang fuses other layers.
 
     patterns: the exclusion list.
 

@@ -343,7 +343,7 @@ def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str
     """Return a reader that takes names of the checkpoint, and the exclusion list for it.
 
     transformers renames modules of multimodal models before it looks them up. Serving engines instead rename the plain
-    names in the list of compressed-tensors, so that names of transformers stand for those of the checkpoint.
+    names in the list of compressed-tensors, so that names of transformers stand for names of the checkpoint.
 
     reader: how the engine looks up modules.
     patterns: the exclusion list.

@@ -173,7 +173,7 @@ def _is_quantized(parts: Parts) -> bool:
 def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
     """Return the tensors that engines require for a layer.
 
-    They are those of the container, with two exceptions. A compressed-tensors config can require input scales. In a
+    The container determines them, with two exceptions. A compressed-tensors config can require input scales. In a
     DeepSeek-V4 model, the dtype of the layer's weight decides, because some layers are FP8 and, beside NVFP4 experts,
     some experts are MXFP4.
 
@@ -202,7 +202,11 @@ def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
 def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
     """Return (leading sizes, N, K) of a layer from the stored shape of its codes, or None if the rank is wrong.
 
-    weight: the requirement for the codes.
+    The leading sizes are (E,) for a stack of E experts and () for a single layer. Codes of gpt-oss (``_blocks``) are
+    stored as (E, N, K / 32, 16). All other codes are stored as (..., N, K), or as (..., N, K / 2) if packed.
+
+    weight: the requirement for the codes, which tells how they are stored.
+    shape: the stored shape.
     """
     if weight.suffix == "_blocks":
         return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None

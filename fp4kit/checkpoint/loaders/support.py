@@ -86,7 +86,7 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
     Its status is "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of "dense" is
     returned.
 
-    container_id: one of ``containers.CONTAINERS``, or of ``containers.MIXTURES``.
+    container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
     family: one of FAMILIES.
     engine: one of ``engines.VERSIONS``.
 
@@ -108,7 +108,7 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
 
     Return () if none is known to load it. Raises ValueError for a container, or a family of models, that is unknown.
 
-    container_id: one of ``containers.CONTAINERS``, or of ``containers.MIXTURES``.
+    container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
     family: one of FAMILIES.
     """
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
@@ -155,7 +155,7 @@ def best_format(kind: str, family: str) -> str | None:
 def _way_out(kind: str, family: str) -> str:
     """Return advice for an error message: a format that engines load for ``family``, with a recipe of ``kind``.
 
-    If there is none, a kind of recipe for which there is one is named as well, or else the format bf16.
+    If there is none for this kind of recipe, name another kind that has one as well. If no kind has one, name bf16.
     """
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
@@ -255,7 +255,7 @@ def family_of(config: Mapping[str, Any]) -> str:
 def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
     """Return one row of the Markdown table in the docs, for families that all engines treat alike.
 
-    container_id: one of ``containers.CONTAINERS``, or of ``containers.MIXTURES``.
+    container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
     families: the names of the families, at least one.
     notes: text of a note -> its number. Notes that are new in this row are added to it.
     """

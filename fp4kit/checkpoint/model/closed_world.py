@@ -198,7 +198,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
 
     These tensors give an item:
 
-    - codes and scales of quantized layers, and tensors whose names begin with that of a quantized layer;
+    - codes and scales of quantized layers, and tensors whose names begin with the name of a quantized layer;
     - scales of the KV cache;
     - tensors of adapters, such as LoRA;
     - tensors that may transform weights, if a layer is quantized;
@@ -619,9 +619,10 @@ _CONCERNS_WEIGHTS = re.compile(
 
 
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of the files' safetensors metadata; none if no layer is quantized.
+    """Yield an item for each entry of the files' safetensors metadata. Yield nothing if no layer is quantized.
 
-    The metadata of GGUF files is not checked here.
+    Also yield a refused item for each torchao layer without such an entry. ComfyUI's entry gives several items. The
+    metadata of GGUF files is not checked here.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     if not quantized:
@@ -658,8 +659,8 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file.
 
-    The metadata as a whole is one item. An unknown key or version is another item. So is each described layer that is
-    missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
+    One item stands for the metadata as a whole. If it has an unknown key or version, a second item says so. Each
+    described layer gives another item if it is missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
 
     Args:
         text: the metadata, as JSON.
@@ -696,8 +697,8 @@ _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
     """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
 
-    It is refused if it is malformed, names an unknown class, has scales that are not declared as swizzled, or
-    contradicts the layer. Without a layer, the last is not checked.
+    The item is refused if the entry is malformed, names an unknown class, does not declare its scales as swizzled, or
+    contradicts the layer. If there is no layer, the entry cannot contradict it.
 
     Args:
         key: the name of the tensor.

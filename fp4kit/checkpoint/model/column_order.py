@@ -69,9 +69,9 @@ def _references(
     """Yield (name, profile) for tensors that tell the order of ``columns`` columns: norms, and unquantized weights.
 
     A profile is the logarithm of each column's magnitude, shifted and scaled to mean 0 and standard deviation 1. The
-    magnitude is that of the norm, or the root mean square of the first rows of a weight. At most _MOST_REFERENCES norms
-    and as many weights are used. Tensors whose columns are nearly equal, or of which half or more are zero or not
-    finite, are left out.
+    magnitude comes from a norm, or is the root mean square of the first rows of a weight. At most _MOST_REFERENCES
+    norms and as many weights are used. A tensor is left out if its columns are nearly equal, or if half of them or more
+    are zero or not finite.
     """
     norms = [
         located(file, entry)

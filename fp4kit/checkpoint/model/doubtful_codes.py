@@ -1,4 +1,4 @@
-"""Recognize layers whose codes and block scales hardly belong together. No source is needed.
+"""Recognize layers whose codes do not seem to belong to their block scales. No source is needed.
 
 A few rows of a layer are read, and the statistics below are computed for them. Let e be the root mean square of the
 codes of a block, and s the block's scale. A recipe computes s from the largest element of the block. If this element is
@@ -56,7 +56,7 @@ class _Sample(NamedTuple):
 
 
 def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
-    """Return a warning if the codes and scales of a quantized matrix hardly belong together; "" if nothing is odd.
+    """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd.
 
     The text has no numbers of the layer, so that reports can join layers with equal texts.
 
@@ -74,7 +74,7 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
 
 
 def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
-    """Return a warning if the codes and scales of leading rows hardly belong together; "" if nothing is odd.
+    """Return a warning if the codes of leading rows do not seem to belong to their scales; "" if nothing is odd.
 
     Args:
         form: the container of the layer.
@@ -170,7 +170,7 @@ def _unreached(sample: _Sample) -> str:
 
 
 def _equal_scales(sample: _Sample) -> str:
-    """Return a warning if all block scales are equal, but the codes are those of blocks with other scales; else "".
+    """Return a warning if all block scales are equal although the codes need different scales; otherwise "".
 
     Under scales that are truly equal, the elements of all blocks have one distribution. F compares the mean square of
     the codes between blocks: it is the variance of this mean square, relative to what the variance within blocks gives.

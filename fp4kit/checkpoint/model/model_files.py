@@ -322,7 +322,7 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def check_kind_of_file(path: Path) -> None:
-    """Raise CheckpointError, with advice, if a file's suffix is that of a model or config that fp4kit does not read.
+    """Raise CheckpointError, with advice, if a file has the suffix of a model or config that fp4kit does not read.
 
     Call it for a file that could not be read as safetensors, so that the message says what to do.
     """
@@ -402,7 +402,7 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
 
     Raises:
         CheckpointError: if a file is missing, if the files disagree with the index, if two tensors have the same name,
-            or if the directory is that of a Diffusers pipeline, whose models are in subdirectories.
+            or if the directory holds a Diffusers pipeline, whose models are in subdirectories.
     """
     if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")

@@ -147,7 +147,7 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
 
 
 def _usual(weight: Weight, form: Container) -> Recipe:
-    """Return a recipe of the container's producer, or else the first recipe that the container can store.
+    """Return a recipe that the container can store: one of its own producer if possible, otherwise the first.
 
     Raise CheckpointError if there is none.
 

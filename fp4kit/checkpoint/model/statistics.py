@@ -210,7 +210,7 @@ def reach_and_lost_blocks(
 
 
 def doubt_about(reach: float, lost: int) -> str:
-    """Return a warning about scales that can hardly be right; "" if nothing is odd about them.
+    """Return a warning if scales are probably wrong; "" if nothing is odd about them.
 
     Args:
         reach: the largest magnitude that the scales allow.

@@ -88,7 +88,7 @@ def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Itera
 
 
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return tensor name -> weight, for all weights of a model.
+    """Return a dict from tensor name to weight, for all weights of a model.
 
     Weights with a transform that can be undone get their rotation.
 

@@ -18,9 +18,9 @@ def actions_of(
     choices: Mapping[str, Choice],
     requantize: bool,
 ) -> dict[str, str]:
-    """Return tensor name -> action, one of the actions in job.py, for each weight to convert.
+    """Choose one of the actions in job.py for each weight to convert. Return a dict from tensor name to action.
 
-    If weights that share a tensor scale would get different actions, those that are already quantized are requantized.
+    If weights that share a tensor scale would get different actions, the quantized ones among them are requantized.
 
     Args:
         selected: the weights to convert, by the name of the tensor with their values or codes.

@@ -1,8 +1,8 @@
 """Give every layer of a conversion an input scale, from measured activations (fp4kit.calibration).
 
 Loaders fuse layers that read the same input, such as gate_proj and up_proj. The inputs of a layer may therefore have
-been measured under three names: its own, that of a layer fused with it, or that of the fused layer. The largest amax
-among these names is used, so that all layers of a fusion get one input scale.
+been measured under three names: its own, the name of a layer fused with it, or the name of the fused layer. The largest
+amax among these names is used, so that all layers of a fusion get one input scale.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Activations:
     def of(
         cls, source: Collector | Iterable[str | Path], rule: Rule | Headroom = "max", unseen: Unseen = "error"
     ) -> Activations:
-        """Return the activations that a Collector measured, or that saved files hold together.
+        """Return the activations that a Collector measured, or the combined activations of saved files.
 
         Args:
             source: a Collector; or the paths of files that Collector.save wrote, such as one per process of a
@@ -131,13 +131,13 @@ class Activations:
     def _amax_of(self, layer: str) -> np.float32 | None:
         """Return the largest amax measured under any name for the inputs of a layer; None if none was measured.
 
-        The names are those of the layer, of the layers that are fused with it, and of the fused layer.
+        These are the names of the layer, of the layers that are fused with it, and of the fused layer.
         """
         names = fused_layers.same_input_names(layer)
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
 
     def _experts_of(self, stack: str) -> dict[str, np.float32]:
-        """Return layer name -> amax for all measured experts of one layer; 0 for an expert that saw only zeros.
+        """Return a dict from layer name to amax, for all measured experts of a layer; 0 if an expert saw only zeros.
 
         Experts measured under the name of a layer that is fused with it are included, and named after ``stack``.
 

@@ -263,7 +263,7 @@ def _sums_of_group(
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
 ) -> dict[str, _Sums]:
-    """Return module -> sums of the module's piece, for pieces that share a tensor scale. Each piece is read twice.
+    """Return a dict from module to the sums of its piece, for pieces with a common tensor scale. Read each twice.
 
     Args:
         found: the candidates, and the layers that each fits.

@@ -154,8 +154,8 @@ def solve(units: Sequence[Unit], budget: int) -> Point:
     - If two partial assignments cover the same units, and one has neither more bits nor more error, each completion of
       the other is at least as bad as the same completion of this one. The other is dropped.
 
-    No other assignment is dropped, so an optimal one remains. The slope is that of the step at which the budget is
-    exhausted, for which the bound is tightest. Errors are compared as whole multiples of 2^-50, and the slope is a
+    No other assignment is dropped, so an optimal one remains. The slope is taken at the step at which the budget is
+    exhausted, because the bound is tightest there. Errors are compared as whole multiples of 2^-50, and the slope is a
     ratio of integers, so that no comparison is rounded.
 
     Raises:

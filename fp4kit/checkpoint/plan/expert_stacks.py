@@ -81,9 +81,9 @@ class ExpertStack:
 
 
 def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
-    """Return tensor name -> stack, for the separate experts of a model that engines read only as stacks.
+    """Return a dict from tensor name to stack, for separate experts of a model that engines read only as stacks.
 
-    The name is that of the first tensor with values or codes of the stack. Experts that are incomplete, or that are not
+    A stack has the name of its first tensor with values or codes. Experts that are incomplete, or that are not
     all quantized alike, are left out. Return {} for all other models.
 
     Args:

@@ -7,7 +7,8 @@ of column weights per expert. There are two forms of file, both little-endian:
     legacy: entries i32 | per entry: bytes i32 | name | calls i32 | values i32 | f32 each; w[j] = value[j] / calls
     GGUF:   general.type is "imatrix"; per weight NAME: NAME.in_sum2 [experts, K] and NAME.counts [experts, 1], both F32
 
-Names are those of GGUF files, such as blk.0.attn_q.weight. The gguf package's name map translates Hugging Face names.
+Weights have the names of GGUF files, such as blk.0.attn_q.weight. The gguf package's name map translates Hugging Face
+names.
 
 Source: llama.cpp common/imatrix-loader.cpp, tools/quantize/quantize.cpp.
 """
@@ -286,7 +287,7 @@ def read_imatrix(path: str | Path) -> Imatrix:
 
 
 def _gguf_entries(path: Path) -> dict[str, Entry]:
-    """Return weight name -> Entry of an imatrix file in GGUF form; {} if it has no entries.
+    """Return the entries of an imatrix file in GGUF form, by weight name; {} if it has no entries.
 
     Raises:
         CheckpointError: if the GGUF file is not an imatrix, or if sums or counts of a weight are missing or invalid.
@@ -311,7 +312,7 @@ def _gguf_entries(path: Path) -> dict[str, Entry]:
 
 
 def _legacy_entries(path: Path) -> dict[str, Entry]:
-    """Return weight name -> Entry of a legacy imatrix file.
+    """Return the entries of a legacy imatrix file, by weight name.
 
     Raises:
         CheckpointError: if the file is not one, ends early, or names a weight twice.

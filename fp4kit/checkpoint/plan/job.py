@@ -1,4 +1,4 @@
-"""Define jobs. A job describes the conversion of one tensor, or of some rows of a matrix. Any process can execute it.
+"""Define jobs. A job describes the conversion of a tensor or of some rows of a matrix. Any process can execute it.
 
 Actions, the values of Job.action:
   copy: copy a tensor's bytes.
@@ -114,7 +114,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Describe the conversion of one tensor, or of some rows of one matrix of a weight.
+    """Describe the conversion of one tensor or of some rows of one matrix.
 
     Attributes:
         key: identifies the job within a run and in the journal, which records finished jobs.
@@ -221,7 +221,7 @@ class Measured(NamedTuple):
         exact: for the action "carry", whether all scales are powers of two; True for all other actions.
         reach: the largest magnitude that the scales of a quantized weight allow; 0 for an unquantized one.
         lost: the number of blocks of a quantized weight whose scales are 0 although their codes are not.
-        doubt: a warning that codes and scales of a quantized weight hardly belong together; "" if nothing is odd.
+        doubt: a warning that the codes of a quantized weight do not seem to belong to its scales; "" if nothing is odd.
     """
 
     key: str
@@ -249,7 +249,7 @@ class Changes(NamedTuple):
     largest_error: float = 0.0
 
     def plus(self, other: Changes) -> Changes:
-        """Return the changes of two parts of a layer, or of two layers, together.
+        """Return the combined changes of two parts of a layer or of two layers.
 
         Counts are added; the larger of the two errors is kept.
         """

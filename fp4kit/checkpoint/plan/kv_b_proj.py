@@ -81,9 +81,9 @@ class SplitLayer:
 
 
 def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, SplitLayer]:
-    """Return tensor name -> layer, for every kv_b_proj that is stored as two stacks.
+    """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks.
 
-    The name is that of the tensor with the values or codes of embed_q.
+    A layer has the name of the tensor with the values or codes of embed_q.
 
     Args:
         tensors: tensor name -> (its file, its header entry), for all tensors of the model.

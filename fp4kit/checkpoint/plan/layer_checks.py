@@ -17,15 +17,15 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
-# Leaf name of the stack of gate and up -> that of the stack of down projections beside it.
+# Leaf name of the stack of gate and up -> leaf name of the stack of down projections beside it.
 _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 
 
 def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
-    """Raise CheckpointError if a result could not be read again, or if the axes of a weight are not known.
+    """Raise CheckpointError if fp4kit could not read the result again, or does not know the axes of a weight.
 
-    The former is the case if an unknown tensor lies beside a layer to quantize, the latter if the shapes of two stacks
-    of experts do not fit together.
+    A result cannot be read again if an unknown tensor lies beside a layer to quantize. The axes of stacks of experts
+    are not known if the shapes of two stacks do not fit together.
 
     Args:
         selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.

@@ -182,7 +182,7 @@ def _plan(facts: PlanFacts) -> Plan:
 def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:
     """Return the plan for one file that holds the tensors of all files of a split GGUF model.
 
-    Name and metadata are those of the first file.
+    The joined file takes its name and metadata from the first file.
 
     shards: the plans of the files, at least one.
     """

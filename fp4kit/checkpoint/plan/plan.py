@@ -40,8 +40,8 @@ from fp4kit.recipes import Recipe
 class TensorPlan:
     """Record what happens to one source tensor, or to one weight with all tensors that store it, and why.
 
-    name, dtype, shape: those of the tensor. For a weight, name is that of the tensor with its values or codes, and
-        dtype and shape are Weight.dtype and Weight.shape.
+    name, dtype, shape: the name, dtype and shape of the tensor. A weight has the name of the tensor with its values or
+        codes; its dtype and shape are Weight.dtype and Weight.shape.
     action: one of the actions in job.py.
     reason: why this action was chosen, in words for the user.
     bytes_in: the number of bytes of the source tensors.

@@ -104,7 +104,7 @@ class PlanFacts:
             fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
 
     def _decisions(self) -> dict[str, Decision]:
-        """Return tensor name -> the decision whether it is converted, for all weights and all other tensors.
+        """Decide for all weights and all other tensors whether to convert them. Return a dict by tensor name.
 
         A weight is listed under the name of the tensor with its values or codes. Its other tensors, such as scales,
         are not listed. For unquantized output, only weights are listed.
@@ -192,7 +192,7 @@ class PlanFacts:
         )
 
     def _forms(self) -> dict[Container, dict[str, Weight]]:
-        """Return container -> the selected weights to write in it; {} for unquantized output.
+        """Group the selected weights by the container to write them in. Return {} for unquantized output.
 
         Weights that stay unquantized are left out. An AWQ layer that keeps its codes counts as a layer of
         Model-Optimizer's NVFP4.
@@ -205,7 +205,7 @@ class PlanFacts:
         return found
 
     def _groups(self) -> dict[str, str]:
-        """Return output module -> name of its group, for all modules that share a tensor scale with other modules.
+        """Name the group of each output module that shares a tensor scale with others. Return a dict by module.
 
         Return {} if the output container has no tensor scale.
 
@@ -221,7 +221,7 @@ class PlanFacts:
         return fused_layers.shared_amax_groups(modules)
 
     def _actions(self) -> dict[str, str]:
-        """Return tensor name -> the action that brings the weight into the output container, for all selected weights.
+        """Choose the action that brings each selected weight into its output container. Return a dict by tensor name.
 
         Return {} if the output is unquantized.
         """
@@ -261,7 +261,7 @@ class PlanFacts:
         return bool(have)
 
     def _input_amaxes(self) -> dict[str, np.float32]:
-        """Return output layer -> amax of its inputs, for the layers whose input scale is computed from activations.
+        """Return the amax of the inputs of each layer whose input scale is computed from activations, by output layer.
 
         Return {} if the user gives no activations. Layers that keep their codes and their own input scale are left out.
         Experts that saw no token are left out if Activations.unseen is "none".

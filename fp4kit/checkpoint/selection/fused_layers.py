@@ -93,7 +93,7 @@ def group_name(parent: str, fusion: Fusion) -> str:
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return module -> group name, for the modules that must share a tensor amax because loaders fuse them.
+    """Name the group of each module that must share a tensor amax because loaders fuse it. Return a dict by module.
 
     Modules that are alone in their group are left out. Experts that are stored separately have one group per expert. If
     experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert. A stack

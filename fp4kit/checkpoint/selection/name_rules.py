@@ -1,6 +1,6 @@
 """Decide by name which tensors must stay unquantized: an ordered list of rules, each of which may give a reason.
 
-The names in the rules are those of published models. A rule looks at one tensor's name, dtype and shape and at a few
+The rules use names from published models. A rule looks at one tensor's name, dtype and shape and at a few
 facts from config.json, never at other tensors. The converter (which sees all tensors) and a live export (which sees
 one at a time) therefore decide identically.
 
@@ -436,8 +436,8 @@ def _conv1d(tensor: Candidate) -> str | None:
 def _dtype(tensor: Candidate) -> str | None:
     """Return the reason why a tensor stays unquantized because of its dtype, such as integers; otherwise None.
 
-    None means that the dtype is a float type that fp4kit quantizes, or that the layer is already quantized in a known
-    container.
+    None means that fp4kit can quantize the dtype, which is a float type, or that the layer is already quantized in a
+    known container.
     """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"

@@ -60,7 +60,7 @@ def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifferen
 
 
 def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of config.json, then those of hf_quant_config.json, then those of the metadata."""
+    """Yield the differences of config.json, of hf_quant_config.json and of the metadata, in this order."""
     for place, a, b in (
         (CONFIG, left.config, right.config),
         (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config),

@@ -26,7 +26,7 @@ _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within t
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Return layer name -> the fault that explains its bytes, for the first few layers of ``names``.
+    """Find the faults that explain the bytes of the first few layers of ``names``. Return a dict by layer name.
 
     Layers without source rows, stacks of experts and very large layers are not examined. Examined layers whose fault is
     not found are left out of the result.

@@ -1,4 +1,4 @@
-"""Pair the layers and norms of a model directory with those of a GGUF file, whose names and row orders differ."""
+"""Pair the layers and norms of a model directory with a GGUF file, in which names and row orders differ."""
 
 from __future__ import annotations
 

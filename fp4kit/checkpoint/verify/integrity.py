@@ -242,10 +242,10 @@ def _unknown(container: str, names: list[str]) -> Issue:
 
 
 def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
-    """Return container name -> names of its layers, for the layers of a mixed checkpoint that are not in ``form``.
+    """Group the layers of a mixed checkpoint that are not in ``form`` by the names of their containers.
 
-    Layers that are checked together with those of ``form`` are left out, as in DeepSeek-V4. Return {} if ``form`` is
-    None.
+    Layers that are checked together with the layers of ``form`` are left out, as in DeepSeek-V4. Return {} if ``form``
+    is None.
 
     model: the checkpoint.
     form: the container that most layers have, from _form.

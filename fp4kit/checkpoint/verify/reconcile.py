@@ -94,9 +94,9 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Return fused layer -> part name -> weight, for the fused layers whose parts store different tensor scales.
+    """Find the fused layers whose parts store different tensor scales. Return their parts by layer and part name.
 
-    Return {} if all parts agree. The stored numbers are compared, because engines compare these. Two different divisors
+    Return {} if all parts agree. The stored numbers are compared, because engines compare them. Two different divisors
     may have equal reciprocals.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
@@ -133,7 +133,7 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 
 def _layers(source: Source) -> dict[str, Weight]:
-    """Return tensor name -> weight, for the layers whose tensor scale can be reconciled.
+    """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight.
 
     These are single layers with block scales and a tensor scale. Stacks of experts, swizzled layers and layers that
     store an amax as tensor scale are left out.

@@ -70,7 +70,7 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 
 
 def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
-    """Return weight name -> names of source tensors, for quantized weights that hold the transpose of these tensors.
+    """Find the quantized weights that hold transposed source tensors. Map weight name to names of source tensors.
 
     Such weights are not compared with the source. mlx-lm stores a part of DeepSeek's kv_b_proj in this way.
 
@@ -177,7 +177,7 @@ class ReencodedLayer:
     error: the error message if re-encoding failed; otherwise "".
     usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the matrix
         was re-encoded or has no source rows.
-    doubt: a warning that codes and scales hardly belong together; "" if nothing is odd.
+    doubt: a warning that the codes do not seem to belong to the scales; "" if nothing is odd.
     """
 
     check: Check
@@ -191,7 +191,7 @@ class ReencodedLayer:
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
-    """Yield a Check for every matrix that is quantized, or that was decoded from a quantized source.
+    """Yield a Check for every matrix that is quantized or was decoded from a quantized source.
 
     stored: the weights of the checkpoint.
     found: the source rows of matrices, from origins_of; empty without a source.
@@ -245,7 +245,7 @@ def checks_of_restored(
 
 
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Return layer name -> name of its group, for the layers that share a tensor scale with other layers."""
+    """Name the group of each layer that shares a tensor scale with other layers. Return a dict by layer name."""
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
     )

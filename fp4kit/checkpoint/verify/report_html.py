@@ -343,7 +343,7 @@ def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
 
 
 def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
-    """Return kind of layer -> mark. Any 140 successive kinds have different marks."""
+    """Return the mark of each kind of layer, by kind. Any 140 successive kinds have different marks."""
     return {
         kind: _Mark(_COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)], _SHAPES[i % len(_SHAPES)])
         for i, kind in enumerate(kinds)
@@ -393,7 +393,7 @@ _COLUMNS = (
 
 
 def _columns(report: VerifyReport) -> tuple[_Column, ...]:
-    """Return the columns of the table: all, without those in which all of several layers have equal cells."""
+    """Return the columns of the table. If there are several layers, omit columns in which all cells are equal."""
     if len(report.layers) < 2:
         return _COLUMNS
     name, *others = _COLUMNS

@@ -63,7 +63,7 @@ from fp4kit.storage.split_gguf import whole_path
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Report on one layer or stack of experts that is quantized, or that was decoded from a quantized source.
+    """Report on one layer or stack of experts that is quantized or was decoded from a quantized source.
 
     name: the name of the layer.
     format: the name of the container in which the layer is stored, or its dtype if it is unquantized.
@@ -184,7 +184,7 @@ class Verification:
     def nbytes(self) -> int:
         """The number of bytes that ``execute`` reports to options.progress in total.
 
-        They are bytes of the source, or of the checkpoint if there is no source.
+        The bytes are read from the source, or from the checkpoint if there is no source.
         """
         return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
 
@@ -244,8 +244,8 @@ def prepare(
 ) -> Verification:
     """Prepare a verification for ``execute``, without reading the values of layers.
 
-    Headers, configs and scalars are read, layers are matched with those of the source, and the requirements of engines
-    are checked.
+    Headers, configs and scalars are read, layers are matched with the layers of the source, and the requirements of
+    engines are checked.
 
     Args:
         destination: the model directory, GGUF file or safetensors file to verify.
@@ -307,7 +307,7 @@ def _opened(root: Path) -> Checkpoint:
 
 
 def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
-    """Return tensor name -> stored value, for the tensor scales and input scales of all layers except stacks."""
+    """Return the stored tensor scales and input scales of all layers except stacks, by tensor name."""
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
     places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
@@ -323,7 +323,7 @@ def _settings(
 ) -> tuple[Settings, list[Issue]]:
     """Return how the checkpoint was made, and warnings if the records about this are unknown or contradict each other.
 
-    The records are those in the manifest and the config. What the user gives has precedence over them.
+    The records are in the manifest and the config. What the user gives has precedence over them.
 
     model: the checkpoint.
     wanted: the recipe that the user gives, or None.
@@ -438,9 +438,9 @@ def _restored(model: Checkpoint, original: Source) -> list[SplitLayer | ExpertSt
 
 
 class _SourceComparison:
-    """Match the tensors of a checkpoint with those of its source, and decide which to compare.
+    """Match the tensors of a checkpoint with the tensors of its source, and decide which to compare.
 
-    checks: the matrices that are quantized in the checkpoint, or that were decoded from a quantized source.
+    checks: the matrices that are quantized in the checkpoint or were decoded from a quantized source.
     unneeded: the names of tensors of the source that the checkpoint does not need.
     copies: (stored, source) pairs of all other tensors that both have under one name, with equal shapes, and with equal
         dtypes or two float dtypes.
@@ -539,7 +539,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
 
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
-    """Compare an unconverted tensor with that of the source. Return (``stored``, number of bytes that differ)."""
+    """Compare an unconverted tensor with its source tensor. Return (``stored``, number of bytes that differ)."""
     return stored, reencode.differing_bytes(stored, source)
 
 
