@@ -30,7 +30,8 @@ class DotAdd:
         fraction_bits: bits after the point that a shifted term keeps, 1 to 40.
         output_bits: bits after the point that the result keeps, 1 to 23.
         zero_exponent: the exponent of a term that is zero.
-        group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k is a multiple.
+        group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k must be a multiple
+            of group.
 
     Raises:
         TypeError: a field is not an int.

@@ -206,7 +206,7 @@ def is_distributed(x: Any) -> bool:
 
 
 def way_to_local(variable: str) -> str:
-    """Return the end of an error message for a DTensor: how to get a plain tensor from it.
+    """Return the end of an error message about a DTensor, which tells the user how to get a plain tensor from it.
 
     variable: the expression for the DTensor in the caller's code, such as "x".
     """

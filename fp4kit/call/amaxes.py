@@ -229,14 +229,14 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 def clip_amax(call: Any, given: Any) -> Any:
     """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None.
 
-    Its shape is the one that reshape_clip_amax gives it. Values on a device are not read.
+    reshape_clip_amax decides the shape of the result. Values on a device are not read.
 
     Args:
         call: the parsed call.
         given: the limit as the caller passed it.
 
     Raises:
-        TypeError: the limit is not real, or is an array on a device that is not float32.
+        TypeError: the limit is not real, or it is an array on a device with a dtype other than float32.
         ValueError: a value is negative, or the shape does not fit.
     """
     if given is None:

@@ -22,7 +22,7 @@ from fp4kit.quantized.container import Quantized
 MAX_CALLS = 256  # the largest number of entries; adding another one first clears the cache
 Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
-# The cached call of each key. None records that the engine does not support one, so that it does not try again.
+# The cached call of each key. None records that the engine cannot make one, so that it does not try again.
 _CALLS: dict[Key, Callable[..., Any] | None] = {}
 # True if only the specification computes on NumPy arrays, as within fp4kit.specification().
 specification_only: ContextVar[bool] = ContextVar("specification_only", default=False)

@@ -30,7 +30,8 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 def numbered(op: str, i: int, text: str) -> str:
     """Return `text`, the error message of a single call, changed to name the grouped operation op and tensor i.
 
-    The argument that the message names is numbered. If it names none, the text is put after "xs[i]: ".
+    If the message begins with the name of an argument, that name gets the index i: "x" becomes "xs[2]", for example.
+    Otherwise, "xs[i]: " is put before the text.
     """
     text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
     argument = _ARGUMENT.match(text)

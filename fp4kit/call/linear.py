@@ -28,7 +28,7 @@ from fp4kit.units import from_spec as unit_from_spec
 
 OP = "linear"
 BACKWARD = ("straight-through", "high-precision", "quantized")
-# The error of differentiating the gradients of "quantized".
+# The error message for a caller who differentiates the gradients of backward="quantized" again.
 NO_SECOND_GRADIENT = f"{OP}: the gradients of backward='quantized' have no gradients; pass backward='straight-through'"
 _FLAGS: dict[str, Hadamard] = {"False": False, "True": True, "no_signs": "no_signs"}
 

@@ -319,7 +319,7 @@ def _check_multiplied(op: str, name: str, r: Recipe) -> None:
 
 
 def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
-    """Raise ValueError unless a unit multiplies operands of two recipes. names: the operands in the message.
+    """Raise ValueError unless unit u can multiply operands of recipes a and b. names: their names in the message.
 
     The unit "dequantized" accepts all recipes.
     """
@@ -367,7 +367,7 @@ def step_of(
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
-    """Return the kind of two operands: the name of a field of Unit; None if no unit multiplies such a pair."""
+    """Return the name of the Unit field that multiplies two operands, or None if no unit multiplies such a pair."""
     elements = {a.element, b.element}
     if a.scales is None and b.scales is None:
         if elements in ({"float16"}, {"bfloat16"}):

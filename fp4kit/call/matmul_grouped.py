@@ -158,7 +158,7 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
-    """Return m_indptr as a list of numbers. On a GPU, it is copied to the host.
+    """Return m_indptr as a list of ints. An array on a GPU is copied to the host.
 
     Raise TypeError unless it consists of integers. Raise ValueError unless it has count + 1 entries from 0 to `rows`
     that do not decrease.

@@ -154,7 +154,7 @@ def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 def _span(a: Any) -> tuple[int, int]:
     """Return the span of a CuPy or PyTorch array: its first address, and the address after its last byte.
 
-    Return (0, 0) for an array without elements and for anything else.
+    Return (0, 0) for an array without elements, and for any object that is not such an array.
     """
     if hasattr(a, "data_ptr"):
         start, is_dense, nbytes = a.data_ptr(), a.is_contiguous(), a.nbytes

@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes: the largest store of a kernel
 
 
 def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: its name in the message.
+    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: how the message calls out.
 
     The error is TypeError for anything that is not a NumPy array, and ValueError otherwise.
     """

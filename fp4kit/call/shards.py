@@ -97,7 +97,8 @@ class Partition(NamedTuple):
     def offsets(self, unit: int) -> np.ndarray:
         """Return the offset of each shard among all shards of its process, in units of ``unit`` elements.
 
-        A process stores its shards one after another, in the order of the matrices: int64 (processes, matrices).
+        A process stores its shards one after another, in the order of the matrices. The result is an int64 array of
+        shape (processes, matrices).
         """
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths

@@ -75,9 +75,9 @@ def _is_whole(*arrays: Any) -> bool:
 
 
 class _MatrixCall(NamedTuple):
-    """Hold what a QuantizeCall and a FakeQuantizeCall have in common.
+    """Hold the fields that QuantizeCall and FakeQuantizeCall share.
 
-    prototype: the arguments of the call of the C library, without addresses.
+    prototype: the arguments that the C library takes, with all addresses still unset.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
     """
 

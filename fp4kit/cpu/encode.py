@@ -140,7 +140,7 @@ class Tiles(NamedTuple):
                 )
 
     def count_tiles(self, rows: slice, columns: slice) -> int:
-        """Return the number of tiles of a slab. rows, columns: the slab."""
+        """Return the number of tiles in the slab that has the given rows and columns."""
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:

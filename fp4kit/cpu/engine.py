@@ -84,7 +84,8 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call, min_elements: int | None = None) -> None:
     """Raise Declined if the engine does not support a call, or is not faster than the specification for it.
 
-    min_elements: the number of elements from which on the engine is faster; None takes it from coverage.MIN_ELEMENTS.
+    min_elements: the smallest number of elements for which the engine is faster. None takes it from
+    coverage.MIN_ELEMENTS.
     """
     if min_elements is None:
         min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]

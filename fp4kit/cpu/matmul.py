@@ -93,7 +93,10 @@ def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
 
 @np.errstate(all="ignore")
 def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of all codes, and 2^exponent of each with the exponents of reference.matmul.as_terms."""
+    """Return two arrays with one entry per code: its value, and 2^exponent.
+
+    reference.matmul.as_terms gives the exponent.
+    """
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 

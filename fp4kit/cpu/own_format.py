@@ -93,7 +93,7 @@ def _with_unit_element(r: Recipe) -> Recipe:
 
 
 def _values(f: ElementFormat, size: int) -> np.ndarray:
-    """Return the float32 values of the codes from 0 to size - 1. Bits above those of the format are ignored."""
+    """Return the float32 values of codes 0 to size - 1. Bits beyond the width of the format are ignored."""
     return decode(np.arange(size, dtype=np.uint8), f)
 
 

@@ -84,9 +84,11 @@ _OWN_SEARCHES: dict[str, Callable[..., None]] = {
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """Return a call with the block amaxes that its recipe's search chooses, as reference.search_factors.searched does.
+    """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses.
 
-    Return the call unchanged if the recipe has no search. amax: the tensor amax.
+    If the recipe has no search, return the call unchanged. The result equals that of reference.search_factors.searched.
+
+    amax: the tensor amax, or None if the recipe has no tensor scale.
     """
     r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
     if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and own is None):

@@ -76,10 +76,10 @@ def _held(array: Any) -> str:
 
 
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
-    """Return (name, text) facts: the format and layout of the block scales, and the range of the finite scales.
+    """Return (name, text) pairs that describe the format, layout and finite range of the scales of q.
 
-    Without block scales, the range is that of the tensor scales. A fact that the Quantized lacks is left out. found:
-    the statistics of q.
+    The range describes the block scales, or the tensor scales if q has no block scales. Pairs that do not apply to q
+    are left out. found: the statistics of q.
     """
     facts = (
         [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]

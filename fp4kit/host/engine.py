@@ -420,7 +420,8 @@ def _fake_matrix(
 def clip_amax(call: Call) -> np.ndarray:
     """Return the clip limit of fake_quantize_backward, float32, for a caller who passes none.
 
-    This is the amax from which the recipe's tensor scale is made; without a tensor scale, the amax of the whole array.
+    The limit is the amax from which the recipe's tensor scale is made. If the recipe has no tensor scale, the limit is
+    the amax of the whole array.
     """
     return compute_tensor_amax(call.moved, call.recipe)
 
@@ -462,7 +463,7 @@ def transpose(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed.
 
-    packed, scales: the codes and block scales of q. The new scales are in q's layout, too.
+    packed, scales: the codes and block scales of q. The returned scales have the scale layout of q.
     codes_of: a function (packed, packing) that transposes the codes of one matrix.
     """
     *lead, M, K = q.moved_shape

@@ -55,8 +55,8 @@ def linear(
 
         y = matmul(quantize(x, recipe_x), quantize(w, recipe_w), unit=unit, out_dtype=out_dtype)
 
-    So a W4A4 layer can be trained and evaluated on hardware without FP4. The functions in the formula are those of
-    fp4kit. Before quantization, x is reshaped to a matrix (M, K), so a tensor scale covers all of x.
+    The formula uses fp4kit.matmul and fp4kit.quantize. With it, a W4A4 layer can be trained and evaluated on hardware
+    without FP4. Before quantization, x is reshaped to a matrix (M, K), so a tensor scale covers all of x.
 
     backward="straight-through" gives the gradients of the product of the dequantized operands, as if nothing had been
     rounded:
@@ -69,7 +69,7 @@ def linear(
 
     backward="high-precision" multiplies by the unquantized x and w instead, in the same way. Both are the backward
     passes of Transformer Engine's row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"), where
-    they are called backward_override="dequantized" and "high_precision". It multiplies in bfloat16.
+    they are called backward_override="dequantized" and "high_precision". Transformer Engine multiplies in bfloat16.
 
     backward="quantized" computes both gradients as Transformer Engine's NVFP4 recipe does, from operands that are
     quantized along the axis of the sum:
@@ -103,7 +103,7 @@ def linear(
         A new array (..., N) of out_dtype, on the device of x.
 
     Raises:
-        TypeError: x or w is no array of JAX or NumPy, or a dtype is none of these dtypes.
+        TypeError: x or w is not an array of JAX or NumPy, or its dtype is not one of the three above.
         TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
         ValueError: w is a Quantized, for "high-precision".

@@ -66,7 +66,7 @@ def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> t
 
     The engine's function to call with these arguments is plain_amax if recipe is None, and amax otherwise.
 
-    op: the public function that error messages begin with. Errors are those of amax.
+    op: the name of the public function, with which error messages begin. Raises the errors that amax raises.
     """
     if recipe is None:
         (x,) = import_arrays(op, x=x)

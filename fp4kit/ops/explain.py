@@ -274,10 +274,10 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
-    """Return the call of the block that holds an element, and the element's row and column in the block.
+    """Return a call for only the block that holds an element, and the element's row and column in that block.
 
-    The tensor amax of the whole array is passed to this call. Without blocks, the "block" consists of the codes that
-    fill whole bytes.
+    The returned call uses the tensor amax of the whole array. If the recipe has no blocks, the fewest neighboring
+    elements whose codes fill whole bytes take the place of the block.
     """
     r, moved = call.recipe, call.moved
     where = (*index[: call.axis], *index[call.axis + 1 :], index[call.axis])

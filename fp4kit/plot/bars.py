@@ -99,7 +99,7 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
 
     Returns:
         The Axes, with one bar per source. The scale is logarithmic. Hatched bars are sums of other bars. A source
-        without an error has no bar and the label "none".
+        without an error has the label "none" in place of a bar.
 
     Raises:
         TypeError: budget is not an ErrorBudget.

@@ -70,9 +70,9 @@ class Quantized:
             K) for wider elements: one code per byte.
         block_scale: the bit patterns of the block scales, uint8 (..., K/block), padded and permuted by scale_layout.
             Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales.
-        tensor_scale: float32 scale that multiplies on decode. () for one per tensor, (E,) for one per expert of an x
-            with three or more dimensions, x'.shape[:-1] for one per row, (..., K/block) for one per block. None if the
-            recipe has none.
+        tensor_scale: the float32 scales by which decoding multiplies. The shape is () for one per tensor, (E,) for one
+            per expert of an x with three or more dimensions, x'.shape[:-1] for one per row, (..., K/block) for one per
+            block. None if the recipe has no tensor scale.
         tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
             unknown, as in a checkpoint. Decoding does not need it: a rule that reads the amax uses the one that
             tensor_scale implies (reference/implied_amax.py).
@@ -196,7 +196,7 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise ValueError. Its message states the shape of the part `name` and the shapes that are allowed."""
+        """Raise a ValueError that states the shape of the part `name` and the shapes that are allowed."""
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")

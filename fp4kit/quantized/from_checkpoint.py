@@ -142,7 +142,7 @@ def _packed(op: str, codes: Any) -> Any:
 
 
 def _bits(array: Any) -> Any:
-    """Return the memory of an array with one byte per element as uint8."""
+    """Return an array with one byte per element, viewed as uint8. A uint8 array is returned unchanged."""
     return array if array.dtype == np.uint8 else array.view(np.uint8)
 
 

@@ -21,7 +21,10 @@ NEVER_NAN = ("te_primary_weight", "compressed_tensors", "fp8_transformers")
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the packed codes of an array. moved_shape: its shape with the quantized axis last."""
+    """Return the shape of the packed codes of an array.
+
+    moved_shape: the shape of the array with the quantized axis last.
+    """
     *lead, K = moved_shape
     return (*lead, recipe.element.packing.length(K))
 

@@ -41,10 +41,10 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Return the index that selects block scales in the layout of q, given the index that selects them if linear.
+    """Convert an index into linear block scales to an index into the block scales of q, which may be swizzled.
 
-    Swizzled scales can be selected only by whole rows of tiles, whose bytes fill exactly that many rows of the padded
-    array.
+    The rows of the index must begin at a tile. For swizzled scales, the returned index covers all columns and is
+    extended to whole rows of tiles. For linear scales, `index` is returned.
     """
     if q.scale_layout == "linear":
         return index

@@ -153,7 +153,7 @@ class Recipe:
         check_recipe(self)
 
     def __repr__(self) -> str:
-        """Return Recipe('id')."""
+        """Return "Recipe('id')", where id is the id of the recipe."""
         return f"Recipe({self.id!r})"
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ class Recipe:
 def producer_of(id: str) -> str:
     """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors.
 
-    It is "" for an id without a hyphen. Words after the id, such as "with block=(1, 32)", are left out.
+    Return "" for an id without a hyphen. Words after the id, such as "with block=(1, 32)", are ignored.
     """
     without_format = id.partition(" ")[0].partition("-")[2]
     return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
@@ -230,7 +230,7 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return r with the decode rule that its producer's fake quantizer uses, so that fake_quantize can decode by it.
+    """Return r with the decode rule of its producer's fake quantizer, which fake_quantize uses.
 
     If the producer's fake quantizer has no decode rule of its own, r itself is returned.
     """

@@ -73,11 +73,11 @@ def check_recipe(r: Any) -> None:
 def can_be_repacked(r: Any) -> bool:
     """Return whether the other fields of a recipe allow repacked=True.
 
-    Repacking recomputes codes as auto-round does when it packs them. It needs float elements and a block rule with
-    apply "multiply", and neither four_over_six nor nan_is_max.
+    Repacking recomputes codes as auto-round does when it packs them. The recipe must have float elements and a block
+    rule with apply "multiply". It must not set four_over_six or nan_is_max.
 
-    With E4M3 scales, signs "negative" and "not_positive" are excluded. Repacking would change the sign of the code of
-    zero for small elements, and the fast paths of the engines do not make that change.
+    If the scales are E4M3, signs must not be "negative" or "not_positive". Repacking would then change the sign of zero
+    codes of small elements, and the fast paths of the engines do not make that change.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     keeps_signs = r.scale == E8M0 or r.sign in ("signbit", "unsigned_zero")

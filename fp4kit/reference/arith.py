@@ -143,8 +143,8 @@ def moved_by(b: np.ndarray) -> np.ndarray:
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a / b as the PTX instruction div.full.f32 computes it on sm_90, which Triton uses for float32 division.
 
-    It computes a * rcp.approx(b), after scaling both operands by a power of two (moved_by). The result need not be the
-    float nearest to a / b.
+    The instruction scales both operands by a power of two (moved_by), and then computes a * rcp.approx(b). The result
+    need not be the float nearest to a / b.
     """
     moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)

@@ -60,7 +60,7 @@ class BlockRule(NamedTuple):
 
 
 def _is_zero(amax: np.ndarray) -> np.ndarray:
-    """Return whether an amax counts as zero in arithmetic that flushes subnormals: whether it is zero or subnormal."""
+    """Return True where an amax is zero or subnormal, so that arithmetic which flushes subnormals treats it as zero."""
     return np.abs(amax) < FLT_MIN
 
 

@@ -434,9 +434,9 @@ def factor_aiter(
 def code_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return E4M3(max(amax, 6 * 2^-9) / 6), the scale code of each block in DeepSeek-V4's compressed KV cache.
 
-    6 stands for the largest element value. So the code is at least 1, also for a block of zeros. Codes saturate at 448,
-    and NaN gives a NaN code. By the default factor, elements are divided by the value of the code. tensor and dtype are
-    not used. Source: DeepSeek-V4 inference/kernel.py.
+    6 stands for the largest element value. The code is at least 1, even for a block of zeros. Codes saturate at 448,
+    and NaN gives a NaN code. The default factor divides elements by the value of the code. tensor and dtype are not
+    used. Source: DeepSeek-V4 inference/kernel.py.
     """
     largest = recipe.element.max
     return encode_e4m3_scale(np.maximum(amax, largest * E4M3.min_subnormal) / largest)

@@ -73,8 +73,8 @@ def factor_e8m0_floor_018(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in torchao 0.18.0: 2^(127 - code).
 
-    For code 0, which stands for 2^-127, the factor is 2^126, because torchao divides by 2^-126 at least. For code 255
-    it is 0, because torchao divides by infinity. amax, tensor, recipe and dtype are not used.
+    Code 0 stands for 2^-127, but its factor is 2^126, because the smallest divisor of torchao is 2^-126. Code 255 has
+    the factor 0, because torchao divides by infinity. amax, tensor, recipe and dtype are not used.
     """
     return np.where(codes == 0, MIN_NORMAL_INVERSE, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 

@@ -38,9 +38,9 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
 
     An axis without elements gives 0.
 
-    axis: one axis, a tuple of axes, or None for all axes, which gives ().
+    axis: one axis, a tuple of axes, or None. None reduces all axes, so the result has the shape ().
 
-    The field recipe.amax_nan decides about NaN elements:
+    The field recipe.amax_nan decides how NaN elements count:
 
     - "propagate": a NaN gives NaN.
     - "ignore": NaN elements are left out. If all elements are NaN, the result is 0.

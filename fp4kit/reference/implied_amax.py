@@ -32,8 +32,8 @@ FEW = 64  # the largest number of scales whose interval is kept
 def covered_range(recipe: Recipe) -> np.float32:
     """Return the tensor amax for which the tensor scale is 1.
 
-    It is tensor_rules.amax_range for amax rules. For others, it is tensor_rules.full_range if the recipe has block
-    scales, otherwise the largest element value.
+    For amax rules, the result is tensor_rules.amax_range. For other rules, it is tensor_rules.full_range if the recipe
+    has block scales, otherwise the largest element value.
     """
     if recipe.is_custom:
         return amax_range(recipe)

@@ -44,7 +44,7 @@ class Factor(NamedTuple):
     block: int
 
     def values(self) -> np.ndarray:
-        """Return element * block scale: float64 (rows, K), exact."""
+        """Return the exact products of elements and their block scales, as a float64 array of shape (rows, K)."""
         values = np.ldexp(*self.elements)
         return values if self.scales is None else values * np.ldexp(*self.scales).repeat(self.block, axis=-1)
 
@@ -192,7 +192,7 @@ def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotA
     Each chain starts at zero. The chains are added to C in float32, to nearest even. The last chain may be shorter.
     If K is 0, c itself is returned.
 
-    step: the step of the chains, whose k divides promote and K.
+    step: the step by which the elements of a chain are added. Its k divides promote and K.
     """
     for start in range(0, a.elements.significand.shape[-1], promote):
         stop = start + promote

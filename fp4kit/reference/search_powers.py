@@ -86,7 +86,7 @@ def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Itera
     it. Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1].
 
     amax: the block amaxes.
-    code: the scale codes that they give.
+    code: the scale code that each block amax gives.
     """
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias

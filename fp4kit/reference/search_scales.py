@@ -167,8 +167,9 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
     """Return the sum of weight * d^power over the last axis for d >= 0, or the largest weight * d if power is infinite.
 
-    If weights is None, each weight is 1. Terms are added in the order of `squared`. d^power is computed by
-    reference/pow.py and rounded to float32. Its product with the weight and each sum are rounded once.
+    If weights is None, each weight is 1. The terms are added in the order that `squared` uses. reference/pow.py
+    computes d^power and rounds it to float32. The product of d^power and the weight is rounded once, and so is each
+    sum.
     """
     terms = d if power in (1, np.inf) else raised(d, power).astype(np.float32)
     terms = (terms if weights is None else weights * terms).reshape(*d.shape[:-1], -1, 4)

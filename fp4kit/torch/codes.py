@@ -34,9 +34,9 @@ def quantize(
     hadamard: str,
     block_amax: Tensor | None,
 ) -> list[Tensor]:
-    """Return the arrays of fp4kit.quantize(x, ...), without those that are None.
+    """Return the arrays of fp4kit.quantize(x, ...) that are not None, as new tensors.
 
-    Their order is packed, block_scale, tensor_scale, tensor_amax. They are new tensors.
+    The tensors come in the order packed, block_scale, tensor_scale, tensor_amax.
 
     Args:
         x: float32, float16 or bfloat16 tensor.

@@ -28,7 +28,7 @@ _INT64 = 2**63
 def _spec(recipe: Any) -> str:
     """Return the string that stands for a Recipe in an operator's arguments.
 
-    Under torch.compile the string is a constant of the graph. The graph is compiled again for another Recipe.
+    Under torch.compile, the string is a constant of the graph. So PyTorch compiles the graph again for another Recipe.
     """
     return to_spec(recipe)
 
@@ -40,7 +40,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def named_recipe(recipe: str | Recipe) -> str:
-    """Return the string that operators take for a recipe: an id unchanged, and a Recipe as _spec gives it."""
+    """Return the string by which operators name a recipe. For an id it is the id itself, for a Recipe that of _spec."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 

@@ -131,9 +131,10 @@ def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _clip_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return one gradient per argument of fake_quantize_grouped_backward; only its grads have one.
+    """Return the gradient of each argument of fake_quantize_grouped_backward: None for all arguments except grads.
 
-    That function is linear in its grads, so its gradient is `grads`, clipped in the same way.
+    fake_quantize_grouped_backward is linear in its grads. So their gradient is the incoming `grads`, clipped in the
+    same way.
     """
     count, limits = ctx.counts
     xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])

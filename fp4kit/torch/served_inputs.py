@@ -108,7 +108,7 @@ def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
 
 
 def add_hook(module: torch.nn.Module, hook: InputHook) -> None:
-    """Let a layer fake-quantize its inputs. A layer that does so already gets the new hook in place of the old one."""
+    """Let a layer fake-quantize its inputs by a hook. The new hook replaces the one that the layer may already have."""
     remove_hook(module)
     object.__setattr__(module, _HANDLE, module.register_forward_pre_hook(hook, with_kwargs=True))
 

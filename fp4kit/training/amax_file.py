@@ -17,7 +17,7 @@ FACTS = "fp4kit_amax"  # the metadata entry that encode writes
 
 
 def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a safetensors file with the arrays as tensors. Equal input gives equal bytes.
+    """Return the bytes of a safetensors file with the arrays as tensors. Equal arguments give equal bytes.
 
     The facts, such as the number of experts, are stored as JSON in one metadata entry.
     """

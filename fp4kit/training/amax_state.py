@@ -197,8 +197,8 @@ class AmaxState(Mapping[str, Any]):
     def checked(self) -> AmaxState:
         """Return the state with read-only NumPy arrays, after checking that no value is NaN or negative.
 
-        All GPU arrays of a device are copied in one copy. Raises ValueError, which names the first key with such a
-        value.
+        The arrays on each GPU are copied to the host in one transfer. Raises ValueError if a value is NaN or negative.
+        The message names the first key with such a value.
         """
         return AmaxState(check("checked", on_host(self.named)))
 

@@ -32,7 +32,7 @@ def check_communicator(op: str, comm: Any, *names: str) -> None:
 
 
 class Communicator(Protocol):
-    """Describe what a communicator must offer: a group of ``size`` processes, in which this one is number ``rank``."""
+    """Describe what a communicator must offer. This process is number ``rank`` in a group of ``size`` processes."""
 
     @property
     def rank(self) -> int:
@@ -80,7 +80,7 @@ class SingleProcess:
     size = 1
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return ``array`` itself: with one process, it is already the maximum."""
+        """Return ``array`` itself, because a single process already holds the maximum."""
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:

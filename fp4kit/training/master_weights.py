@@ -231,7 +231,7 @@ def _reduce(bits: Any, comm: Communicator) -> None:
 
 
 def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
-    """Concatenate the messages of all processes into ``gathered``. ``counts`` are the lengths of the messages."""
+    """Concatenate the messages of all processes into ``gathered``. ``counts`` holds the length of each message."""
     comm.all_gather(message, counts, gathered)
 
 
