@@ -112,7 +112,7 @@ def generate(root: Path, nbytes: int) -> None:
 
 
 def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call the function once per tuple of arguments, all at the same time, each in a new process of its own.
+    """Call the function once per tuple of arguments. All calls run at the same time, each in a new process.
 
     Return the results in the order of ``calls``.
     """

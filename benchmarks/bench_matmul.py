@@ -67,7 +67,7 @@ def on_host(q: Any, part: slice, unit: Any) -> np.ndarray:
     """Return the rows `part` (a slice) of the product of a matrix with its transpose, computed on the CPU.
 
     Args:
-        q: the matrix, as matmul takes it
+        q: the matrix, a Quantized or an array that matmul accepts
         part: the rows to compute
         unit: the matrix unit to imitate
     """

@@ -9,9 +9,9 @@ Gate and up share a tensor scale, because they are one matrix. These calls are t
 
 - "masters": MasterWeightsPlan.cast from float32 masters. They are cut into one shard per process, at odd elements of
   the concatenated matrices. Every process gets the whole layer.
-- "grouped": GroupedPlan.quantize from the float32 stacks of w13 and w2. Only with one process.
-- "tensors": convert_tensors from named bfloat16 tensors to those of a checkpoint, with linear scales. Only with one
-  process. It is timed on the host, for all tensors and, with `since`, for a step that changed no tensor.
+- "grouped": GroupedPlan.quantize from the float32 stacks of w13 and w2. It is timed only with one process.
+- "tensors": convert_tensors from named bfloat16 tensors to the tensors of a checkpoint, with linear scales. It is timed
+  only with one process and on the host, for all tensors and, with `since`, for a step that changed no tensor.
 
 Before and after the timing, every byte of "masters" and "grouped" is compared with quantize of each matrix.
 

@@ -85,8 +85,8 @@ def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> 
 def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, Any]:
     """Return a block to plot, in which three ways to choose the scale have clearly different errors.
 
-    It is the first block in which 4over6 has less than 0.8 of the squared error of amax, and mse has less than 0.6 of
-    that of 4over6. Raises IndexError if there is no such block.
+    In this block, the squared error of 4over6 is less than 0.8 times the error of amax. The error of mse is less than
+    0.6 times the error of 4over6. The first such block is returned. Raises IndexError if there is no such block.
 
     Args:
         name: the name of the layer.

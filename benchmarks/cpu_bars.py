@@ -196,7 +196,7 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
 
 
 def _growth(rows: list[CpuRow], name: str) -> float:
-    """Return the time per byte of the last row divided by that of the first row, by the smallest times of each.
+    """Return the smallest time per byte of the last row divided by the smallest time per byte of the first row.
 
     Return 1 if either row lacks the time `name`.
 

@@ -126,7 +126,7 @@ def fake_quantize(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
-    """Yield the cases of quantize and dequantize, or that of fake_quantize if the recipe has no codes."""
+    """Yield the cases of quantize and dequantize, or the case of fake_quantize if the recipe has no codes."""
     if fp4kit.recipe(recipe).fake_only:
         yield fake_quantize(recipe, x)
         return

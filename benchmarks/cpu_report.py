@@ -298,7 +298,7 @@ def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -
 
 
 def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
-    """Plot the times of other libraries divided by those of fp4kit, one line of the plot per row.
+    """Plot the times of other libraries divided by the times of fp4kit, on one line of the plot per row.
 
     Args:
         axes: the matplotlib axes to plot on

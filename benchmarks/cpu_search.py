@@ -17,7 +17,7 @@ RECIPE = "nvfp4-modelopt-mse"
 
 
 def cases(x: np.ndarray) -> Iterator[CpuCase]:
-    """Yield the cases of search_scales on a matrix, then that of quantize with RECIPE, which searches too.
+    """Yield the cases of search_scales on a matrix. Then yield the case of quantize with RECIPE, which searches too.
 
     The searches try all candidates, try only candidates near the amax, have column weights, or have Hessians.
     """
@@ -39,7 +39,7 @@ def cases(x: np.ndarray) -> Iterator[CpuCase]:
 def loop(x: np.ndarray) -> np.ndarray:
     """Return the block scale codes with the smallest squared errors, found by a loop over all E4M3 codes.
 
-    This is the NumPy baseline. For a few blocks, its codes differ from those of search_scales.
+    This is the NumPy baseline. For a few blocks, its codes differ from the codes that search_scales finds.
     """
     a = np.abs(x.astype(np.float32)).reshape(-1, 16)
     scales = a.max() / E2M1.max * (decode(np.arange(1, 127, dtype=np.uint8), E4M3) / E4M3.max)

@@ -192,7 +192,7 @@ def _plot_efficiencies(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
 
 
 def _plot_peers(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
-    """Plot the times of peers divided by those of fp4kit, one line of the plot per list of rows."""
+    """Plot the times of peers divided by the times of fp4kit, on one line of the plot per list of rows."""
     names = list(dict.fromkeys(name for rows in lines for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
     for y, rows in enumerate(lines):

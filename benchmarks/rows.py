@@ -156,7 +156,7 @@ class CpuRow(Row):
         return None if found is None else self.bytes / found.median / 1e3
 
     def ratio(self, over: str, under: str) -> float | None:
-        """Return the median time of the key `over` divided by that of the key `under`.
+        """Return the median time of the key `over` divided by the median time of the key `under`.
 
         Return None if either was not timed.
         """

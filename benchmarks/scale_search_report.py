@@ -40,7 +40,7 @@ def decibels(sums: Mapping[str, float], way: str) -> float:
 def total(record: Record, of: str) -> dict[str, float]:
     """Return {"signal" or a way: sum of squares over all layers}.
 
-    of: "weights" for the errors of weights, "outputs" for those of layer outputs.
+    of: "weights" to add up the errors of weights, "outputs" to add up the errors of layer outputs.
     """
     return {key: sum(layer[of][key] for layer in record["layers"]) for key in ("signal", *WAYS)}
 
@@ -48,7 +48,7 @@ def total(record: Record, of: str) -> dict[str, float]:
 def mean(record: Record, of: str, way: str) -> float:
     """Return the mean over layers of the SQNR in dB of one way to choose scales.
 
-    of: "weights" for the SQNR of weights, "outputs" for that of layer outputs.
+    of: "weights" for the SQNR of weights, "outputs" for the SQNR of layer outputs.
     """
     return float(np.mean([decibels(layer[of], way) for layer in record["layers"]]))
 

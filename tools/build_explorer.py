@@ -96,7 +96,7 @@ def left_out() -> str:
 
 
 def formats() -> dict[str, list[float | str | None]]:
-    """Return name -> list of the values of all codes, for every element and scale format that an offered recipe uses.
+    """Return {name: values of all codes} for every element and scale format that an offered recipe uses.
 
     NaN becomes None, and infinities become "Infinity" and "-Infinity", because JSON has neither.
     """

@@ -46,7 +46,7 @@ LARGEST = 1 << 21  # the largest number of products of elements per matrix produ
 
 
 def operand(x: DrawnOperand) -> Any:
-    """Return a drawn operand as matmul takes it: contiguous, with scales in the linear layout."""
+    """Return a drawn operand in the form that matmul accepts: contiguous, with scales in the linear layout."""
     codes = x.codes.values()
     if x.recipe is None:
         return as_float8(codes, x.dtype) if x.dtype.startswith("float8") else codes

@@ -132,9 +132,9 @@ SPEED = (  # (operation and recipe of a row in the GPU record, label in the pict
 
 
 def speed() -> str:
-    """Return the bar chart of times of some operations, of fp4kit and of the fastest other library.
+    """Return a bar chart of the times of some operations, in fp4kit and in the fastest other library.
 
-    A time is divided by that of a copy of as many bytes.
+    Each time is divided by the time of a copy that moves as many bytes.
     """
     record = json.loads((RESULTS / "h200.json").read_text())
     rows = {(row["operation"], row["recipe"]): row for row in record["rows"] if row["dtype"] == "bfloat16"}

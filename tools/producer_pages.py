@@ -147,8 +147,8 @@ def _drawn() -> np.ndarray:
 def _relative(r: Recipe) -> list[str]:
     """Return Markdown lines about the recipes of other producers that are closest to r on one random matrix.
 
-    First come the recipes that give the same bytes. Then comes the recipe with the fewest differing codes and scales,
-    shown on one block. Return an empty list if r cannot be compared (see `_bytes_of`), or if no other recipe can.
+    The lines first name the recipes that give the same bytes. Then they show the recipe with the fewest differing codes
+    and scales on one block. The list is empty if r cannot be compared (see `_bytes_of`), or if no other recipe can.
     """
     mine = _bytes_of(r)
     if mine is None:

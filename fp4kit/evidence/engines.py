@@ -81,7 +81,7 @@ class ComparedEngine:
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call ``function(*arguments, **options)`` on this engine, and return its result unchanged.
 
-        Arrays are those of the engine's library.
+        All arrays, arguments and results, belong to the engine's library (`put` converts NumPy arrays).
         """
         with self.computing():
             return function(*arguments, **options)

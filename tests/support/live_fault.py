@@ -22,7 +22,7 @@ def correct_parts(x, recipe="mxfp4-ocp"):
 def faulty(x, above):
     """Return the parts of x (m, k) with a wrong code in every block of 32 whose amax exceeds `above`.
 
-    The wrong code is that of element WRONG_ELEMENT of the block.
+    In each such block, the code of element WRONG_ELEMENT is wrong.
     """
     parts = correct_parts(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above

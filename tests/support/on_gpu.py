@@ -52,7 +52,7 @@ REPRESENTATIVE = (
 
 
 def gpu_only(test: T) -> T:
-    """Mark a test that says nothing about kernels run on the CPU; it is skipped without a GPU."""
+    """Mark a test that is meaningless for kernels that run on the CPU. The test is skipped without a GPU."""
     return pytest.mark.gpu(pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")(test))
 
 

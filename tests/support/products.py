@@ -72,7 +72,7 @@ def recorded(file: str) -> Iterator[Recorded]:
 def _kinds(case: str) -> tuple[list[str], Unit]:
     """Return (kinds of both operands, Unit) of a recorded product, from the first part of its name.
 
-    Kinds are those of KINDS, such as "nvfp4", "mx-e4m3" or "bf16".
+    Kinds are names listed in KINDS, such as "nvfp4", "mx-e4m3" or "bf16".
     """
     if case.startswith("fp8-cublaslt"):
         sm90 = fp4kit.unit("sm90")

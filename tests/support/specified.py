@@ -24,7 +24,7 @@ FIXTURES = {"host", "played_gpu", "away"}  # fixtures of simulated devices
 
 
 def holds_kernels(path: Path) -> bool:
-    """Return True if the path is that of a test file that compares kernels with NumPy."""
+    """Return True if the path names a test file that compares kernels with NumPy."""
     return KERNELS.fullmatch(path.with_suffix("").as_posix()) is not None
 
 

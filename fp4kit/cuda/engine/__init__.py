@@ -1,7 +1,7 @@
 """The operations of the CUDA engine: the functions of fp4kit/host/engine.py, for CuPy arrays.
 
-The functions launch kernels on the current stream of the device that holds the arrays. They do not wait for the device;
-quantize of an array without elements is an exception. Their results equal those of host/engine.py in every bit.
+The functions launch kernels on the current stream of the device that holds the arrays. They do not wait for the device,
+except quantize of an array without elements. Their results are bit-identical to the results of host/engine.py.
 
 There is one module per operation. The other modules are shared:
 

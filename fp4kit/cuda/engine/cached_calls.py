@@ -135,7 +135,8 @@ _GIVEN = ("tensor_amax", "")
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
     """Return a function that puts addresses into the order of a kernel's arguments.
 
-    The function takes a list of addresses: the address of x, those of the new arrays, and those of _GIVEN. It returns
+    The function takes a list of addresses: first the address of x, then the addresses of the new arrays, then the
+    addresses of the arrays named in _GIVEN. It returns
     the values of the kernel's pointers and words, with 0 for arguments without an array.
 
     new: the names that the kernel gives to the new arrays.
@@ -164,8 +165,8 @@ class QuantizeCall:
         pick: the function that orders the kernel's arguments, from _argument_picker.
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
-        new: allocates the arrays of row, then those of column, then one tensor_amax per result: that of column, then
-            that of row. The kernel writes the computed amax, or a copy of the caller's, into each tensor_amax.
+        new: allocates the arrays of row, the arrays of column, the tensor_amax of column and the tensor_amax of row, in
+            this order. The kernel writes the computed amax, or a copy of the caller's amax, into each tensor_amax.
     """
 
     library: ArrayLibrary

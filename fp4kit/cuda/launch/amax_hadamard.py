@@ -53,7 +53,7 @@ def _launch(
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ().
 
-    The result equals that of launch.matrix.amax with this mask on a transposed copy of x.
+    launch.matrix.amax with this mask returns the same value for a transposed copy of x.
 
     Args:
         x: contiguous (M, K); M is a multiple of 16.

@@ -88,7 +88,10 @@ def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
 
 
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
-    """Return the kernel in matmul_fp4.cu or matmul_fp8.cu that serves a call, as _launch takes it; None if none does.
+    """Return the tensor-core kernel that can compute a call, or None if no such kernel can.
+
+    The kernel is in matmul_fp4.cu or matmul_fp8.cu. It is returned as (function that compiles it, its arguments...),
+    which is the form that _launch takes.
 
     arrays: the codes of both operands, contiguous.
     """
@@ -151,7 +154,7 @@ class _Product(NamedTuple):
     """Hold what a launch needs for one product.
 
     Attributes:
-        kernel: the kernel, as _launch takes it.
+        kernel: the function that compiles the kernel, and the arguments of this function.
         dtype: the dtype of the result.
         tiles: the number of tiles.
         values: the values of the fields of _PRODUCT.

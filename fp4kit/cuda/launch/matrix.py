@@ -203,7 +203,8 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
     """Return, for each tensor scale, an amax for which the recipe gives this scale: float32 in the shape of the scales.
 
-    The result is -1 (implied_amax.UNKNOWN) where no amax gives the scale. It equals that of reference.implied_amax.
+    The result is -1 (implied_amax.UNKNOWN) where no amax gives the scale. It is bit-identical to the result of
+    reference.implied_amax.
 
     Args:
         amax: the stored tensor amaxes, or None. A stored amax is kept if the recipe gives the scale for it.

@@ -74,7 +74,8 @@ def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int, layout: str = "linear") -> Any:
     """Return a compiled kernel.
 
-    dtype: that of shards. grouped: True for the variant that computes many matrices. layout: the layout of scales, for
+    dtype: the dtype of the shards. grouped: True for the variant that computes many matrices. layout: the layout of
+    scales, for
     partial_scales.
     """
     names = {"kLayout": f"ScaleLayout::{layout}"} if kernel == "partial_scales" else {}

@@ -66,7 +66,7 @@ class Source(NamedTuple):
 
 
 def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> Source:
-    """Return the Source of some codes and scales, with memory for the range of its scales."""
+    """Return a Source for codes and scales, with new memory in which kernels store the range of the scales."""
     return Source(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
 
 

@@ -1,7 +1,7 @@
 """Launch the kernels that rotate blocks along an axis by a Hadamard transform or by given matrices.
 
-hadamard_rows.cu computes Hadamard transforms of blocks whose elements are neighbors in memory, and hadamard_columns.cu
-those of other blocks. Both need aligned arrays. rotate.cu does the rest.
+hadamard_rows.cu computes Hadamard transforms of blocks whose elements are neighbors in memory. hadamard_columns.cu
+computes Hadamard transforms of other blocks. Both need aligned arrays. rotate.cu does the rest.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Kernel(NamedTuple):
         dtype: the dtype of the elements.
         size: the number of elements of a block.
         contiguous: whether the elements of a block are neighbors in memory.
-        has_signs, has_matrices, inverse: whether there are signs, matrices instead of a Hadamard transform, and whether
-            signs apply to the results.
+        has_signs: whether elements or results are multiplied by signs.
+        has_matrices: whether matrices are given instead of a Hadamard transform.
+        inverse: whether signs apply to the results instead of the elements.
     """
 
     dtype: np.dtype

@@ -34,7 +34,7 @@ def with_fault(case: DrawnCase) -> DrawnCase:
 
 
 def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
-    """Return the shape of x with the quantized axis last. If x is a stack of experts, return that of one expert.
+    """Return the shape of x with the quantized axis last. If x is a stack of experts, return the shape of one expert.
 
     If the case's axis is out of range, the last axis counts as the quantized one.
     """

@@ -179,7 +179,7 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
     """Return values midway between the values of two codes, and the floats next to them. All are finite.
 
     Each run of 8 elements shares a power of two. In most runs the first element is the largest and has one of a few
-    chosen mantissas. The codes are those of one random element format.
+    chosen mantissas. All codes belong to one random element format.
     """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
@@ -234,7 +234,7 @@ def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype
 
 
 def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary with some infinities, all of one sign."""
+    """Return values from _ordinary in which some elements are replaced by infinities of one sign."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
     return x
@@ -351,7 +351,7 @@ def _module(a: Any) -> Any:
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
     """Return the view of the elements in ``whole``, a buffer of bytes that guarded() made.
 
-    shape, dtype: those of the view. Elements are ``step`` elements apart along the last axis.
+    shape, dtype: the shape and dtype of the view. step: the distance in elements along the last axis.
     """
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
@@ -399,7 +399,7 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return a copy of the packed codes ``before`` in which ranges of elements are those of ``packed``.
+    """Return a copy of the packed codes ``before``, with the codes of some ranges of elements replaced from ``packed``.
 
     Args:
         before: packed codes.
@@ -416,7 +416,8 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
 def _one_per_byte(a: Any, per_byte: int) -> Any:
     """Return packed codes as a flat array with one code per byte.
 
-    per_byte: the number of codes in a byte of ``a``, 1 or 2. Of two, the first is in the low four bits.
+    per_byte: the number of codes in a byte of ``a``, 1 or 2. If a byte has two codes, the first is in the low four
+    bits.
     """
     flat = a.reshape(-1).copy()
     if per_byte == 1:

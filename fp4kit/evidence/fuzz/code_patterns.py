@@ -105,7 +105,7 @@ def zero_runs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def with_special(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return finite codes with a few special ones. Formats without special codes keep their finite codes."""
+    """Return random finite codes, a few of which are replaced by special codes if the format has any."""
     codes = finite(rng, shape, c)
     if not c.special.size:
         return codes

@@ -32,7 +32,10 @@ def matmul(p: Program, case: DrawnCase) -> None:
 
 
 def _first(product: DrawnProduct, a: Ref, b: Ref) -> tuple[Ref, Ref]:
-    """Return the operands, two arrays, for the first matrix of a product of stacks, or for the first row of others."""
+    """Return references to the parts of operands `a` and `b` that give one matrix or one row of their product.
+
+    In a product of stacks, this is the product of the first matrices. Otherwise it is the product's first row.
+    """
     is_stack_a, is_stack_b = (x.codes.ndim > 2 for x in (product.a, product.b))
     return a[0:1] if is_stack_a or not is_stack_b else a, b[0:1] if is_stack_b else b
 

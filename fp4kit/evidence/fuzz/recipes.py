@@ -47,7 +47,7 @@ class Variant:
 
     @lazy_property
     def recipe(self) -> Recipe:
-        """The Recipe with the changes applied. Raises ValueError or TypeError if Recipe rejects them."""
+        """Return the Recipe with the changes applied. Raises ValueError or TypeError if Recipe rejects the changes."""
         base = RECIPES[self.id]
         return replace(base, **dict(self.changes)) if self.changes else base
 

@@ -138,7 +138,7 @@ def _compare(steps: list[Any], places: list[Place]) -> None:
 def ended(raised: list[Exception | None]) -> Ended:
     """Return (kind, text) of the verdict for a call that raised an exception on at least one engine.
 
-    The kinds are those of check.Verdict:
+    check.Verdict uses these kinds too:
 
     - "warning" or "raised": the exception is not a ValueError, TypeError or NotImplementedError; or the second engine
       raises an error and the specification does not.

@@ -66,7 +66,7 @@ def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
 
 
 def _one_matrix(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield, for a product of stacks, the product of their first matrices and that of their last matrices.
+    """Yield the product of the first matrices, then the product of the last matrices, if a product has stacks.
 
     Yield nothing for a product of two single matrices.
     """

@@ -50,9 +50,9 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``.
 
-    Recipes are split into groups by the bytes of the first array, then each group by those of the next array, and so
-    on. Three kinds of recipes are left out: those without block scales, those that only fake-quantize, and those with a
-    search. No other recipe gives the bytes of a search, and searches take long.
+    Recipes are split into groups by their bytes on the first array. Each group is then split by the bytes on the next
+    array, and so on. Three kinds of recipes are left out: those without block scales, those that only fake-quantize,
+    and those with a search. No other recipe gives the bytes of a search, and searches take long.
     """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}

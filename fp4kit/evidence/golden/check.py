@@ -259,8 +259,8 @@ class RecordedCase:
     def global_scale(self) -> np.ndarray:
         """Return MLX's recorded global scale, which is an amax.
 
-        A variant recorded with Metal that has no global scale uses that of the CPU variant. Raises KeyError if that has
-        none either.
+        If a variant recorded with Metal has no global scale, return the global scale of the CPU variant. Raises
+        KeyError if the CPU variant has none either.
         """
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"

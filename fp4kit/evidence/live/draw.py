@@ -59,7 +59,7 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements, or of at most four large blocks.
+    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements, or of at most four larger blocks.
 
     The number of columns is a multiple of the block and of ``multiple``. The number of blocks is often odd.
     """
@@ -162,7 +162,7 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
     """Return blocks whose amax is at most ULPS bit patterns from a value at which the recipe's block scale changes.
 
-    For recipes without block scales and for fake quantizers, return those of _near_powers.
+    For recipes without block scales and for fake quantizers, return the values of _near_powers.
     """
     if r.fake_only or r.scale is None:
         return _near_powers(rng, shape, dtype, r)

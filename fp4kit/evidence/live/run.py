@@ -197,7 +197,7 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 
 
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
-    """Yield (recipe id, call) for the calls to run, those of the requested recipes ``ids``.
+    """Yield (recipe id, call) for each requested recipe in ``ids`` whose call is to run.
 
     If a recipe is not stated for the installed versions, its call is not run, and the reason is stored in
     result.left_out. The counts of the others are set up in result.recipes.
@@ -230,7 +230,7 @@ def _between(first: str, version: str, last: str) -> bool:
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, to compare versions by: "0.19.0.dev3+cpu" -> (0, 19, 0).
+    """Return a key to compare versions by: the leading numbers, such as (0, 19, 0) for "0.19.0.dev3+cpu".
 
     Return () if the version does not begin with a number.
     """

@@ -146,8 +146,8 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
     """Return the bit patterns at which the specification's code rises, found by bisection; int64, ascending.
 
-    For each code c above that of bit pattern 1, up to that of ``last``, this is the smallest bit pattern whose code is
-    at least c. The code must not decrease as the bit pattern grows.
+    There is one entry per code c that is larger than the code of bit pattern 1 and at most the code of ``last``. The
+    entry is the smallest bit pattern whose code is at least c. The code must not decrease as the bit pattern grows.
 
     Args:
         specified: a function from an array of bit patterns (without signs) to their codes in the specification.

@@ -11,7 +11,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 
 
 def read_values(root: Path, layer: str) -> np.ndarray:
-    """Return the values (N, K) of a layer of a checkpoint; those of a quantized layer are float32."""
+    """Return the values (N, K) of a layer of a checkpoint. If the layer is quantized, the values are float32."""
     weight = inspect_checkpoint(root).layers[layer]
     with Readers() as readers:
         return np.concatenate([values_of(weight, slab) for slab in slabs(readers, weight)])

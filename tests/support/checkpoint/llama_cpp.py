@@ -75,7 +75,7 @@ def embedding(path: Path) -> np.ndarray:
 
 
 def main() -> None:
-    """Print, as JSON, the embedding that llama.cpp computes with the GGUF file that the command line names."""
+    """Print as JSON the embedding of TEXT that llama.cpp computes. The command line names the model's GGUF file."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()

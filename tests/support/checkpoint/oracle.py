@@ -191,7 +191,10 @@ def partners(name: str, names: Iterable[str]) -> list[str]:
 
 
 def amax(xs: Iterable[np.ndarray]) -> np.float32:
-    """Return the largest finite magnitude in all arrays; 0 if there is none."""
+    """Return the largest finite magnitude in the arrays, or 0 if none of their elements is finite.
+
+    Raises ValueError if `xs` is empty.
+    """
     finite = [np.abs(x.astype(np.float32)[np.isfinite(x.astype(np.float32))]).max(initial=0) for x in xs]
     return np.float32(max(finite))
 
@@ -269,7 +272,7 @@ def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
 
 
 def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
-    """Return those of the tensors that are in `names`, unchanged, as `load` would return them."""
+    """Return the tensors called `names` in the form that `load` returns: {name: (dtype name, shape, bytes)}."""
     return {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].tobytes()) for name in names}
 
 

@@ -24,8 +24,8 @@ struct alignas(16) StepWords {
   i32 groups[kGroups];
 };
 
-// What the check of a line's scales in one step needs. Scales of zero are left out. Without other scales, top is -1000
-// and bottom is 1000.
+// The exponents of a line's scales in one step, which a check of these scales needs. Scales of zero are left out. If
+// all scales are zero, top is -1000 and bottom is 1000.
 struct alignas(16) Exponents {
   double unit;  // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
   i32 top;      // the largest exponent of a scale
@@ -245,7 +245,7 @@ FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
 }
 
 // Add a step to the sums of rows `first` and `first` + 1 of a thread: exactly where no term loses bits, otherwise term
-// by term. The other arguments are those of add_step.
+// by term. add_step describes the other arguments.
 FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Step& s, Sums& sums, const Place& place,
                                       i64 matrix, i64 row, i64 column, i64 step) {
   for (int i = 0; i < kSide; ++i) {

@@ -15,8 +15,8 @@ struct PartialAmaxArguments {
   i64 block_at, tensor_at;
 };
 
-// The largest magnitudes that a thread has found. `block` is that of its current block. `tensor` is that of all of its
-// blocks, by the recipe's rule for the tensor's amax.
+// The largest magnitudes that a thread has found: `block` in its current block, and `tensor` in all of its blocks. The
+// recipe's rule for the tensor amax determines which elements count for `tensor`.
 struct Largest {
   float block, tensor;
 };
@@ -26,7 +26,7 @@ struct Largest {
 // finite elements; otherwise the caller raises it.
 //
 // If kWhole, the row is loaded 16 bytes at a time, so it must be within [s.first, s.last). Otherwise, elements that the
-// shard does not own count as 0. kAligned is that of read_whole.
+// shard does not own count as 0. read_whole describes kAligned.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   BlockAmax<R::kAmaxNan> row;

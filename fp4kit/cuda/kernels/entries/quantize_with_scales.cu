@@ -17,7 +17,7 @@ constexpr int kRun = 16;
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 
-// Load the run that begins at element `first`. If R::kHadamard, transform it. kAligned is that of read_run.
+// Load the run that begins at element `first`. If R::kHadamard, transform it. read_run describes kAligned.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);

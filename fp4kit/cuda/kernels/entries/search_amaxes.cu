@@ -107,8 +107,8 @@ struct Least {
 };
 
 // Find the multiple with the smallest loss for each amax. Store the amax times that multiple in a.out, and the loss in
-// a.least. If a.first is not 0, these multiples follow those of earlier launches, and a.out changes only if one of them
-// is better. If no loss is below infinity, take the first multiple.
+// a.least. If a.first is not 0, earlier launches have tried other multiples. Then a.out changes only if a multiple of
+// this launch is better. If no loss is below infinity, take the first multiple.
 template <Objective kObjective>
 FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
   __shared__ Least all[kThreads];

@@ -1,6 +1,6 @@
 // search_factors: for each block, find the multiple of its amax whose codes have the smallest squared error, and store
-// it. kFactors holds the multiples to try, in order. The results are those of reference/search_factors.py, operation by
-// operation.
+// it. kFactors holds the multiples to try, in order. The operations and results equal those in
+// reference/search_factors.py.
 //
 // A multiple is skipped if its scale equals that of the previous multiple or of the first one, because its error is
 // then the same and it would not win. The multiples after the first one rise. So all multiples with one scale are

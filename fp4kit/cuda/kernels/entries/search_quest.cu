@@ -1,5 +1,5 @@
-// search_quest: for each block, compute the amax that FP-Quant's method quest gives, and store it. The results are
-// those of search_quest in reference/search_factors.py, operation by operation.
+// search_quest: for each block, compute the amax that FP-Quant's method quest gives, and store it. The operations and
+// results equal those of search_quest in reference/search_factors.py.
 #include "exact_path.cuh"
 #include "hadamard.cuh"
 #include "quest.cuh"

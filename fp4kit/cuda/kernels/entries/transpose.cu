@@ -1,5 +1,5 @@
-// transpose: compute the codes and block scales of transposed matrices from those of a stack of matrices with square
-// blocks, without decoding.
+// transpose: transpose the codes and block scales of a stack of quantized matrices with square blocks, without
+// decoding.
 //
 // The struct S has these members: kBits (bits per code), kBlock, kLayout (of the scales), and kScaleWords. kScaleWords
 // is true if rows of scales begin at multiples of four bytes in the input and the output. kAligned is true if rows of

@@ -4,8 +4,8 @@
 
 #include "fast_path.cuh"
 
-// Store the sign bits of eight rows: those of the left column in signs[0], and those of the right column in signs[1].
-// The sign of row i is bit 4 i + 3. All other bits are undefined.
+// Store the sign bits of eight rows of two columns. The left column's signs go to signs[0], and the right column's
+// signs to signs[1]. The sign of row i is bit 4 i + 3. All other bits are undefined.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   u32 four[2];  // of rows 0 2 and of rows 1 3; two bytes of the left column, two of the right one
 #pragma unroll
@@ -17,9 +17,9 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   signs[1] = prmt(four[0], four[1], 0x7632u);
 }
 
-// Multiply eight rows of two bfloat16 columns with a power of two per column, and store the E2M1 codes of the left
-// column in words[0] and those of the right column in words[1]. `factors` holds the two powers of two as bfloat16. The
-// codes get the sign bits of `signs`, which holds one pair per row.
+// Multiply eight rows of two bfloat16 columns by a power of two per column, and encode them as E2M1. Store the codes of
+// the left column in words[0] and the codes of the right column in words[1]. `factors` holds the two powers of two as
+// bfloat16. The codes get the sign bits of `signs`, which holds one pair per row.
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
   u32 four[2];  // of rows 0 to 3 and of rows 4 to 7; bytes: left, right, left, right
 #pragma unroll

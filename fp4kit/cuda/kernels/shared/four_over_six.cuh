@@ -149,9 +149,10 @@ FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
 // Return approximately the sum of the errors of a row of a block, in units of amax_power. `a` holds the magnitudes of
 // the elements in these units; `small` and `unit` are fields of ApproximateScale.
 //
-// a * small is y * 2^-126. In that range, float32 has the steps of E2M1 with 22 more bits: its smallest normal exponent
-// is that of y in [1, 2), and its subnormals have the same step. So y is rounded to E2M1 by adding half of the range of
-// the 22 bits to the bit pattern, and clearing the 22 bits.
+// Let y be the magnitude of an element divided by the block's scale, so that E2M1 holds y rounded. `small` is chosen so
+// that a * small is y * 2^-126. Near 2^-126, float32 has the steps of E2M1, divided by 2^22: a y in [1, 2) has the
+// smallest normal exponent, and a y below 1 is subnormal with the same step. So this function rounds y to E2M1 by
+// adding 2^21 to the bit pattern and clearing the lowest 22 bits.
 template <class R>
 FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, float unit) {
   float error = 0.0f;

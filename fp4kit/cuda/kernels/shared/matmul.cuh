@@ -1,4 +1,4 @@
-// What the kernels of matrix products share: operands, arguments, tiles, the first sums and the results.
+// Types and functions that all kernels of matrix products use: operands, arguments, tiles, initial sums and results.
 #pragma once
 
 #include "codec.cuh"
@@ -44,7 +44,8 @@ struct ProductArguments {
   i64 step, promote, fraction_bits, output_bits, zero_exponent, sums, c_vanishes;
 };
 
-// A group of products, in device memory. ends[i] is the number of tiles of products 0 to i, and `tiles` that of all.
+// A group of products, in device memory. ends[i] is the number of tiles of products 0 to i. `tiles` is the number of
+// tiles of all products.
 struct ProductGroup {
   const ProductArguments* products;
   const i64* ends;

@@ -80,9 +80,9 @@ struct ScaleCodes {
 };
 
 // The set of E8M0 scales of amax * 2^j, computed with the recipe's own arithmetic. A candidate is a number j from
-// a.lower to a.upper, relative to a base. The base is 0. If kFromFloor, it is the j for which the exponent of the scale
-// is floor(log2(amax)) minus that of the largest element value. A j is a candidate only if its scale is 2^j times the
-// scale of the amax.
+// a.lower to a.upper, relative to a base. The base is 0 unless kFromFloor is true. If kFromFloor is true, the base is
+// the j for which the scale has the exponent floor(log2(amax)) - e, where e is the exponent of the largest element
+// value. A j is a candidate only if its scale is 2^j times the scale of the amax.
 template <class R, class In, bool kFromFloor>
 struct ScalePowers {
   static constexpr int kLanes = 4;

@@ -64,8 +64,8 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// Store the residuals of a row's 16 elements under a candidate in d, with the signs of the elements. kAny and `scaling`
-// are those of the function `residual`.
+// Store the residuals of a row's 16 elements under a candidate in d, with the signs of the elements. The function
+// `residual` describes kAny and `scaling`.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
                                  float (&d)[kSearchBlockSize]) {
