@@ -440,7 +440,7 @@ class Codebook(ElementFormat):
 
     @property
     def bits(self) -> int:
-        """Number of bits per code: 4, also if the table has fewer than sixteen values."""
+        """Number of bits per code. It is 4 even if the table has fewer than sixteen values."""
         return 4
 
     @property
@@ -490,7 +490,7 @@ class Codebook(ElementFormat):
 
     @property
     def nan_code(self) -> int:
-        """The code that `encode` gives a NaN: that of the largest value."""
+        """The code that `encode` returns for NaN, which is the code of the largest value."""
         return self.max_code
 
     @property
@@ -613,7 +613,10 @@ class PairedMicroexponents(Codebook):
         return super().encode(x, rounding, saturate=saturate, random=random)
 
     def nearest(self, x: np.ndarray) -> np.ndarray:
-        """Return the codes of pairs along the last axis of x, a float array, without checks: uint8, shaped as x."""
+        """Return uint8 codes in the shape of x, for the pairs along the last axis of the float array x.
+
+        Nothing is checked.
+        """
         return self.nearest_under(x, self.microexponents(x))
 
     def microexponents(self, x: np.ndarray) -> np.ndarray:

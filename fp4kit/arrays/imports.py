@@ -167,7 +167,7 @@ def device_name(x: Any, name: str = "x") -> str:
 
 
 def way_to_array(x: Any, variable: str) -> str:
-    """Return the end of an error message for an object that is not an array: how to get an array from it.
+    """Return the end of an error message about an object that is not an array, which tells how to get an array from it.
 
     variable: the expression for the object in the caller's code, such as "x".
     """
@@ -253,7 +253,7 @@ def check_tensor(x: Any, name: str = "x") -> None:
 def _check_grad(x: Any, name: str) -> None:
     """Raise ValueError for a tensor that requires grad, because fp4kit's own functions carry no gradient.
 
-    Nothing is raised if grad mode is off. A Parameter is accepted too, except by the functions of DIFFERENTIABLE, whose
+    If grad mode is off, do nothing. A Parameter is accepted too, except by the functions in DIFFERENTIABLE, whose
     results usually need a gradient.
     """
     torch, op = sys.modules["torch"], name.partition(":")[0]
@@ -284,7 +284,7 @@ def _require_host(device: str, name: str) -> None:
 
 
 def _detached(x: Any) -> Any:
-    """Return a PyTorch tensor detached from its autograd graph, because PyTorch does not export one that requires grad.
+    """Return a PyTorch tensor detached from its autograd graph. PyTorch exports no tensor that requires grad.
 
     Any other object is returned unchanged.
     """

@@ -124,8 +124,8 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 def check_clip_amax(op: str, amax: Any) -> Any:
     """Return the clip limit of a gradient as float32. Raise ValueError for negative values.
 
-    NaN is allowed: no |x| is below it, so the gradient is 0. An abstract array, which has no values yet, is not checked
-    for negative ones. Raise TypeError if the limit is not real.
+    NaN is allowed. It makes the gradient 0, because no |x| is below NaN. The values of an abstract array are not known
+    yet, so they are not checked. Raise TypeError if the limit is not real.
     """
     amax = as_real(op, "amax", amax)
     if isinstance(amax, AbstractArray):

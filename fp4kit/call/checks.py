@@ -89,7 +89,7 @@ def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
 
 
 def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
-    """Raise TypeError if q is not a Quantized. Its arrays may be of any library. name: its name in the message."""
+    """Raise TypeError if q is not a Quantized with arrays of any library. name: the name of q in the message."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 

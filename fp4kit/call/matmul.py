@@ -49,7 +49,7 @@ class Operand(NamedTuple):
             (batch, rows, K) for float16 and bfloat16.
         element: the name of the element format: "E2M1", "E4M3", "bfloat16", ...
         scales: the codes of the block scales in the linear layout, uint8 (batch, rows, K / block); None without them.
-        scale: their ElementFormat, E4M3 or E8M0; None without them.
+        scale: the ElementFormat of the block scales, E4M3 or E8M0; None without block scales.
         block: elements per block scale; 1 without block scales.
         factor: float32 (batch, rows), the tensor scale of each row; None if it is 1.
         k: the length K.
@@ -80,7 +80,8 @@ class MatmulCall(NamedTuple):
     """Hold a parsed call of fp4kit.matmul.
 
     Attributes:
-        a, b: the operands, with rows M and N. An operand with batch 1 belongs to all matrices of the other.
+        a, b: the operands, with M and N rows. If one operand has a batch of 1, all matrices of the other are multiplied
+            by it.
         c: float32 (batch, M, N), the first value of the sums; None for zeros.
         unit: the Unit.
         step: the step of the unit for these operands; None if the unit has an order instead.
@@ -311,7 +312,7 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
     """Raise ValueError if no matrix unit multiplies tensors of a recipe.
 
-    This concerns integer elements, formats other than those of FP8, FP6 and FP4, and recipes with a tensor scale per
+    No unit multiplies integer elements, float formats other than FP8, FP6 and FP4, or recipes with one tensor scale per
     block.
     """
     if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:

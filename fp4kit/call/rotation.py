@@ -44,9 +44,9 @@ class Rotation(NamedTuple):
 
 
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Return the Rotation of a call of hadamard. The arguments and the errors are those of hadamard.
+    """Check the arguments of a call of hadamard, and return its Rotation. Raise the errors that hadamard documents.
 
-    signs: the signs of the caller, or those of the seed; None without signs.
+    signs: the signs that the caller passed or that the seed gives, or None to use no signs.
     """
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
@@ -57,7 +57,7 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Return the Rotation of a call of rotate. The arguments and the errors are those of rotate."""
+    """Check the arguments of a call of rotate, and return its Rotation. Raise the errors that rotate documents."""
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)

@@ -231,8 +231,8 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
     """Return `given` as a contiguous float32 array in the memory (host or device) of call.x.
 
-    If `given` is None, return None. On the host, other real dtypes are converted; on a GPU only float32 is accepted.
-    Raise TypeError if the dtype does not fit, and ValueError if the shape does not.
+    If `given` is None, return None. On the host, other real dtypes are converted to float32. On a GPU, only float32 is
+    accepted. Raise TypeError if the dtype does not fit, and ValueError if the shape does not.
     name: the argument of search_scales that the message names.
     """
     if given is None:

@@ -1,3 +1,4 @@
-"""The CPU engine: compiled loops around the rules of the CUDA kernels. Its results equal the specification in every
-bit.
+"""Run operations by the CPU engine: compiled loops around the rules that the CUDA kernels also use.
+
+The results equal the NumPy specification in every bit.
 """

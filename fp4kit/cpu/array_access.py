@@ -20,13 +20,13 @@ _FLOAT32 = np.dtype(np.float32)
 class ArrayAccess(NamedTuple):
     """The functions by which a cached call handles the arrays of one library.
 
-    address(array): returns the address of its first element, or None for None.
-    maker(shape, dtype, reused): returns a function without arguments that makes a new uninitialized array. dtype is a
+    address(array): returns the address of the array's first element, or None if the argument is None. maker(shape,
+    dtype, reused): returns a function without arguments that makes a new uninitialized array. dtype is a
         NumPy dtype. If reused is True, the memory of a large array is reused after it is freed (see cpu/buffers.py).
-    is_float32(array): returns whether it is a contiguous, aligned float32 array, which the C library can read in place.
-    to_bytes(array): returns the bytes of its elements in row-major order.
-    move_last(array, axis): returns a view whose last axis is moved to `axis`.
-    result(array): converts an array from a maker to the array that the caller gets. The field is None if no conversion
+    is_float32(array): returns True for a contiguous, aligned float32 array, which the C library can read in place.
+    to_bytes(array): returns the bytes of the array's elements in row-major order. move_last(array, axis): returns a
+    view whose last axis is moved to `axis`. result(array): converts an array from a maker to the array that the caller
+    gets. The field is None if no conversion
         is needed.
     """
 

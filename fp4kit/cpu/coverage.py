@@ -65,10 +65,10 @@ def decode_key(r: Recipe) -> str:
 
 
 def top_rule(r: Recipe) -> str:
-    """Return the name of a recipe's tensor rule if rules.TOPS has it, and otherwise "none".
+    """Return the name of a recipe's tensor rule if it is a key of rules.TOPS, otherwise "none".
 
-    TOPS says to which element value such a rule scales the tensor amax. Block rules and decoders depend on this value,
-    so their keys contain the name.
+    TOPS gives the element value to which such a rule scales the tensor amax. Block rules and decoders depend on this
+    value, so their keys contain the name of the rule.
     """
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 

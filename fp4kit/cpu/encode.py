@@ -260,7 +260,7 @@ def _encode_rows(
 ) -> None:
     """Encode some rows of a matrix, as encode_matrix does, and store their codes in ``packed``.
 
-    All arrays hold only the parts of these rows. kernels: the result of kernels_of(r).
+    All arrays hold only the data of these rows. kernels: the result of kernels_of(r).
     """
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):

@@ -122,8 +122,8 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call, in the shape and dtype of call.x.
 
-    Raise Declined for a recipe with a fake_rule, and if the engine does not support the call or is not faster than the
-    specification for it.
+    Raise Declined if the recipe has a fake_rule, if the engine does not support the call, or if the specification is at
+    least as fast.
 
     Quantize and dequantize FAKE_ELEMENTS (2^22) elements at a time, so that the codes take little memory.
     """

@@ -102,8 +102,8 @@ def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -
 
     Keys from bounds[i - 1] to bounds[i] - 1 have codes[i]. Bounds and codes beyond the last piece are not used.
 
-    encode: returns the codes of float32 numbers, and is monotone. first: the smallest key, that of 0 or of -infinity.
-    size: the largest number of pieces.
+    encode: a monotone function that returns the codes of float32 numbers. first: the smallest key, which is the key of
+    0 or of -infinity. size: the largest number of pieces.
     """
     low, high = np.array([first], np.int64), np.array([_LAST], np.int64)  # intervals whose ends have different codes
     found = []

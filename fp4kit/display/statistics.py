@@ -61,8 +61,8 @@ def statistics(q: Quantized) -> Statistics:
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
     """Yield the stored codes in chunks (rows, bytes) of about 1 MiB, as NumPy arrays of whole rows of blocks.
 
-    A chunk contains at least one row of blocks, even if it is larger. Without codes, nothing is yielded. block_rows:
-    the rows per block.
+    A chunk contains at least one row of blocks, even if this row is larger than 1 MiB. If there are no codes, nothing
+    is yielded. block_rows: the rows per block.
     """
     *_, rows, width = packed.shape if packed.ndim > 1 else (1, *packed.shape)
     if not packed.size:

@@ -355,10 +355,10 @@ def requantize(
     target: Recipe,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> tuple[Quantized, int, np.ndarray]:
-    """Convert q to the recipe `target`. Return the new Quantized, how many values changed, and the largest change.
+    """Convert q to the recipe `target`. Return the new Quantized, the number of changed values, and the largest change.
 
-    The change is float32 (). Two NaNs count as equal. If reference/requantize.py can keep the codes of q, only the
-    blocks that are out of range get new codes. Otherwise all values of q are quantized again.
+    The largest change is a float32 array of shape (). Two NaNs count as equal. If reference/requantize.py can keep the
+    codes of q, only the blocks that are out of range get new codes. Otherwise all values of q are quantized again.
 
     functions: the functions of the engine that computes codes and values.
     """
@@ -482,7 +482,7 @@ def transpose(
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
     """Convert block scales from layout `source` to layout `target`.
 
-    shape: their shape (..., R, C) in linear layout. The result is an array of uint8.
+    Return a uint8 array. shape: the shape (..., R, C) of the scales in linear layout.
     """
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 

@@ -89,7 +89,7 @@ class Group:
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their tensor amaxes: those that the caller passed, or else those in `vector`.
+        """Return the calls with their tensor amaxes. Amaxes that the caller did not pass are taken from `vector`.
 
         compute: True computes the amaxes first; False uses the current content of `vector`.
 

@@ -107,7 +107,8 @@ class HostStages:
     def scales(self) -> None:
         """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`.
 
-        Raise ValueError if an amax is NaN. Then every process raises it, because all have the same reduced amaxes.
+        Raise ValueError if an amax is NaN. In this case, every process raises the error, because all processes have
+        equal amaxes.
         """
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
             if np.isnan(amax).any() or np.isnan(self._tensor_amaxes[t]):

@@ -32,7 +32,7 @@ _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 
 
 def _plain(name: str, *fields: tuple[str, Any]) -> Any:
-    """Return a ctypes structure class with exactly the given (name, type) fields."""
+    """Return a ctypes structure class that has exactly the given fields, each a pair (name, type)."""
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 

@@ -266,7 +266,7 @@ def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: An
 
 
 def _no_gradient(*arguments: Any) -> NoReturn:
-    """Raise NotImplementedError, always: gradients from quantized operands are not differentiable themselves."""
+    """Always raise NotImplementedError, because gradients from quantized operands have no gradients themselves."""
     raise NotImplementedError(NO_SECOND_GRADIENT)
 
 

@@ -31,10 +31,11 @@ class _Leaf(NamedTuple):
 
 
 class ServedParams:
-    """Transform a pytree of parameters: replace weights by their fake-quantized values.
+    """Transform a pytree of parameters by replacing the weights with their fake-quantized values.
 
-    fake_quantize_model makes instances. Call one with the parameters, also inside jax.jit, jax.grad and jax.checkpoint.
-    Gradients pass straight through. print() shows a table of all arrays with the reason why each is quantized or not.
+    fake_quantize_model returns a ServedParams. Call it with the parameters, also inside jax.jit, jax.grad and
+    jax.checkpoint. Gradients pass straight through. print() shows a table of all arrays with the reason why each is
+    quantized or not.
 
     Attributes:
         names: the names of the arrays that are fake-quantized.
@@ -57,7 +58,7 @@ class ServedParams:
             params: a pytree with the structure and shapes of the one that the instance was made for.
 
         Raises:
-            ValueError: params has another number of arrays.
+            ValueError: the number of arrays in params differs.
             TypeError, ValueError: as for fake_quantize, with the name of the array in front.
         """
         arrays, structure = jax.tree.flatten(params)
@@ -100,13 +101,14 @@ def fake_quantize_model(
     pass_through: bool = True,
     config: Any = None,
 ) -> ServedParams:
-    """Return a transform of a model's parameters to the values that the converted checkpoint serves.
+    """Return a transform from a model's parameters to the values that the converted checkpoint would serve.
 
         served = fp4kit.jax.fake_quantize_model(params, "nvfp4-te")
         loss = lambda params, x: model.apply(served(params), x)
 
-    The name of an array consists of the keys of its path in the pytree, joined by dots. These arrays are transformed,
-    if `fp4kit convert` quantizes the weight of this name, and if their rows consist of whole blocks:
+    The name of an array consists of the keys of its path in the pytree, joined by dots. An array is transformed if
+    `fp4kit convert` quantizes the weight of this name and the rows of the array consist of whole blocks. These arrays
+    are candidates:
 
     - `kernel` of shape (K, N), as in Flax. Its checkpoint name ends in `weight`, and blocks run along axis 0.
     - `weight` of shape (N, K), as in PyTorch and Equinox

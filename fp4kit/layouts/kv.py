@@ -263,7 +263,7 @@ class KVCache:
     def views(self) -> KVParts:
         """Return views of the cache, indexed (page, token, head, byte) whatever the order of the layout.
 
-        In a swizzled layout, v_scales are the stored ones, which are not in linear order.
+        In a swizzled layout, v_scales holds the scales as they are stored, not in linear order.
 
         Returns:
             KVParts of views, through which the cache can be written.

@@ -66,7 +66,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """Check the arguments of dequantize, and return the values of q, in `out` if given. Errors are those of dequantize.
+    """Check the arguments of dequantize, and return the values of q, in `out` if given. Raise the errors of dequantize.
 
     key: the key under which to store a cached call for later calls; None stores nothing.
     """

@@ -203,7 +203,7 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
     """Return the results of an operation on N arrays, one per array.
 
     The CUDA engine computes them in one launch if it supports the group. Otherwise, the arrays are computed one by one.
-    Errors are those of run; their messages number the array, as in "xs[1]".
+    Raise the errors of run. The messages number the array, as in "xs[1]".
 
     op: the public function that error messages name. operation: the name of the engine's function. calls: one pair per
     array: whether it is a CuPy array, and the arguments of the engine's function.
@@ -235,10 +235,10 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return a ClipGroup object that clips N gradients. It takes one launch on a GPU, and a loop on the host.
+    """Return a ClipGroup object, which clips N gradients in one launch on a GPU, or in a loop on the host.
 
-    calls: the parsed calls of the arrays x that were fake-quantized. amaxes: one clip limit per call; None to compute
-    it from the call's x.
+    calls: the parsed calls, each with the array x that was fake-quantized. amaxes: one clip limit per call, or None to
+    compute it from the x of the call.
     """
     if calls and calls[0].on_device:
         return _cuda().ClipGroup(calls, amaxes)

@@ -22,7 +22,7 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """An argument of a GroupedPlan and its content when the plan was made, so that later changes are noticed.
+    """Hold an argument of a GroupedPlan, and its content when the plan was made, so that changes can be found.
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.

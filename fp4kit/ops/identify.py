@@ -61,7 +61,7 @@ class Variation(NamedTuple):
 class Identification:
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
-    It prints as the verdict and a table with one row per result, of the best ten. Iterating over it yields all matches,
+    print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches,
     one per recipe. If several recipes reproduce all bytes, this array does not tell them apart.
 
     Attributes:
@@ -152,9 +152,9 @@ def either(names: Sequence[str]) -> str:
 
 
 def _variation_verdict(variations: Sequence[Variation]) -> str:
-    """Return the verdict on variations, at least one, as a sentence.
+    """Return a sentence with the verdict on one or more variations.
 
-    It names the recipes of the variations that have the options of the first variation.
+    The sentence names the recipes of all variations that have the same options as the first variation.
     """
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
@@ -233,9 +233,9 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    These are the table's recipes with own's format. If own is a variant that is not in the table, also yield own, and
-    then variants of the table's recipes with the block of own, if they allow this block. A recipe that only
-    fake-quantizes gives no variants.
+    First come the table's recipes with the format of own. If own is a variant that is not in the table, own comes next.
+    Then come variants of the table's recipes with the block of own, where a recipe allows this block. A recipe that
+    only fake-quantizes has no variants.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:

@@ -62,9 +62,9 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return an amax per tensor scale of q: that of x if r makes the scale from it, or else the implied amax.
+        """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax.
 
-        If x has a NaN amax, or r needs another number of scales than q has, all are implied amaxes.
+        If an amax of x is NaN, or if r needs another number of scales than q has, all entries are implied amaxes.
         """
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
@@ -117,6 +117,6 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
     """Return the decode scale that the recipe r makes from amaxes, which Quantized.tensor_scale stores.
 
-    q: the array that the scale belongs to; only its dtype matters, the dtype of the elements.
+    q: the array that the scale belongs to. Only q.dtype, the dtype of the original elements, is used.
     """
     return tensor_scale(amax, r, q.dtype).decode

@@ -17,8 +17,9 @@ from fp4kit.recipes import Recipe
 from fp4kit.types import Array, RecipeId
 
 FITS = 0.16  # largest relative error of a reading that fits: NVFP4 gives about 0.1
-# A reading whose relative error is more than this times the smallest one does not fit. If all blocks have similar
-# amaxes, as those of uniformly distributed values have, wrong scales of V hardly raise the error.
+# A reading does not fit if its relative error exceeds NEAR_BEST times the smallest relative error. The factor must be
+# small: if all blocks have similar amaxes, as for uniformly distributed values, wrong scales of V hardly raise the
+# error.
 NEAR_BEST = 1.05
 SAMPLE = 1 << 18  # elements of keys that are compared, at most
 OFF = 0.05  # a tensor scale counts as wrong if another one that differs by more than this share fits
@@ -53,7 +54,7 @@ class KVMatch(NamedTuple):
 class KVIdentification:
     """Hold the result of identify_kv: readings of a KV cache, ranked by their errors.
 
-    It prints as the verdict and a table.
+    print() shows a verdict and a table.
 
     Attributes:
         matches: one KVMatch per layout, best first. If no layout fits, readings with known faults are included.
@@ -328,7 +329,7 @@ def _faults(
 
 
 def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
-    """Return the factor by which `read` comes nearest to the reference, or NaN if there is none."""
+    """Return the factor that brings `read` nearest to `reference` by multiplication, or NaN if no factor does."""
     a, b = read.astype(np.float64).reshape(-1), reference.astype(np.float64).reshape(-1)
     return float(a @ b / (a @ a))
 

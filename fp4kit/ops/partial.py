@@ -162,8 +162,8 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 def _check_finite(block_amax: Any, r: Recipe) -> None:
     """Raise ValueError if block_amax holds an infinity and the recipe computes its tensor scale from finite elements.
 
-    Recipes with amax_nan "lanes" compute it so. The largest block amax is then not the tensor amax, so the caller must
-    pass tensor_amax.
+    Recipes with amax_nan "lanes" compute the tensor scale in this way. Their tensor amax is then not the largest block
+    amax, so the caller must pass tensor_amax.
     """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():

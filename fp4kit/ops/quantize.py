@@ -178,8 +178,9 @@ def _quantize_with_scales(
 ) -> Quantized:
     """Check the arguments of quantize for a caller who passes scales, and compute the codes of x under these scales.
 
-    Return a Quantized with these scales and no tensor_amax: `out` if it is given, otherwise a new one. options: the
-    options scale_layout, rounding, seed and hadamard.
+    Return a Quantized with these scales and no tensor_amax: `out` if it is given, otherwise a new Quantized.
+
+    options: the options scale_layout, rounding, seed and hadamard.
     """
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)

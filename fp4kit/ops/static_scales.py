@@ -101,7 +101,7 @@ def quantize_static(
 
 
 def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, np.float32]:
-    """Return (name of the argument, its value) of the scale that was given. Errors are those of quantize_static."""
+    """Return the argument name and the value of the scale that the caller gave. Raise the errors of quantize_static."""
     given = {"input_scale": input_scale, "input_global_scale": input_global_scale}
     passed = [name for name, value in given.items() if value is not None]
     if len(passed) != 1:

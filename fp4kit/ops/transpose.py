@@ -32,7 +32,7 @@ def transpose(q: Quantized) -> Quantized:
         TypeError: q is not a Quantized.
         ValueError: the recipe has no square blocks, the axis or a length does not fit, or arrays are on several
             devices.
-        NotImplementedError: on a GPU, for blocks of other sizes than 16, 32 and 64.
+        NotImplementedError: q is on a GPU, and the block size is not 16, 32 or 64.
 
     Exact:
         transpose(transpose(q)) equals q. For a rowwise q, the bytes equal those of quantize(x, recipe, axis=-2). There

@@ -202,9 +202,9 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise TypeError unless a part is of the library (NumPy or CuPy) of packed.
+        """Raise TypeError unless a part belongs to the library (NumPy or CuPy) that packed belongs to.
 
-        Raise ValueError if it is a CuPy array on another device than packed. name, array: the part. host: whether
+        Raise ValueError if the part is a CuPy array on another device than packed. name, array: the part. host: True if
         packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
@@ -236,8 +236,8 @@ class Quantized:
     def imported(self, op: str = "Quantized") -> Quantized:
         """Return a Quantized whose parts are NumPy or CuPy arrays that share the memory of the parts of this one.
 
-        If the parts already are NumPy or CuPy arrays, return the Quantized itself. Errors are those of import_arrays,
-        for example for a tensor that requires grad. op: the function that errors begin with.
+        If the parts already are NumPy or CuPy arrays, return the Quantized itself. Raise the errors of import_arrays,
+        for example for a tensor that requires grad. op: the name of the function with which error messages begin.
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self

@@ -1,8 +1,8 @@
 """Convert the tensors of a checkpoint to the parts (the arrays) of a Quantized.
 
 Checkpoints store codes and scales in several dtypes and in both nibble orders, and tensor scales that multiply or
-divide. An array is copied only if its bytes must change. This concerns 4-bit codes stored one per byte, swapped
-nibbles, and tensor scales that divide or are not float32.
+divide. An array is copied only if its bytes must change. They must change for 4-bit codes stored one per byte, for
+swapped nibbles, and for tensor scales that divide or are not float32.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the tensor amax of an array. moved_shape: its shape with the quantized axis last.
+    """Return the shape of an array's tensor amax. moved_shape: the shape of the array with the quantized axis last.
 
-    The result is () for one amax per tensor. If the recipe has a tensor scale per row or per block, there is one amax
-    per row or block. A block of several rows has its amax once per row.
+    The result is () for one amax per tensor. If the recipe has one tensor scale per row or per block, there is one amax
+    per row or block. The amax of a block with several rows is repeated for each row.
     """
     *lead, K = moved_shape
     return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
@@ -57,8 +57,9 @@ def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) ->
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`.
 
-    It can if the sizes agree and either the array has one axis, or both shapes end with equal lengths. Axes of length 1
-    do not count. Otherwise the numbers may be ordered along another axis that happens to have as many blocks.
+    The sizes must agree. Also, the array must have only one axis, or both shapes must end with equal lengths. Axes of
+    length 1 do not count. In other cases, the numbers may be ordered along another axis that happens to have as many
+    blocks.
     """
     own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])

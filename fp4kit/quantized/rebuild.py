@@ -46,9 +46,9 @@ rebuild_quantized.__module__ = "fp4kit.torch"
 
 
 def allow_torch_load() -> None:
-    """Tell PyTorch to trust rebuild_quantized, and what files of earlier versions of fp4kit name.
+    """Tell PyTorch to trust rebuild_quantized, and the classes that files from earlier versions of fp4kit name.
 
-    Do nothing if PyTorch is not imported, or is a version that cannot be told.
+    Do nothing if PyTorch is not imported, or if its version has no function for this.
     """
     serialization = getattr(sys.modules.get("torch"), "serialization", None)
     add = getattr(serialization, "add_safe_globals", None)

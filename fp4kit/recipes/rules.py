@@ -188,7 +188,8 @@ class DecodeRule(NamedTuple):
         unsigned_zero: True if the rule decodes the code of -0 to +0.
         float16: name of the rule to use instead if the result is float16. "": no other rule.
         bfloat16: name of the rule to use instead if the result is bfloat16. "": no other rule.
-        numbers: True if NaN codes of elements decode as if they were ordinary numbers: E4M3's 7F becomes 480.
+        numbers: True if the NaN codes of elements decode as if they were ordinary numbers. For example, code 7F of E4M3
+            becomes 480.
         fake: name of the rule to use instead in fake_quantize. "": no other rule.
     """
 

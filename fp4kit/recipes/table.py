@@ -175,7 +175,7 @@ def _hint(id: str) -> str:
 
 
 def _did_you_mean(names: list[str]) -> str:
-    """Return the question "did you mean A or B?" for the given names, of which there is at least one."""
+    """Return the question "did you mean A or B?" for the given names. At least one name must be given."""
     return f"did you mean {' or '.join(map(repr, names))}?"
 
 

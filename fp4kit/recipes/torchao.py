@@ -46,9 +46,10 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Iterator[Recipe]:
-    """Yield the MXFP4 recipes: those of 0.19 dev, then those of 0.18.0.
+    """Yield the MXFP4 recipes of torchao 0.19 dev, then the MXFP4 recipes of 0.18.0.
 
-    0.18.0 has all four modes. 0.19 dev has RCEIL, CEIL and EVEN here, because its mode FLOOR is the recipe mxfp4-ocp.
+    The recipes of 0.18.0 cover all four modes. The recipes of 0.19 dev cover RCEIL, CEIL and EVEN, because mode FLOOR
+    is the recipe mxfp4-ocp.
     """
     for mode in ("rceil", "ceil", "even"):
         yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")

@@ -155,8 +155,9 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
         code = E4M3((amax / 4) * tensor.encode), or 0 if the whole tensor is zero
 
-    So the block's amax becomes an E2M1 value of about 4. tensor.encode is the encode scale of the tensor. Codes
-    saturate at 448, and NaN gives a NaN code. recipe and dtype are not used. Source: fouroversix pytorch/reference.py.
+    This scale maps the block's amax to about 4, as an E2M1 value. tensor.encode is the encode scale of the tensor.
+    Codes saturate at 448, and NaN gives a NaN code. recipe and dtype are not used. Source: fouroversix
+    pytorch/reference.py.
     """
     return _ratio_code(amax / np.float32(4), tensor)
 
@@ -332,7 +333,7 @@ def code_mslk(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 
         code = E4M3(clamp((amax / 6) * tensor.encode, 2^-9, 448))
 
-    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. So a block of zeros has
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. A block of zeros has
     code 1, and so has a block whose product is NaN. dtype is not used. Source: MSLK quantize_kernels/nvfp4.py.
     """
     return _mslk_code(amax / recipe.element.max * tensor.encode)

@@ -247,8 +247,8 @@ def factor_e8m0_auto_round_rceil(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil: 2^(127 - code).
 
-    It is NaN if amax is infinite or NaN, or if a positive amax divided by the largest element value underflows to 0.
-    tensor and dtype are not used.
+    The factor is NaN if amax is infinite or NaN. It is also NaN if a positive amax divided by the largest element value
+    underflows to 0. tensor and dtype are not used.
     """
     return _auto_round_up_factor(codes, amax, amax / recipe.element.max)
 

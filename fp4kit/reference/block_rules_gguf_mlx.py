@@ -48,9 +48,10 @@ def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 def factor_gguf(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor with which the elements of each block are compared in llama.cpp: the value of the scale code.
+    """Return the value of each block's scale code, which llama.cpp uses as the factor of the block.
 
-    Each element gets the code whose value * factor is nearest to it. amax, tensor, recipe and dtype are not used.
+    llama.cpp gives each element the code whose value * factor is nearest to the element. amax, tensor, recipe and dtype
+    are not used.
     """
     return decode(codes, E4M3)
 

@@ -181,7 +181,7 @@ def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * 2^(scales - 127), where scale code 255 is infinity instead of NaN.
 
-    Under that scale, zeros become NaN. tensor and recipe are not used. Source: Model-Optimizer MXFP4QTensor and
+    With scale code 255, zeros decode to NaN. tensor and recipe are not used. Source: Model-Optimizer MXFP4QTensor and
     MXFP8QTensor.
     """
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]

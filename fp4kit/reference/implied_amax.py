@@ -123,8 +123,8 @@ def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) ->
 def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Return the integer in [first, last] that ends in the most zero bits, elementwise. first must be positive.
 
-    If the integers are the bits of floats, it is the float with the shortest mantissa. It is `last` without the bits
-    below the highest bit in which first - 1 and last differ.
+    If the integers are the bits of floats, the result is the float with the shortest mantissa. The result is `last`
+    without the bits below the highest bit in which first - 1 and last differ.
     """
     differ = (first - 1) ^ last
     for shift in (1, 2, 4, 8, 16):
@@ -190,10 +190,10 @@ def stored_tensor_scale(
 ) -> TensorScale:
     """Return the TensorScale with which a Quantized is decoded. Its field `decode` is the stored tensor_scale.
 
-    Its fields `amax` and `encode` are filled in only if the recipe's decode rule reads them. `amax` is the given amax
-    if the tensor rule makes `scale` from it, and otherwise the implied amax. If no amax gives the scale, `amax` is
-    UNKNOWN (-1), and the Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the
-    recipe has no tensor scale.
+    The fields `amax` and `encode` are filled in only if the recipe's decode rule reads them. `amax` is the given amax
+    if the tensor rule makes `scale` from it, otherwise the implied amax. If no amax gives the scale, `amax` is UNKNOWN
+    (-1), and the Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the recipe
+    has no tensor scale.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)

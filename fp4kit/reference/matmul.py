@@ -52,8 +52,8 @@ class Factor(NamedTuple):
 def as_terms(values: np.ndarray, least: int) -> Terms:
     """Return numbers as Terms with 1 <= |significand| < 2.
 
-    Numbers below 2^least, zero included, get the exponent `least` and a smaller significand. Infinity and NaN stay so
-    in the significand.
+    Numbers with a magnitude below 2^least, zero included, get the exponent `least` and a smaller significand. The
+    significand of infinity is infinite, and the significand of NaN is NaN.
     """
     _, exponent = np.frexp(values)
     exponent = np.where(values == 0, least, np.maximum(exponent - 1, least)).astype(np.int32)
@@ -167,7 +167,7 @@ def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) ->
 def _cut(f: Factor, start: int, stop: int) -> Factor:
     """Return the elements start to stop of every row of a Factor, with their block scales.
 
-    start must be a multiple of the block.
+    start must be a multiple of the block length.
     """
     elements = Terms(*(part[:, start:stop] for part in f.elements))
     if f.scales is None:
@@ -208,9 +208,9 @@ def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
     If a product or the element of C is infinite or NaN, the sum follows IEEE arithmetic instead.
 
-    math.fsum gives the exact sum rounded to float64. To round only once, that float64 is made odd unless it is exact:
-    its last bit is set to 1 on the side of the exact sum. So the second rounding sees on which side of a tie the sum
-    lies.
+    math.fsum rounds the exact sum to float64. A second rounding of this float64 could err at a tie. So an inexact
+    float64 is first made odd: its last bit is set to 1 on the side of the exact sum. The rounding to float32 then sees
+    on which side of a tie the sum lies.
     """
     x, y, out = a.values(), b.values(), np.empty(c.shape, np.float32)
     for m in range(len(x)):

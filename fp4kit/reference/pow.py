@@ -65,7 +65,7 @@ def log2(d: np.ndarray) -> np.ndarray:
 def exp2(t: np.ndarray) -> np.ndarray:
     """Return 2^t of float64 t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
 
-    k must be from -1023 to 1024. For k = -1023 the factor 2^k is taken as 0, and for k = 1024 as infinity.
+    k must be from -1023 to 1024. If k is -1023, 0 is used for the factor 2^k; if k is 1024, infinity is used.
     """
     k = np.rint(t)
     return polynomial(EXP, (t - k) * LN2) * ((k.astype(np.int64) + 1023) << 52).view(np.float64)

@@ -124,9 +124,9 @@ def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
-    """Return the packed codes of the cast: a copy of those of q.
+    """Return a copy of the packed codes of q, for use in the converted Quantized.
 
-    They are uint8, as in q.packed. If the decode rule of q gives +0 for code 8 (-0), code 8 is replaced by code 0.
+    The copy is uint8, like q.packed. If the decode rule of q gives +0 for code 8 (-0), code 8 is replaced by code 0.
     """
     if not DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()

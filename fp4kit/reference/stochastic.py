@@ -94,13 +94,13 @@ RandomBytes = RandomStream | GivenBytes
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
     """Return the codes of float32 x, rounded up or down at random: uint8, in the shape of x.
 
-    The closer a magnitude is to the value above it, the likelier it is rounded up:
+    The closer a magnitude is to the next value above, the more likely it is rounded up:
 
         t = |x| + (random / 256) * step(|x|)
         code = t rounded toward zero, with the sign of x
 
-    step(a) is the distance between the values around a. Codes saturate, -0 keeps its sign, and NaN becomes the format's
-    nan_code.
+    step(a) is the distance between the format's two values around a. Codes saturate, -0 keeps its sign, and NaN becomes
+    the format's nan_code.
 
     fmt: a float format, not an integer format.
     random: uint8, one byte per element; byte 0 rounds toward zero.

@@ -283,9 +283,9 @@ def tensor_sglang_online(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> P
         decode = amax * fp32(1 / 2688), or 1 if amax is 0
         encode = 1 / decode
 
-    2688 stands for full_range(recipe). PyTorch on a GPU multiplies by the reciprocal of a number instead of dividing.
-    If decode underflows to 0, encode is infinite. An infinite amax gives encode = 0, and NaN gives NaN. dtype is not
-    used.
+    2688 stands for full_range(recipe). The formula multiplies by a reciprocal because PyTorch on a GPU divides by a
+    number in this way. If decode underflows to 0, encode is infinite. An infinite amax gives encode = 0, and NaN gives
+    NaN. dtype is not used.
     """
     decode_scale = np.where(amax == 0, ONE, amax * (ONE / full_range(recipe)))
     return ONE / decode_scale, decode_scale

@@ -20,8 +20,7 @@ class Place(NamedTuple):
 
     Attributes:
         module: the module that holds it.
-        leaf: its name in the module.
-        weight: what the plan needs to know of it.
+        leaf: the name of the parameter in the module. weight: the facts about the parameter that the plan needs.
         transposed: True for a stack of experts that is stored as (E, K, N).
     """
 
@@ -81,7 +80,7 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def places_of(model: torch.nn.Module) -> list[Place]:
-    """Return the places of all parameters of a model. A parameter with several names has one place, under its first.
+    """Return the places of all parameters of a model. A parameter with several names has one, under its first name.
 
     A parameter that a checkpoint stores as several tensors gets its own name as the name of its tensor.
     """

@@ -42,7 +42,7 @@ def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
 
 
 def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None) -> Any:
-    """Return a weight as fp4kit's functions take it: a detached tensor, or a Quantized of detached tensors.
+    """Return a weight in the form that fp4kit's functions take: a detached tensor, or a Quantized of detached tensors.
 
     w is a float tensor, or the packed codes of a Quantized with the given scales. s.scale_layout is None for a float
     tensor.

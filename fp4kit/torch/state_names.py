@@ -14,7 +14,7 @@ _MARK = "_fp4kit_state_hooks"
 
 
 def _held(leaf: str) -> str:
-    """Return the name, within its module, under which the parametrized parameter `leaf` is registered."""
+    """Return the name under which a module registers its parametrized parameter `leaf`."""
     return f"parametrizations.{leaf}.original"
 
 

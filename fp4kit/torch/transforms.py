@@ -17,8 +17,8 @@ from fp4kit.torch import linear_operators, operators
 def active() -> bool:
     """Return whether a torch.func transform or forward-mode differentiation is active.
 
-    Then the autograd.Functions of this file are used. They raise an error in forward mode, where a custom operator
-    would silently drop the tangents.
+    If one is active, the functions of this file use its autograd.Functions. In forward mode, these raise an error,
+    where a custom operator would silently drop the tangents.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
@@ -80,7 +80,7 @@ def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
 
 
 def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_w(*arguments), by the class LinearGradientOfW in a transform."""
+    """Call linear_operators.linear_gradient_of_w(*arguments), through LinearGradientOfW if a transform is active."""
     return LinearGradientOfW.apply(*arguments) if active() else linear_operators.linear_gradient_of_w(*arguments)
 
 
@@ -124,7 +124,7 @@ class Linear(torch.autograd.Function):
 
 
 class LinearGradientOfX(torch.autograd.Function):
-    """Call linear_operators.linear_gradient_of_x inside torch.func transforms. Its own gradient is an error."""
+    """Call linear_operators.linear_gradient_of_x inside torch.func transforms. Differentiating it raises an error."""
 
     setup_context = staticmethod(linear_operators.save_nothing)
     backward = staticmethod(linear_operators.no_gradient)

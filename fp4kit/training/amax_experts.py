@@ -202,9 +202,9 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """Send this rank's byte string `data` to all ranks. Return those of all ranks, in the order of ranks.
+    """Send this rank's byte string `data` to all ranks. Return the byte strings of all ranks, in the order of ranks.
 
-    They may have different lengths.
+    The byte strings may have different lengths.
 
     Two messages are sent: the lengths, then the bytes. Raises TypeError if ``comm`` is not a communicator.
     """

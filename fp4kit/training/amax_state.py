@@ -268,14 +268,14 @@ class AmaxState(Mapping[str, Any]):
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
         """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 again.
 
-        Amaxes that are not those of experts are part of every rank's state.
+        Every rank's state includes all amaxes that belong to no expert.
 
         Args:
             rank: the number of the rank.
             size: the number of ranks.
-            experts: wildcard of quantizers whose number is that of an expert.
-            numbers: global numbers of the rank's experts. None: N experts are distributed in order, with N * rank //
-                size as the first expert of a rank. gather reverses this for any N.
+            experts: a wildcard for the names of quantizers that are numbered by expert.
+            numbers: global numbers of the rank's experts. None distributes N experts in order, so that N * rank // size
+                is the first expert of a rank. gather reverses this for any N.
 
         Raises:
             ValueError: for a rank out of range, for missing experts, and for numbers that repeat or that the state

@@ -374,7 +374,7 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write `data` to a new file that other processes see complete or not at all.
+    """Write `data` to a new file. Other processes see either the complete file or no file.
 
     Raises FileExistsError if ``path`` exists already.
     """
