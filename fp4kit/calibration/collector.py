@@ -148,8 +148,8 @@ class Collector:
         Args:
             rule: "max" for the largest input; "headroom" or a Headroom for an amax above it.
             unseen: what to do with an expert that saw no token, or only zeros. "error" raises. "layer" gives it the
-                largest amax of the experts of its layer. "none" leaves it out of the result. A layer that is no expert
-                must have seen an input other than zero in any case.
+                largest amax of the experts of its layer. "none" leaves it out of the result. A layer that is not
+                an expert must have seen a nonzero input under every policy.
 
         Returns:
             {layer: amax}. Amaxes are positive float32 numbers.
@@ -400,8 +400,8 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
         unseen: the policy for experts: "error", "layer" (the largest amax of the layer's experts) or "none" (left out).
 
     Raises:
-        ValueError: if the policy is unknown; with their names, if layers still have no amax. This includes every layer
-            that is no expert, and an expert whose layer has only zeros under "layer".
+        ValueError: if the policy is unknown, or if layers still have no amax, which the message names. A layer that is
+            not an expert gets none from any policy. An expert gets none from "layer" if its whole layer has only zeros.
     """
     if unseen not in UNSEEN:
         raise ValueError(f"{op}: unseen is {unseen!r:.60}; needs one of {', '.join(UNSEEN)}")

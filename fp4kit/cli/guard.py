@@ -76,8 +76,8 @@ class _Signals:
 
     A signal that arrives after the command ends the process with the command's exit code.
 
-    keep_handling: True to keep the handlers after the command, because the process ends with it; False to restore the
-        old handlers.
+    keep_handling: True to keep the handlers after the command, because the process ends with the command. False to
+        restore the old handlers.
     """
 
     def __init__(self, keep_handling: bool) -> None:

@@ -108,7 +108,7 @@ def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
 def read_gguf(path: Path, name: str | None = None) -> GgufFile:
     """Return the checked header of the GGUF file at ``path``.
 
-    Raises CheckpointError if the file is missing or not regular, or if its header is one that llama.cpp rejects. Raises
+    Raises CheckpointError if the file is missing or not regular, or if llama.cpp would reject its header. Raises
     OSError if it cannot be read.
 
     name: the file's name in error messages; None for the last part of ``path``.

@@ -47,8 +47,8 @@ def parse_object(text: bytes, label: str) -> dict[str, Any]:
 def load_object(path: Path, label: str) -> dict[str, Any]:
     """Return the JSON object in the file ``path``. ``label`` names the file in errors.
 
-    Raise CheckpointError as parse_object does, and if the file is larger than MAX_BYTES. Raise OSError if it cannot be
-    read.
+    Raise CheckpointError if the file is larger than MAX_BYTES, and in all cases in which parse_object raises it. Raise
+    OSError if the file cannot be read.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:

@@ -213,9 +213,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
 
 
 def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
-    """Return {name: recipe} of the arrays in a file that fp4kit.save wrote; None if it did not write the file.
+    """Return a dict from array name to recipe, for a file that fp4kit.save wrote; None for any other file.
 
-    Only the header is read. Raise CheckpointError if it is damaged, or if it holds a recipe that does not fit.
+    Only the header is read. Raise CheckpointError if the header is damaged, or if it describes an unknown or changed
+    recipe.
     """
     source = as_path("load", path)
     file = read_header(source, f"load: {source.name}")

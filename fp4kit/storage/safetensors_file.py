@@ -229,7 +229,7 @@ class TensorReader:
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
         """Return ``count`` bytes of a tensor, beginning at the tensor's byte ``start``. None reads to its end.
 
-        Raise CheckpointError if the file ends before.
+        Raise CheckpointError if the file ends too early.
         """
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
@@ -239,7 +239,7 @@ class TensorReader:
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
         """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``.
 
-        Raise CheckpointError if the file ends before.
+        Raise CheckpointError if the file ends too early.
         """
         self._stream.seek(entry.start + start)
         done = 0

@@ -158,7 +158,7 @@ class Container:
     def needed(self) -> set[str]:
         """The parts without which a layer cannot be read, except the tensor scale.
 
-        They are those that the container has. A missing tensor scale is handled separately.
+        These are all parts that the container defines. A missing tensor scale is handled separately.
         """
         return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
 

@@ -508,7 +508,7 @@ class _Run:
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _doubt_order_of_columns(self) -> None:
-        """Store a warning about each quantized layer of the source whose nibbles seem to be swapped in ``doubts``."""
+        """Store in ``doubts`` a warning about each quantized layer of the source whose nibbles seem to be swapped."""
         pieces = [piece for tensor in self.plan.tensors for piece in tensor.pieces]
         read = {piece.weight.name for piece in pieces if piece.weight.container is not None}
         if read:

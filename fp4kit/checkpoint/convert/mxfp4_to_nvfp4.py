@@ -128,8 +128,8 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
 
     job: the job, whose weight is MXFP4 and whose container is NVFP4.
     readers, output: where to read the weight from, and where to write the result.
-    high: the largest scale exponent of all nonzero blocks that share the tensor scale. If there are none, it is -2^20,
-        and the tensor scale is 1.
+    high: the largest scale exponent of all nonzero blocks that share the tensor scale. If there are no such blocks,
+        it is -2^20, and the tensor scale is 1.
     """
     changes = Changes()
     for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
@@ -165,7 +165,7 @@ def _encoded(
     job: the job, which gives the recipe and the weight of the slab.
     slab: some rows of the weight.
     out: for each block of 32, whether it is out of range.
-    scales: the E4M3 codes of the scales per block of 16; those of blocks out of range are replaced.
+    scales: the E4M3 codes of the scales, one per block of 16. The result has new codes for blocks out of range.
     amax: the tensor amax to quantize with.
     """
     assert slab.codes is not None

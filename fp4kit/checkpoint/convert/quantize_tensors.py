@@ -23,7 +23,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
-    """Quantize (layer name, matrix) pairs that share a tensor scale, and yield the (name, array) pairs of all.
+    """Quantize (layer name, matrix) pairs that share a tensor scale, and yield all resulting (name, array) pairs.
 
     The tensor scale follows from the largest amax of the layers. Raise CheckpointError if a matrix contains NaN or
     infinity, or if a scale is not a positive normal float32.

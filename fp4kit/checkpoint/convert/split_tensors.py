@@ -23,7 +23,7 @@ def check_array(name: str, array: Any) -> None:
 def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
     """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
 
-    A fused parameter gives two or three pairs, ``_extra_state`` none, and any other parameter one.
+    A fused parameter gives two or three pairs. ``_extra_state`` gives none. Any other parameter gives one.
 
     Raise CheckpointError for an unknown Megatron-Core name, and TypeError if ``array`` is not an array.
     """

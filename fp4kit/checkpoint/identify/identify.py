@@ -196,7 +196,10 @@ class CheckpointVerdict:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The recipes that explain the most layers, otherwise the rules that do; () if nothing explains a layer."""
+        """The recipes that explain the most layers, or the rules that do if no recipe explains a layer.
+
+        () if no rule explains a layer either.
+        """
         return self.recipes or self.rules
 
     @property

@@ -262,10 +262,10 @@ def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> t
     """Return the hypotheses that give every byte of the whole layer, and the count of its bytes.
 
     Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
-    the mishap of a wrong tensor scale. Return ([], MatchCount()) if none gives every byte.
+    the mishap of a wrong tensor scale. Return ([], MatchCount()) if no hypothesis gives every byte.
 
     evidence: the stored layer and its source.
-    hypotheses: those that give every byte of a sample.
+    hypotheses: the hypotheses that give every byte of a sample.
     """
     found: list[Hypothesis] = []
     tally = MatchCount()

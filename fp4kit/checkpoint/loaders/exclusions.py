@@ -141,7 +141,7 @@ _IN_TRANSFORMERS = {
 
 
 def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[str]:
-    """Yield the names by which transformers looks up layers or subtrees, if they differ from those in the checkpoint.
+    """Yield the names by which transformers looks up layers or subtrees, if they differ from the checkpoint's names.
 
     names: names of layers or prefixes of subtrees.
     roots: prefixes below which everything is excluded.

@@ -2,8 +2,8 @@
 
 Read in the sources of vLLM 0.33.0 (layers/quantization/modelopt.py, mxfp4.py, compressed_tensors) and SGLang 0.5.23
 (layers/quantization/modelopt_quant.py, fp8.py, mxfp4.py, compressed_tensors). Both engines create all tensors of a
-model before they load files. Neither checks for quantized models whether every tensor was loaded, so a missing tensor
-keeps the value with which it was created.
+model before they load files. For quantized models, neither engine checks whether every tensor was
+loaded. A missing tensor therefore keeps the value with which it was created.
 """
 
 from __future__ import annotations

@@ -267,8 +267,9 @@ def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Ite
 def readers(container: str, family: str) -> tuple[str, ...]:
     """Return the names of the engines whose requirements a checkpoint is checked against.
 
-    These are the serving engines that are known to load the container for this family of models. If there are none,
-    they are the serving engines that read its exclusion list. If there are none of these, it is Model-Optimizer.
+    Return the serving engines that are known to load the container for this family of models. If no engine is known,
+    return the serving engines that read exclusion lists of the container. If there are none either, return
+    ("Model-Optimizer",).
     """
     loading = engines_for(container, family)
     serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))
@@ -297,7 +298,7 @@ def _layer_findings(
 
 
 def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
-    """Return (severity, message) for a tensor scale that is not a positive normal float32, or None if it is.
+    """Check a tensor scale. Return None if it is a positive normal float32, otherwise (severity, message).
 
     A subnormal is a warning. NaN, infinity, 0 and negative numbers are errors.
 
@@ -438,9 +439,9 @@ def findings(
 ) -> list[Finding]:
     """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and configs.
 
-    The list is empty if there is none. Severity "error" means that the named engine rejects the checkpoint or decodes
-    wrong values. Severity "warning" means that the checkpoint is sound, but the named engine cannot use it or misreads
-    it, or a value is at risk. Exclusion lists are checked by ``exclusions.check``.
+    Return [] if there is no fault. Severity "error" means that the named engine rejects the checkpoint or decodes wrong
+    values. Severity "warning" means that the checkpoint is sound, but that the named engine cannot use it, may misread
+    it, or may lose a value. Exclusion lists are checked by ``exclusions.check``.
 
     container: the container of the quantized layers, one of ``containers.CONTAINERS``.
     tensors: name -> (safetensors dtype, shape), for all tensors.

@@ -231,7 +231,8 @@ def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
 def family_of(config: Mapping[str, Any]) -> str:
     """Return the family of a model, one of FAMILIES, judged by the content of its config.json.
 
-    Models that nothing else identifies are "moe" if the config has a number of experts, otherwise "dense".
+    If neither the model type, the architecture nor a vision part tells the family, return "moe" if the config has a
+    positive number of experts, otherwise "dense".
     """
     by_stacks = _FAMILY_OF_STACKS.get(str(config.get("model_type", "")))
     if by_stacks is not None:

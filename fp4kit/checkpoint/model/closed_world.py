@@ -187,7 +187,7 @@ _ADAPTER = re.compile(
     r"(lora|ia3|vera|boft|oft|hada|lokr|hra|fourierft|vblora|randlora|shira|waveft)_\w+"
     r"|dora_scale|bone_block|miss_block|c3a_kernel|trainable_tokens_\w+|modules_to_save"
 )
-# The last part of the name of a tensor that may transform weights, or the inputs of layers.
+# Matches the last part of a tensor's name if the tensor may transform weights or inputs of layers.
 _TRANSFORMS = re.compile(
     r"\w*(hadamard|rotation)\w*|R[1-4]|smooth(quant|ing)?_(scale|scales|factor|factors)|\w*pre_quant_scale|act_scales?"
 )

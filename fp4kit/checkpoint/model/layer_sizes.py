@@ -94,8 +94,8 @@ def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
     """Yield the misfits of the layers of one module.
 
-    The most frequent length of an axis counts as right. If two are equally frequent, the larger one does. The config's
-    hidden_size counts like one more layer if some layer has this length.
+    The most frequent length of an axis counts as right. If two lengths are equally frequent, the larger one counts as
+    right. The config's hidden_size counts like one more layer if some layer has this length.
 
     q_proj also misfits if it has neither as many rows as o_proj has columns, nor twice as many. If the config has
     v_head_dim, this is not checked, and keys and values may differ in size.
@@ -182,7 +182,7 @@ def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _why_twice(other: str) -> str:
-    """Return the reason to refuse a layer whose place in the model another layer has too.
+    """Return the reason to refuse a layer that has the same place in the model as another layer.
 
     Args:
         other: the name of the other layer.

@@ -198,7 +198,7 @@ def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
     """Return ``amaxes`` (layer -> amax) unchanged if the input scale of every layer is a normal float32.
 
     Raises:
-        CheckpointError: if one is not. The message names the layers.
+        CheckpointError: if an input scale is not a normal float32. The message names the layers.
     """
     unusable = [
         layer

@@ -35,7 +35,7 @@ class OutputFile:
     is_first: bool = True
 
     def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
-        """Return the bytes of the header, tensor name -> offset of its data in the file, and the file's size in bytes.
+        """Return the header's bytes, a dict from tensor name to the offset of its data, and the file's size in bytes.
 
         Args:
             source: the source of the conversion. A GGUF file takes keys of the source into its header.

@@ -182,7 +182,7 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
 def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
     """Return a piece that writes scales in the dtype in which its weight stores them.
 
-    Decoded values are rounded to this dtype, so that it must be kept.
+    Decoding rounds values to this dtype, so it must be kept.
     """
     kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
     return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))

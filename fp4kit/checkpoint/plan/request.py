@@ -161,10 +161,10 @@ class Request:
         return Mixture(default, choices)
 
     def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
-        """Return the fields of the request that take input scales away from layers that cannot have any.
+        """Return the changes that remove input scales from a request, for layers whose recipe cannot have any.
 
-        Only recipes with a tensor scale can have input scales. Return {} for them, and if no recipe of the request can,
-        so that input scales are then refused.
+        Only recipes with a tensor scale can have input scales. Return {} if ``one`` is such a recipe. Return {} too if
+        no recipe of the request can have input scales, so that a later check refuses them.
 
         Args:
             one: a recipe of the request.

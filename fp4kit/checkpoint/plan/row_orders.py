@@ -78,8 +78,8 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
     """Return the reordering that interleaves the two halves of every head of q or k, or undoes this.
 
-    Return None for all other layers, and if the number of heads is unknown. Return None too if that number does not
-    divide the rows into heads of an even size above 2.
+    Return None for all other layers. Return None too if the number of heads is unknown, or does not divide the rows
+    into heads of an even size above 2.
 
     Args:
         leaf: the last component of the layer's name in a GGUF file, such as "attn_q".

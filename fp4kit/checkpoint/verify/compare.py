@@ -141,11 +141,11 @@ def compare_checkpoints(
 def _shared_layers(
     pairs: list[tuple[str, Origin, Origin]], differences: list[TensorDifference], readers: Readers
 ) -> list[LayerDifference]:
-    """Return the differences of the layers of a model directory and a GGUF file that at least one has quantized.
+    """Return the differences of layers that a model directory, a GGUF file or both have quantized.
 
     pairs: the result of gguf_pairs.
-    differences: the differences of tensors, which are changed in place. Those of the layers in ``pairs`` are removed. A
-        layer that neither model has quantized gets one entry, if its values differ.
+    differences: the differences of tensors, which are changed in place. The entries for layers in ``pairs`` are
+        removed. A layer that neither model has quantized gets one entry, if its values differ.
     readers: where to read the layers from.
     """
     found = [_layer_difference(*pair, readers) for pair in pairs]
