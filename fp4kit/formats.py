@@ -470,7 +470,7 @@ class Codebook(ElementFormat):
 
     @lazy_property
     def midpoints(self) -> np.ndarray:
-        """The means of neighboring values in ascending order, rounded to float32: numbers above take the next code."""
+        """The means of neighboring values, ascending, rounded to float32. A number above a mean gets the next code."""
         ascending = self.values[self.order].astype(np.float64)
         midpoints = ((ascending[1:] + ascending[:-1]) / 2).astype(np.float32)
         midpoints.setflags(write=False)
@@ -578,7 +578,7 @@ class PairedMicroexponents(Codebook):
 
     @property
     def amax_target(self) -> np.float32:
-        """1, so that the block scale is the power of two at or below the amax if it is rounded down."""
+        """The number 1. With it, a block scale that is rounded down is the power of two at or below the amax."""
         return np.float32(1)
 
     @lazy_property
@@ -629,7 +629,7 @@ class PairedMicroexponents(Codebook):
 
         NaN gives the code of the largest magnitude, without a sign.
 
-        microexponent: bool, in a shape that broadcasts to x. If it is True, numbers of 1 and more saturate.
+        microexponent: bool, in a shape that broadcasts to x. Where it is True, numbers of 1 and more saturate.
         """
         doubled = np.fmin(np.abs(x), 2) * np.where(microexponent, x.dtype.type(4), x.dtype.type(2))
         sign = np.signbit(x) & ~np.isnan(x)

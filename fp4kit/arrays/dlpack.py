@@ -129,7 +129,7 @@ def _export(x: Any) -> object:
 def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a NumPy array on the memory that a capsule describes, or a new array if its shape has no elements.
 
-    name: how error messages call the exporter. Errors are those of `read`, except for errors of x.__dlpack__.
+    name: how error messages call the exporter. Raise the errors of `read`, except those that x.__dlpack__ raises.
     """
     tensor, read_only = _read(capsule, name)
     dtype = _dtype(tensor.dtype, name)
@@ -147,8 +147,8 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
 
     The memory of an unversioned capsule counts as read-only. The structure is valid as long as the capsule lives.
 
-    name: how error messages call the exporter. Raise BufferError if the version is DLPack 2.0 or later, or if `capsule`
-    is no DLPack capsule or was consumed already.
+    name: how error messages call the exporter. Raise BufferError if the version is DLPack 2.0 or later. Also raise it
+    if `capsule` is not a DLPack capsule, or was consumed already.
     """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")

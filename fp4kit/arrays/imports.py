@@ -315,7 +315,7 @@ def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def _leave_untraced() -> bool:
-    """Tell torch.compile not to trace the function `untraced`. Return True, which is_traced returns to its caller.
+    """Tell torch.compile not to trace the function `untraced`. Always return True, as the result of is_traced.
 
     While torch.compile traces is_traced, it runs this function as ordinary Python instead of tracing it.
     """

@@ -143,8 +143,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     """Return a tensor_amax, or tensor_scale, in its canonical shape.
 
     The shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block) for one
-    entry per block. Axes of length 1 at the end may be missing or superfluous. Raise ValueError if no canonical shape
-    fits.
+    entry per block. The given array may have more or fewer axes of length 1 at the end. Raise ValueError if no
+    canonical shape fits.
 
     moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
     """

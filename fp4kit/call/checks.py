@@ -95,7 +95,7 @@ def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
 
 
 def description(value: Any) -> str:
-    """Return what a value is, as text for a message: its type, and for an array also its dtype and shape."""
+    """Describe a value for a message. Return its type as text, and for an array also its dtype and shape."""
     if not hasattr(value, "dtype"):
         return type(value).__name__
     return f"{type(value).__module__}.{type(value).__name__} {value.dtype} {value.shape}"

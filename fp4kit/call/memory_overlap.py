@@ -37,7 +37,7 @@ def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any
 
 
 def _refuse(op: str, out: str, other: str) -> None:
-    """Raise the ValueError of check_disjoint for the output named `out` and the input or output named `other`."""
+    """Raise ValueError for check_disjoint. The message names the output `out` and the input or output `other`."""
     raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
 
 

@@ -160,7 +160,7 @@ def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quan
 
     Args:
         call: the Call.
-        amax: its tensor amax; None if the recipe has no tensor scale.
+        amax: the tensor amax of the call; None if the recipe has no tensor scale.
         empty: empty(shape, dtype) allocates an array.
         empty_scales: empty_scales(shape, layout) allocates block scales.
     """

@@ -163,8 +163,8 @@ def call_with_scales(
 ) -> Call:
     """Check the arguments of quantize for a caller who passes scales, and return the Call.
 
-    op is the public function that error messages begin with. The other arguments and the errors are those of quantize.
-    At least one of block_scale and tensor_scale is not None. out has been imported already.
+    op is the public function that error messages begin with. The other arguments and the errors are the same as for
+    quantize. At least one of block_scale and tensor_scale must not be None. out must have been imported already.
     """
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -292,7 +292,7 @@ def check_hadamard(op: str, hadamard: Any) -> None:
 
 
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
-    """Return the sign mask of the Hadamard transform: TE's for True, 0 for "no_signs", and None for False.
+    """Return the sign mask of the Hadamard transform: that of TE for True, 0 for "no_signs", None for False.
 
     Raise ValueError for other values, or if the quantized axis is not a multiple of the transform's size.
     """
@@ -335,7 +335,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 
 def _seed(op: str, seed: Any) -> int:
-    """Return a seed as an int. Raise TypeError if it is not an integer, and ValueError unless it is 0 to 2^64 - 1."""
+    """Return a seed as an int. Raise TypeError for a non-integer, and ValueError for an int outside 0 to 2^64 - 1."""
     return check_seed(op, as_index(op, "seed", seed))
 
 

@@ -131,8 +131,8 @@ def is_searchable(r: Recipe) -> bool:
 def has_grid(r: Recipe) -> bool:
     """Return whether multiples of a recipe's amaxes are searched.
 
-    True if the recipe has codes, no block scales, and one tensor scale per tensor or per row. True also if it has amax
-    rules (custom_recipe) and blocks of one row.
+    Return True if the recipe has codes, no block scales, and one tensor scale per tensor or per row. Also return True
+    if the recipe has amax rules (custom_recipe) and blocks of one row.
     """
     if r.is_custom:
         return r.block_rows == 1

@@ -27,9 +27,10 @@ def check_castable(op: str, r: Recipe) -> None:
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
     """Return the shape (M, K) of a shard's matrix as two ints.
 
-    Raise TypeError if the shard is not float32, float16 or bfloat16, or if shape or start is not of ints. Raise
-    ValueError unless the shard is a 1-d slice of such a matrix, at offset `start`, and K is a whole number of blocks.
-    Raise ValueError for a recipe without codes, without blocks or with several tensor scales.
+    Raise TypeError if the shard is not float32, float16 or bfloat16, or if shape or start does not consist of ints.
+    Raise ValueError unless the shard is a 1-d slice of the flattened matrix, beginning at `start`. Raise ValueError
+    unless K is a whole number of blocks. Raise ValueError for a recipe without codes, without blocks or with several
+    tensor scales.
     """
     checks.check_float(op, shard, "shard")
     checks.check_has_codes(op, r)

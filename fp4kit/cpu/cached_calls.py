@@ -88,8 +88,8 @@ class _MatrixCall(NamedTuple):
 def _matrix(call: Call) -> np.ndarray | None:
     """Return the array of a call as one matrix whose rows are quantized.
 
-    Return None if it takes more than one call of the library, because x is too large, not contiguous, or has several
-    matrices with different tensor scales.
+    Return None if the call needs several calls of the library. This is so if x is too large, is not contiguous, or has
+    several matrices with different tensor scales.
     """
     moved, r = call.moved, call.recipe
     if not 0 < moved.size <= ELEMENTS_PER_CALL or (

@@ -41,7 +41,7 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
 
 
 def are_looked_up(r: Recipe) -> bool:
-    """Return whether large matrices of a recipe are decoded by look-ups in value tables, one per scale code.
+    """Return True if large matrices of a recipe are decoded by look-ups in tables of values, one table per scale code.
 
     Such decoding is quick, so it pays to use fewer threads.
     """
@@ -70,7 +70,7 @@ def dequantize_matrix(
 
 
 def _in_rows(bytes_: np.ndarray) -> np.ndarray:
-    """Return an array with contiguous rows, as the library needs them: the array itself if possible, else a copy."""
+    """Return the array itself if its rows are contiguous, as the library needs them, otherwise a contiguous copy."""
     return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 

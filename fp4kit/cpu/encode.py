@@ -144,7 +144,7 @@ class Tiles(NamedTuple):
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of the slab (rows, columns) whose mark is not 0. marks: one byte per tile, in their order."""
+        """Yield the tiles of the slab (rows, columns) whose mark is not 0. marks: one byte per tile, in tile order."""
         if marks.any():
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
@@ -493,7 +493,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
     """Yield slices that divide the rows of a matrix into parts of about 2^20 elements and whole rows of blocks.
 
-    block_rows: the number of rows of a block. Each part except the last has a multiple of it.
+    block_rows: the number of rows of a block. The rows of each part, except the last, are a multiple of block_rows.
     """
     step = max((1 << 20) // max(shape[1], 1) // block_rows, 1) * block_rows
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))

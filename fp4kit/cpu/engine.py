@@ -225,8 +225,8 @@ def amax(call: Call) -> np.ndarray:
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """Return the largest magnitude of an array, float32 (). NaN propagates.
 
-    Raise Declined if axis is not None, if the array is empty, or if it is a strided array of more than two dimensions
-    or of elements that are not aligned.
+    Raise Declined if axis is not None, if the array is empty, or if its elements are not aligned. Also raise Declined
+    for a strided array of more than two dimensions.
     """
     functions()
     if axis is not None or not x.size:

@@ -187,7 +187,7 @@ class CompiledLibrary(NamedTuple):
     """The compiled library that this process uses, if any.
 
     functions: its C functions; None if no library can be used.
-    level: its level, such as "avx2"; if no library can be used, the reason.
+    level: the level of the library, such as "avx2"; or the reason why no library can be used.
     why: the reason why no higher level is used; "" if this is the highest level that the processor supports.
     """
 

@@ -31,7 +31,7 @@ class _Cut(NamedTuple):
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
     """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape.
 
-    Its field rows is 0 if the shard has no whole row of blocks. height: the number of rows of a block.
+    If the shard has no whole row of blocks, the field rows is 0. height: the number of rows of a block.
     """
     M, K = shape
     if not length:
@@ -47,7 +47,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
     """Return the amax of every block of a matrix over the elements that a shard owns.
 
-    The arguments and the result are those of reference.partial.partial_amax.
+    The arguments and the result are the same as for reference.partial.partial_amax.
     """
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)

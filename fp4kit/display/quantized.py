@@ -12,7 +12,7 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def panel(q: Quantized) -> Panel:
-    """Return the panel of a Quantized, for which all of its codes and scales are read.
+    """Read all codes and scales of a Quantized, and return its panel.
 
     The panel shows shapes, bits per value, the range of the scales, values at the largest code, zero blocks and a
     histogram of the scales.

@@ -77,7 +77,7 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Return how often each code of fmt occurs, in code order, given how often each of the 256 byte values occurs."""
+    """Convert the counts of the 256 byte values to counts of the codes of fmt, in code order."""
     if fmt.packing.codes == 1:
         return by_byte[: 2**fmt.bits]
     pairs = by_byte.reshape(16, 16)  # high nibble, low nibble

@@ -155,9 +155,9 @@ class MatrixFunctions(NamedTuple):
 
 
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax that the caller passed, or else a computed one; None if there is no tensor scale.
+    """Return the tensor amax that the caller passed, or compute it. Return None if the recipe has no tensor scale.
 
-    functions: the functions of the engine that computes it.
+    functions: the functions of the engine that computes the amax.
     """
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
@@ -427,7 +427,7 @@ def clip_amax(call: Call) -> np.ndarray:
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere, also where one of them is NaN.
+    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere. Where call.x or amax is NaN, it is 0.
 
     amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks), where rows are all axes of call.moved but the
     last, joined.

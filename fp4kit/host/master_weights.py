@@ -88,7 +88,7 @@ class HostStages:
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
-        """Return (index of the matrix, shard, shape of the matrix, start of the shard in it) for each matrix."""
+        """Return one tuple per matrix: (its index, shard, its shape, start of the shard in the matrix)."""
         starts = self._partition.starts[self._rank].tolist()
         return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
 
@@ -149,7 +149,7 @@ class HostStages:
     def place(self) -> None:
         """Copy the codes of the other processes from `gathered` into `quantized`.
 
-        Those of this process are there already.
+        The codes of this process are already in `quantized`.
         """
         offsets = self._partition.offsets(self._unit)
         for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):

@@ -1,7 +1,7 @@
 """Call fp4kit's functions from JAX, also inside programs that JAX traces, such as jitted functions.
 
-Arrays that have values are passed to fp4kit directly. In a traced program the call is described by a text, which is
-compiled into the program. It is JSON: the function's name and its arguments, with every array replaced by its position.
+Arrays that have values are passed to fp4kit directly. In a traced program, a text describes the call and is compiled
+into the program. The text is JSON: the function's name and its arguments, with every array replaced by its position.
 When the program runs, one of two mechanisms reads the text and makes the call:
 
 - on CUDA, if CuPy is installed: a handler of XLA's foreign function interface, on the device (ffi.py)

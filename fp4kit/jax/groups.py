@@ -85,10 +85,10 @@ def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions) -> Any:
-    """Return xs fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient.
+    """Return the fake-quantized xs, which may be traced or have values. _forward and _backward define the gradient.
 
     static: the arguments that JAX treats as static.
-    given: the other optional arguments, with one list per argument. If its seed is None, static.seed is used.
+    given: the other optional arguments, with one list per argument. If given.seed is None, static.seed is used.
     """
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
@@ -124,7 +124,7 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """Return grads with 0 where |x| > amax or either is NaN. If amaxes is None, the limits are computed from xs.
+    """Return grads, with 0 where |x| > amax or x or amax is NaN. If amaxes is None, compute the limits from xs.
 
     When JAX differentiates this function again, it is linear in grads, and xs and amaxes are constants.
     """

@@ -220,7 +220,7 @@ def v_scale_position(token: Any, scale: Any, scales: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Hold the arrays of a KV cache, which are not copied, and write and read them at slots.
+    """Hold the arrays of a KV cache, and write and read them at slots. The arrays are not copied.
 
     Attributes:
         layout: the KVLayout, or its name when the cache is created.

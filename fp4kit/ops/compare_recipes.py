@@ -193,7 +193,7 @@ def _shares(a: _Result, b: _Result) -> tuple[float, float, float, float]:
 
 
 def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) -> float:
-    """Return the share of entries that differ, and 0 for arrays without entries.
+    """Return the share of entries that differ between a and b. For arrays without entries, return 0.
 
     Return NaN if `comparable` is False, if an array is None, or if their shapes differ.
     """

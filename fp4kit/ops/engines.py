@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def _cuda() -> Any:
-    """Return the CUDA engine. Its first use imports it, because that takes a tenth of the time to import fp4kit."""
+    """Return the CUDA engine. It is imported at the first use, to save a tenth of the time to import fp4kit."""
     from fp4kit.cuda import engine
 
     return engine
@@ -220,7 +220,8 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
     """Return the result of an operation on a parsed call, from the first engine that supports it.
 
-    operation: the name of the engine's function. It gets the call and then `arguments`. Errors are those of run.
+    operation: the name of the engine's function, which is called with the call and `arguments`. Raise the errors of
+    run.
     """
     return run(call.op, operation, call.on_device, call, *arguments)
 
@@ -248,8 +249,8 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
     """Return True if the shards of cast_master_weights are in host memory, and False if they are on a GPU.
 
-    The first shard decides; True for an empty list. For shards on a GPU, raise ValueError if one is not contiguous,
-    and NotImplementedError if no kernel supports the recipe's blocks or the size of a matrix.
+    The first shard decides. For an empty list, return True. For shards on a GPU, raise ValueError if a shard is not
+    contiguous. Raise NotImplementedError if no kernel supports the recipe's blocks or the size of a matrix.
 
     values: the shards. shapes: the shape of the weight of each shard. r: the recipe.
     """

@@ -206,7 +206,7 @@ def _energies(
 ) -> np.ndarray:
     """Return the sums of squares of x w^T and of its errors, in the order of _RATIOS.
 
-    x, w: the operand and its quantized values, float64. u, r: the result of the unit, and that rounded to out_dtype.
+    x, w: pairs of the operand and its quantized values, float64. u: the result of the unit. r: u rounded to out_dtype.
     """
     total = np.zeros(8)
     (plain, quantized), (w_plain, w_quantized) = x, w

@@ -98,7 +98,7 @@ class Explanation:
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
     def __str__(self) -> str:
-        """Return the steps as a table. Where several recipes are shown, differing steps are marked."""
+        """Return the steps as a table. If there are several recipes, the steps that differ are marked."""
         return self._panel().text()
 
     def __repr__(self) -> str:
@@ -231,7 +231,7 @@ def explain(
 
 
 def _on_host(array: Any) -> Any:
-    """Return amaxes or random bytes that the caller passed as an array on the host; None and numbers unchanged."""
+    """Return an array of the caller (amaxes or random bytes) on the host. Return None and numbers unchanged."""
     return to_host(import_arrays(OP, array=array)[0]) if hasattr(array, "shape") and np.ndim(array) else array
 
 
@@ -305,9 +305,10 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
 
 
 def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
-    """Return the tensor amaxes of a block: the caller's, or those of the whole array; None without a tensor scale.
+    """Return the tensor amaxes of a block, which the caller passed or which are computed from the whole array.
 
-    moved: call.moved with at least two axes. at: the leading index, the rows and the columns of the block.
+    Return None if the recipe has no tensor scale. moved: call.moved with at least two axes. at: the leading index, the
+    rows and the columns of the block.
     """
     (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
     if r.tensor_scaling == "none":

@@ -40,7 +40,7 @@ class PlanInput(NamedTuple):
     def of(cls, name: str, value: Any) -> PlanInput:
         """Return the PlanInput of the argument `value`, a list of arrays or one stacked array.
 
-        It records the entries of the list and the addresses of PyTorch tensors, without copying data.
+        The PlanInput records the entries of the list and the addresses of PyTorch tensors. No data is copied.
         name: the name of the argument in messages.
         """
         entries = list(as_list("GroupedPlan", name, value))

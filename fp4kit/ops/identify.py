@@ -89,9 +89,9 @@ class Identification:
     def verdict(self) -> str:
         """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
 
-        It names the recipes that reproduce all bytes, or else the variations that do, or else the nearest recipe. If
-        more than three recipes reproduce all bytes, it names one of them; `exact` has all. If there are no matches, it
-        says that no recipe has this format.
+        The sentence names the recipes that reproduce all bytes. If there are none, it names the variations that do, and
+        otherwise the nearest recipe. If more than three recipes reproduce all bytes, it names only one of them; `exact`
+        has all. If there are no matches, it says that no recipe has this format.
         """
         if self.exact:
             if len(self.exact) > MOST_NAMED:
@@ -443,8 +443,8 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe makes every byte of q from x, with the given Hadamard transform.
 
-    If `stochastic`, return whether the recipe makes every scale, and every code is the code under random byte 0 or
-    under random byte 255. No code may be wrong.
+    If `stochastic` is True, the recipe must make every scale. Every code must then be the code under random byte 0 or
+    under random byte 255.
     """
     match = _match(q, x, r, hadamard)
     if not stochastic:

@@ -280,7 +280,7 @@ def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float
 
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Return the KVMatch of the keys and values `read` with the references. Its field `fits` is not filled in."""
+    """Compare keys and values with the references, and return the KVMatch. The field `fits` is not filled in."""
     key_error, value_error = map(_error, read, references)
     return KVMatch(layout, fault, key_error, value_error)
 
@@ -346,7 +346,7 @@ def _errors(match: KVMatch) -> str:
 
 
 def _differences(assumed: KVLayout, found: KVLayout) -> str:
-    """Return how the layout that was found differs from the assumed one, as a clause per difference."""
+    """Describe how the layout `found` differs from the layout `assumed`, in one clause per difference."""
     clauses = []
     if assumed.order != found.order:
         clauses.append(f"the order is {found.order}, not {assumed.order}")

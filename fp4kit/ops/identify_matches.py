@@ -47,7 +47,7 @@ class Match:
 
 
 def name_of(r: Recipe) -> str:
-    """Return a recipe's id; for a variant of a table recipe, with the fields that differ: "id with field=value"."""
+    """Return a recipe's id. For a variant of a table recipe, add the fields that differ: "id with field=value"."""
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))

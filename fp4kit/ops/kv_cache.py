@@ -166,7 +166,7 @@ _USUAL = {
 
 
 def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
-    """Return the recipe by which a cache is written or read, by default that of the kernel which writes its layout.
+    """Return the recipe by which a cache is written or read. The default is the recipe of the layout's usual kernel.
 
     Raise TypeError unless cache is a KVCache. Raise ValueError unless the recipe makes E2M1 codes in blocks of 16, with
     scales that follow from the block amax and a given tensor scale.

@@ -75,8 +75,8 @@ def matmul_grouped(
 def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul_grouped, and return the products in the library of a.
 
-    The result is a list of matrices without m_indptr (empty if a is empty), otherwise one matrix. The errors are those
-    of matmul_grouped.
+    Without m_indptr, the result is a list of matrices, which is empty if a is empty. With m_indptr, it is one matrix.
+    Raise the errors of matmul_grouped.
     """
     u = unit_of(OP, unit)
     b = prepared(OP, "b", b, u) if is_single(b) else _prepared_list("b", b, u)

@@ -1,6 +1,6 @@
 """Implement fp4kit.partial_amax and partial_cast: quantize a matrix shard by shard, with the bytes of the whole matrix.
 
-They serve processes that each own a shard of a weight matrix, as in ZeRO or FSDP.
+Use them if each process owns a shard of a weight matrix, as in ZeRO or FSDP.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
         recipe: a recipe id or a Recipe with blocks.
 
     Returns:
-        float32 (ceil(M / block rows), K / block), on the shard's device: 0 for blocks of which the shard owns nothing.
+        float32 (ceil(M / block rows), K / block), on the shard's device. Blocks without an element in the shard have 0.
 
     Raises:
         TypeError: shard has a dtype other than these three, or start is not an int.

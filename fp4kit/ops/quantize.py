@@ -151,7 +151,7 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments of quantize, and quantize x. Errors are those of quantize.
+    """Check the arguments of quantize, and return the quantized x. Raise the errors of quantize.
 
     options: the options scale_layout, rounding, seed and hadamard. given: the arguments tensor_amax, block_amax and
     out. key: the key under which to store a cached call for later calls; None stores nothing.

@@ -52,7 +52,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument of transpose, and transpose q. Errors are those of transpose.
+    """Check the argument of transpose, and return the transposed q. Raise the errors of transpose.
 
     key: the key under which to store a cached call for later calls; None stores nothing.
     """

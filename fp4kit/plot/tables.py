@@ -26,7 +26,7 @@ def block(
     tensor_amax: Any = None,
     ax: Any = None,
 ) -> Any:
-    """Draw one block through the steps of its recipe: a row per step, and a column per element.
+    """Draw how a recipe quantizes one block, with one row per step and one column per element.
 
     Steps that all elements of the block share, such as amaxes and scales, are in the title. Within a row, darker cells
     are larger magnitudes. The last row is the error, result minus element. With several recipes, the rows of one recipe

@@ -399,8 +399,8 @@ class Quantized:
     def __getitem__(self, rows: slice) -> Quantized:
         """Return q[a:b], a Quantized of x[a:b] that shares the memory of q.
 
-        Its values are q.dequantize()[a:b]. tensor_amax stays that of the whole tensor, because tensor_scale was made
-        from it.
+        The values of q[a:b] are q.dequantize()[a:b]. tensor_amax remains the amax of the whole tensor, because
+        tensor_scale was made from it.
 
         Args:
             rows: a slice of the first axis of x. Its ends must be multiples of the block rows, or of the block length

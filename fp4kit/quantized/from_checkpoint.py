@@ -46,14 +46,14 @@ class Stored(NamedTuple):
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """Return the arrays of a checkpoint by name, imported as NumPy or CuPy arrays, if possible without a copy.
+    """Import the arrays of a checkpoint as NumPy or CuPy arrays, without a copy if possible, and return them by name.
 
     An argument that is None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one byte per
     element is imported as uint8, because CuPy and some PyTorch versions do not export the narrow floats. A JAX array of
     4-bit elements is copied to uint8, because DLPack cannot describe it byte by byte.
 
-    Raise ValueError if the arrays are on several devices. Other errors are those of import_arrays. op: the function
-    that messages begin with.
+    Raise ValueError if the arrays are on several devices. Also raise the errors of import_arrays. op: the name of the
+    function, with which messages begin.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _as_bytes(named[name], f"{op}: {name}") for name in names})
@@ -133,7 +133,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
 
 
 def _packed(op: str, codes: Any) -> Any:
-    """Return codes, one per byte, packed two per byte. Raise ValueError if the length of the last axis is odd."""
+    """Pack codes from one per byte to two per byte. Raise ValueError if the length of the last axis is odd."""
     if codes.shape[-1] % 2:
         raise ValueError(
             f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even"

@@ -173,10 +173,11 @@ def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) ->
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
     """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot give.
 
-    Numbers must not be negative. A tensor scale must not be NaN if the recipe never gives NaN. An amax must not be NaN
-    where the tensor scale is a number, unless the recipe gives a number even for a NaN amax.
+    Numbers must not be negative. A tensor scale must not be NaN if the recipe never gives NaN. If an amax is NaN, its
+    tensor scale must be NaN, unless the recipe gives a number even for a NaN amax.
 
-    name: "tensor_scale" or "tensor_amax". array: its numbers. tensor_scale: the tensor scale of the Quantized.
+    name: "tensor_scale" or "tensor_amax". array: the array of this name. tensor_scale: the tensor scale of the
+    Quantized.
     """
     if (array >= 0).all():
         return

@@ -23,9 +23,9 @@ _Facts = tuple[tuple[int, ...], str, int, str, ScaleLayout]
 
 
 def reduced(q: Quantized) -> tuple[Any, ...]:
-    """Return what ``__reduce_ex__`` returns for a Quantized of tensors: a function and its arguments.
+    """Return the function and the arguments that ``__reduce_ex__`` returns for a Quantized of tensors.
 
-    Tell PyTorch to trust this function, so that this process can read what it saves.
+    Tell PyTorch to trust this function, so that the current process can load the files that it saves.
     """
     allow_torch_load()
     facts = tuple(q.shape), q.dtype.name, q.axis, to_spec(q.recipe), q.scale_layout
@@ -33,7 +33,7 @@ def reduced(q: Quantized) -> tuple[Any, ...]:
 
 
 def rebuild_quantized(parts: tuple[Any, Any, Any, Any], facts: _Facts) -> Quantized:
-    """Return the Quantized with the given parts and facts, as ``reduced`` returns them. It has the checks of a new one.
+    """Return a Quantized with the given parts and facts, in the form that ``reduced`` returns. All checks are made.
 
     parts: the arrays packed, block_scale, tensor_scale and tensor_amax, or None.
     facts: shape, name of the dtype, axis, recipe as text, and layout of the block scales.

@@ -82,7 +82,7 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return a number n: a slice of the first axis of x cuts no block if its ends are multiples of n."""
+    """Return a number of which the ends of a slice of x's first axis must be multiples, so that no block is cut."""
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1

@@ -47,7 +47,7 @@ def aliases() -> Iterator[Alias]:
 def recipes() -> Iterator[Recipe]:
     """Yield MLX's recipes for NVFP4, then those for MXFP4, then those for MXFP8.
 
-    Within a format this is the order in which fp4kit.recipes() lists them.
+    Within a format, the recipes have the order of fp4kit.recipes().
     """
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):

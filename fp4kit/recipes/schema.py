@@ -198,7 +198,7 @@ class Recipe:
     def length_multiple(self) -> int:
         """A number that divides every allowed length of the quantized axis.
 
-        It is the block size, or without blocks the number of codes that fill whole bytes.
+        For recipes with blocks it is the block size, otherwise the smallest number of codes that fill whole bytes.
         """
         return self.block_size if self.block else self.element.packing.codes
 

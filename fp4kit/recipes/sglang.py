@@ -1,7 +1,7 @@
 """Define the recipes of SGLang: the MXFP4 utilities of 0.5.23, and its online NVFP4, named nvfp4_online.
 
-For NVFP4 and MXFP8 SGLang calls FlashInfer. In online NVFP4, weights are quantized while they are loaded, and
-activations with one scale per token.
+For NVFP4 and MXFP8, SGLang calls FlashInfer. In online NVFP4, SGLang quantizes weights while it loads them, and
+quantizes activations with one scale per token.
 """
 
 from __future__ import annotations

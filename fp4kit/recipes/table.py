@@ -192,7 +192,7 @@ def family(words: str) -> tuple[str, ...]:
 def several(ids: Iterable[str], near: Recipe) -> str:
     """Return up to five ids as text for an error message, followed by the number of ids that were left out.
 
-    Ids with the format of the recipe `near` come first, and ids with fewer parts before their variants.
+    Ids with the format of the recipe `near` come first. Ids with fewer parts come before their variants.
     """
     ordered = sorted(ids, key=lambda id: (RECIPES[id].format_name != near.format_name, id.count("-")))
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
@@ -206,7 +206,7 @@ def is_listed(r: Recipe) -> bool:
 def _reduce(r: Recipe) -> tuple[Any, ...]:
     """Return the function and arguments by which pickle and copy restore a recipe.
 
-    For a recipe in the table these are `recipe` and its id, otherwise Recipe and all fields.
+    For a recipe in the table, return the function `recipe` and the id. For other recipes, return Recipe and all fields.
     """
     if is_listed(r):
         return recipe, (r.id,)

@@ -28,7 +28,7 @@ def to_spec(recipe: str | Recipe) -> str:
 def from_spec(spec: str) -> Recipe:
     """Return the recipe that a string describes: a string made by to_spec, an id or an alias.
 
-    Raise ValueError for an unknown id and for invalid JSON. Errors for invalid fields are those of from_data.
+    Raise ValueError for an unknown id and for invalid JSON. Raise the errors of from_data for invalid fields.
 
     >>> from dataclasses import replace
     >>> variant = replace(find_recipe("mxfp4-ocp"), block=(1, 16))

@@ -211,8 +211,8 @@ def _check_block(r: Any) -> None:
 def _check_block_rule(r: Any) -> None:
     """Raise ValueError unless the other fields fit the block rule.
 
-    Without a block rule, scale must be None. With one, these fields must fit: scale, block, element, apply, flush,
-    static and tensor_scaling. Which of their values fit follows from rules.BLOCK_RULES.
+    Without a block rule, scale must be None. With a block rule, these fields must fit: scale, block, element, apply,
+    flush, static and tensor_scaling. rules.BLOCK_RULES says which values fit.
     """
     if r.block_rule is None:
         if r.scale is not None:
@@ -328,8 +328,8 @@ def _check_amax_tensor_rule(r: Any) -> None:
 def _check_decode_rule(r: Any) -> None:
     """Raise ValueError unless the recipe has what its decode rule needs.
 
-    This is a format of block scales that the rule decodes and, for a rule that uses the tensor amax, a tensor_rule.
-    Recipes with the amax rules need decode rule "product", which decodes all formats.
+    The rule must decode the recipe's format of block scales. If the rule uses the tensor amax, the recipe needs a
+    tensor_rule. Recipes with the amax rules need decode rule "product", which decodes all formats.
     """
     rule = rules.DECODE_RULES[r.decode_rule]
     if r.is_custom:

@@ -79,8 +79,8 @@ def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
 def _minimum(recipe: Recipe) -> np.ufunc:
     """Return the minimum function that treats NaN as the recipe's producer does.
 
-    If recipe.amax_nan is "propagate", this is np.minimum, which gives NaN if one operand is NaN. Otherwise it is
-    np.fmin, which gives the other operand.
+    If recipe.amax_nan is "propagate", return np.minimum, which gives NaN if one operand is NaN. Otherwise, return
+    np.fmin, which then gives the other operand.
     """
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # as fminf, which drops the NaN of inf * 0
 
@@ -103,8 +103,8 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
-    FLT_MAX. Then nonzero elements get the code of the largest value, although all elements decode to 0. If scale is
-    NaN, the factor is FLT_MAX, or NaN if recipe.amax_nan is "propagate". amax and dtype are not used.
+    FLT_MAX. Nonzero elements of such a block get the code of the largest value, but all its elements decode to 0. If
+    scale is NaN, the factor is FLT_MAX, or NaN if recipe.amax_nan is "propagate". amax and dtype are not used.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
@@ -295,8 +295,9 @@ def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao's mode EVEN does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. So an amax of 1.75 * 2^k or more counts as 2^(k + 1) for E2M1, and one of 1.9375 * 2^k or more for E4M3 and
-    E2M3. amax = 0 gives code 0. If r is infinite or amax is NaN, the code is 255 (NaN). tensor and dtype are not used.
+    value. For E2M1, an amax of 1.75 * 2^k or more counts as 2^(k + 1). For E4M3 and E2M3, an amax of 1.9375 * 2^k or
+    more does. amax = 0 gives code 0. If r is infinite or amax is NaN, the code is 255 (NaN). tensor and dtype are not
+    used.
     """
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 

@@ -200,8 +200,8 @@ factor_fouroversix_4 = factor_fouroversix
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as qwix 0.1.8 computes it with XLA on a CPU.
 
-    It is the code of block_arith.qwix_scale(amax, recipe, dtype), which is 1 for a very small amax and for 0. There is
-    no tensor scale. Codes saturate at 448, and NaN gives a NaN code. tensor is not used.
+    The scale is block_arith.qwix_scale(amax, recipe, dtype), which is 1 for a very small amax and for 0. There is no
+    tensor scale. Codes saturate at 448, and NaN gives a NaN code. tensor is not used.
     """
     return encode_e4m3_scale(qwix_scale(amax, recipe, dtype))
 

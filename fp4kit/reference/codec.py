@@ -170,8 +170,8 @@ _SCALE_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "
 def encode_scale(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
     """Return the codes of float32 x >= 0 in a scale format: uint8, in the shape of x.
 
-    Numbers beyond the largest value become that value, infinity included. NaN gives fmt.nan_code. For E8M0, this is
-    encode_e8m0, where numbers below 2^-127 become 2^-127.
+    Numbers beyond the largest value, infinity included, become the largest value. NaN gives fmt.nan_code. For E8M0,
+    encode_e8m0 is used, so numbers below 2^-127 become 2^-127.
 
     rounding: "rp" up, "rz" down, "rn" to nearest even.
     """

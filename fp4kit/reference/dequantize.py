@@ -36,7 +36,7 @@ def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: Tensor
     """Return values * (s(scales) * tensor.decode), or values * tensor.decode if the recipe has no block scales.
 
     s() decodes scale codes, which are E4M3 codes except with the amax rules. tensor.decode is the stored tensor_scale.
-    This is the decode rule of every recipe that names no other.
+    Recipes use this decode rule unless they name another one.
     """
     if scales is None or recipe.scale is None:
         return values * tensor.decode

@@ -208,8 +208,8 @@ def _microxcaling(
 
         Every operation is rounded to dtype. emax is the exponent of the largest element value. log2 is rounded too, so
         its floor is one too large just below a power of two. If the exponent of s is above 127, the block becomes NaN.
-        If it is below -127, it becomes -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros give NaN
-        (0 / 0). tensor_amax is not used.
+        An exponent below -127 is replaced by -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros
+        give NaN (0 / 0). tensor_amax is not used.
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
@@ -286,7 +286,7 @@ def nvfp4_fp_quant(
 
     s is the scale of a block, and amax its largest magnitude. 3 is FP-Quant's global scale. Operations are rounded from
     left to right, and divisions are those of PTX div.full.f32. round() saturates, and ties go toward zero. Every zero
-    of x gives -0. If s underflows to 0, y is a zero too, and -0 unless x is positive. If amax is infinite or NaN, the
+    of x gives -0. If s underflows to 0, y is +0 where x is positive and -0 elsewhere. If amax is infinite or NaN, the
     whole block is NaN. y is float32. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)

@@ -99,7 +99,7 @@ def amax_interval(
 def _kept_interval(
     scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return amax_interval for the float32 numbers whose bytes are `scale`, in the given shape. Keep the result.
+    """Cache and return amax_interval for the float32 numbers with the bytes `scale` and the given shape.
 
     Programs that identify a recipe request the interval of one stored scale for many variants of the codes. steps: as
     in amax_interval.
@@ -110,7 +110,7 @@ def _kept_interval(
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
 
-    This is the binary search of amax_interval. The arguments and the result are those of amax_interval.
+    This function is the binary search of amax_interval. Its arguments and its result are the same.
     """
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)

@@ -412,7 +412,7 @@ def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
 def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, Recipe, np.dtype], Pair]:
     """Return an amax rule whose decode scale is rounded to dtype; None keeps float32.
 
-    direction: how it is rounded; see _narrowed.
+    direction: the direction of this rounding, as _narrowed takes it.
     """
     target = None if dtype is None else np.dtype(dtype)
 

@@ -20,7 +20,8 @@ class Place(NamedTuple):
 
     Attributes:
         module: the module that holds it.
-        leaf: the name of the parameter in the module. weight: the facts about the parameter that the plan needs.
+        leaf: the name of the parameter in the module.
+        weight: the facts about the parameter that the plan needs.
         transposed: True for a stack of experts that is stored as (E, K, N).
     """
 

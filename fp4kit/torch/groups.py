@@ -83,10 +83,10 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return one gradient per argument of fake_quantize_grouped; only xs have gradients that are not None.
+    """Return the gradient of each argument of fake_quantize_grouped: None for all arguments except xs.
 
-    They are the upstream gradients `grads`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the
-    caller passed neither amax nor tensor_amax, the limit is computed from x.
+    The gradients of xs are the upstream gradients `grads`, unchanged under pass_through, otherwise with 0 where |x| >
+    amax. If the caller passed neither amax nor tensor_amax, the limit is computed from x.
     """
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])

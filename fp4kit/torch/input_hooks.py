@@ -244,9 +244,9 @@ def _routed(inputs: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _eager_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Let models of transformers compute experts one by one in the with block. Afterwards the setting is restored.
+    """Let models of transformers compute experts one by one in a with block. Restore the setting afterwards.
 
-    Modules without that setting are left unchanged.
+    Modules without this setting are left unchanged.
     """
     with ExitStack() as stack:
         for module in model.modules():

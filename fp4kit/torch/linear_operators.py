@@ -1,7 +1,8 @@
 """Define the linear layer as PyTorch operators: torch.ops.fp4kit.linear, and the operators of its gradients.
 
-In their arguments, w is a float tensor (N, K), or the packed codes of a Quantized, whose scales follow. They are None
-for a float w. The settings are the text of call.linear.settings_from_text.
+In the arguments of these operators, w is a float tensor (N, K), or the packed codes of a Quantized. The scales of the
+Quantized follow as further arguments, which are None for a float w. The settings are the text of
+call.linear.settings_from_text.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _checked(
 def linear(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> Tensor:
-    """Return y = x w^T with both operands quantized, as ops.linear.product does: a new tensor (..., N).
+    """Return y = x w^T with both operands quantized: a new tensor (..., N), equal to that of ops.linear.product.
 
     Args:
         x: float32, float16 or bfloat16 (..., K).
@@ -220,11 +221,11 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
-    """Return one gradient per argument of linear; only x and a float w have gradients that are not None.
+    """Return the gradient of each argument of linear: None for all arguments except x and a float w.
 
-    A gradient that autograd does not need is None, too. If the setting `backward` is "quantized", the functions of
-    parts compute the gradients. Otherwise, they are float32 products of grad with the dequantized w and x, or with the
-    unquantized ones for "high-precision".
+    If autograd does not need a gradient, the result is None as well. If the setting `backward` is "quantized", the
+    functions of parts compute the gradients. Otherwise, gradients are float32 products of grad with the dequantized w
+    and x, or with the unquantized w and x for "high-precision".
 
     Args:
         ctx: the context that save_inputs filled.

@@ -233,7 +233,7 @@ def _warn_of_vectors(names: list[str]) -> None:
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
     """Raise ValueError if the parameter `leaf` of a module is already fake-quantized. `name` is its full name.
 
-    A parameter with other parametrizations only, or with none, passes.
+    A parameter without parametrizations, or with only other parametrizations, passes.
     """
     if not parametrize.is_parametrized(module, leaf):
         return

@@ -35,7 +35,7 @@ def seed_of(seed: Tensor | None) -> Any:
 def seed_outline(seed: Tensor | None) -> Any:
     """Return a stand-in for a seed, for checks before values are known.
 
-    It is the shape and dtype of random bytes, 0 for any single number, and None if there is no seed.
+    For random bytes, the stand-in is their shape and dtype. For a single number it is 0, and without a seed it is None.
     """
     return 0 if seed is not None and seed.ndim == 0 else outline(seed)
 
@@ -49,10 +49,11 @@ def empty(like: Tensor, call: Call) -> Tensor:
 
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """Return, for each index along the axis that vmap maps, the value that an argument of the operator has there.
+    """Split an argument of an operator along the axis that vmap maps, and return one entry per index.
 
     An argument without a mapped axis is repeated. For a list, each entry is a list. If the axis has length 0, the
-    result is one tensor of zeros. Tensors are split by unbind, because its gradient, a stack, keeps -0.
+    result is one tensor of zeros. Tensors are split by unbind, because the gradient of unbind is a stack, which keeps
+    -0.
 
     Args:
         argument: the argument, a tensor, a list of tensors, or any object that is not mapped.
@@ -188,10 +189,10 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return one gradient per argument of fake_quantize; only x has a gradient that is not None.
+    """Return the gradient of each argument of fake_quantize: None for all arguments except x.
 
-    It is the upstream gradient `grad`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the caller
-    passed neither amax nor tensor_amax, the limit is computed from x.
+    The gradient of x is the upstream gradient `grad`, unchanged under pass_through, otherwise with 0 where |x| > amax.
+    If the caller passed neither amax nor tensor_amax, the limit is computed from x.
 
     Args:
         ctx: the context that save_inputs filled.
@@ -211,7 +212,7 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    """Return grad with 0 where |x| > amax or either is NaN, as fp4kit.fake_quantize_backward does.
+    """Return grad, with 0 where |x| > amax or where x or amax is NaN, as fp4kit.fake_quantize_backward does.
 
     If amax is None, the limit is computed from x.
     """

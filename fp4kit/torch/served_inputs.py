@@ -55,7 +55,7 @@ class Inputs:
     """Hold the hooks that fake-quantize inputs.
 
     Attributes:
-        hooks: the name of a layer's weight -> its hook.
+        hooks: {name of a layer's weight: hook of the layer}.
         layers: the names of these layers, as a checkpoint names them.
     """
 

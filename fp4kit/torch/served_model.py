@@ -74,7 +74,7 @@ def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatP
 
 
 def _form(place: Place, plan: QatPlan, pass_through: bool) -> Form:
-    """Return how the parameter of a place is fake-quantized by a plan.
+    """Return the Form in which a plan fake-quantizes the parameter of a place.
 
     pass_through: True if the gradient passes unchanged.
     """

@@ -141,7 +141,7 @@ def largest(w: Tensor, stack: bool) -> Tensor:
 
 
 def _local_amax(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w| of a plain tensor, float32 (); of each expert, (E,), for a stack; 0 for no elements."""
+    """Return the largest |w| of a plain tensor as float32 (), or of each expert as (E,). Without elements, it is 0."""
     rows = w.flatten(1) if stack else w.reshape(1, -1)
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0] if stack else (), dtype=torch.float32)

@@ -29,7 +29,7 @@ def fake_quantize(*arguments: Any) -> torch.Tensor:
 
 
 def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize_backward(*arguments), by the class FakeQuantizeBackward if a transform is active."""
+    """Call operators.fake_quantize_backward(*arguments), through FakeQuantizeBackward if a transform is active."""
     return FakeQuantizeBackward.apply(*arguments) if active() else operators.fake_quantize_backward(*arguments)
 
 

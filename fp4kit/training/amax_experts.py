@@ -76,8 +76,8 @@ def join(
 ) -> None:
     """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
 
-    Called for one rank after another. An expert is stored under its global number, which no other rank may have. Any
-    other quantizer may be on several ranks, so the maximum of its amaxes is stored.
+    AmaxState.gather calls this function for one rank after another. An expert is stored under its global number, which
+    no other rank may have. Any other quantizer may be on several ranks, so the maximum of its amaxes is stored.
 
     Args:
         named: the amaxes of the ranks so far, which is changed.

@@ -44,7 +44,7 @@ class AmaxName:
 
     @classmethod
     def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
-        """Return the AmaxName of a checkpoint's key. Raises ValueError, which begins with ``op``, if it names none."""
+        """Return the AmaxName of a checkpoint's key. Raises ValueError, beginning with ``op``, for any other key."""
         name = cls.find(key)
         if name is None:
             raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")

@@ -208,9 +208,8 @@ class AmaxState(Mapping[str, Any]):
         All arrays are on the host.
 
         Raises:
-            ValueError: naming the key, for NaN and negative values.
-            ValueError: naming the key, for missing experts and for experts of different shapes.
-            ValueError: naming the key, for a quantizer that has both numbered experts and an amax without a number.
+            ValueError: a value is NaN or negative; experts are missing or have different shapes; or a quantizer has
+            both numbered experts and an amax without a number. The message names the key.
         """
         named = check("stacked", on_host(self.named))
         numbers = counts(named, "stacked", same_shape=True)

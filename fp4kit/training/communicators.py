@@ -125,7 +125,7 @@ class Mpi:
 
     Args:
         comm: an mpi4py communicator. None: MPI.COMM_WORLD.
-        cuda_aware: True if this MPI can read device memory. MPI has no portable way to find out; for Open MPI run
+        cuda_aware: True if this MPI can read device memory. MPI has no portable way to find this out. For Open MPI, run
             `ompi_info | grep cuda`.
 
     Raises:

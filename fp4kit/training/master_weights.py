@@ -240,7 +240,7 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
 
     Raises TypeError or ValueError if a shard is invalid, or does not fit the recipe `r`.
 
-    columnwise: whether codes along columns are wanted, too.
+    columnwise: True if codes along columns are needed too.
     """
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):

@@ -20,11 +20,11 @@ EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
 
 @dataclass(frozen=True)
 class FakeQuantSettings:
-    """Describe what is fake-quantized in training: the parameters whose names match, with one recipe.
+    """Describe which parameters training fake-quantizes, selected by their names, and with which recipe.
 
     Attributes:
         recipe: an id or a Recipe. If None, nothing is quantized.
-        block_size: the number of elements that share a scale. If None, it is the recipe's.
+        block_size: the number of elements that share a scale. If None, the block size of the recipe is used.
         parameters, exclude: wildcards (fnmatch; case matters) of parameter names. A parameter is quantized if it
             matches one of ``parameters`` and none of ``exclude``.
         pass_through: if True, the gradient passes unchanged everywhere. If False, it passes only where |w| <= amax, and
