@@ -229,7 +229,8 @@ class Collector:
 
         Raises:
             TypeError: if `collectors` is not iterable, or an entry is not a Collector.
-            ValueError: if there is none, if only some have histograms, or if a layer has different numbers of columns.
+            ValueError: if there is no collector, if only some have histograms, or if a layer has different numbers of
+                columns.
             ValueError: if an input on a GPU was NaN or infinite.
         """
         members = as_entries("merge", "collectors", collectors)
@@ -292,7 +293,8 @@ class Collector:
 
         Raises:
             TypeError: if an argument is not a path.
-            ValueError: if there is no path, if a path does not end with the name of a file, or as for merge.
+            ValueError: if there is no path, if a path does not end with the name of a file, or in a case in which merge
+                raises it.
             ValueError: if a file is not one that save writes.
             OSError: if a file cannot be read.
         """
@@ -359,7 +361,7 @@ class Collector:
     def _entries(self, op: str) -> dict[str, Entry]:
         """Return {layer: Entry}, sorted by name, of all that was collected. Each expert is an entry of its own.
 
-        A layer that was collected both as one of several experts and by itself is one entry, the sum of both.
+        If a layer was collected both as one of several experts and by itself, both are added up in one entry.
 
         Raises ValueError if an input on a GPU was NaN or infinite, or if such a layer has two numbers of columns.
 

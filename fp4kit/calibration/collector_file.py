@@ -88,9 +88,9 @@ def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, Entry], bool]:
-    """Return ({layer: Entry}, whether there are histograms) from the bytes of a file.
+    """Return ({layer: Entry}, True if there are histograms) from the bytes of a file.
 
-    Without histograms, those of the entries are None.
+    If there are no histograms, every entry has None instead.
 
     Raises ValueError, which begins with ``label``, for bytes that ``encode`` does not write. These are another kind of
     file, a damaged file, or a file of another version.

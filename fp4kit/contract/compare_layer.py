@@ -161,7 +161,7 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the first of tensor scales, block scales, codes and values that differs, for sides of unknown steps.
+    """Return the first part that differs, for sides of unknown steps: tensor scales, block scales, codes or values.
 
     Return "decode" if all scales and codes are equal, and "value" if a side has no codes to compare.
 

@@ -462,7 +462,7 @@ class _Check:
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
     def _of_inputs(self) -> Iterator[LayerParity]:
-        """Yield the comparison of quantized inputs: those of the caller, or one drawn array."""
+        """Yield the comparison of quantized inputs, which are the caller's inputs or one drawn array."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
             side

@@ -107,7 +107,7 @@ def _recipe_data(r: Recipe) -> dict[str, Any]:
 
 
 def _facts(r: Recipe) -> dict[str, Any]:
-    """Return {field: value as JSON data} for the fields of a recipe that determine bits and differ from their defaults.
+    """Return the fields of a recipe that determine bits and differ from their defaults, as JSON data.
 
     Formats are given by their names.
     """

@@ -37,7 +37,7 @@ def gguf_header(
         keys: additional values. A key of the source file with the same name is dropped.
         dropped: keys of the source file that are dropped too.
         takes_keys: False to copy no key of the source file, so that the alignment is GGUF's default. The later files of
-            a split model are like this.
+            a split model have no keys of the source.
     """
     alignment = file.alignment if takes_keys else ALIGNMENT
     copied = [field for field in file.fields if takes_keys and field.key not in keys and field.key not in dropped]

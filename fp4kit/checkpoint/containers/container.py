@@ -89,7 +89,8 @@ class Container:
         rounds: True if decoded values are rounded to the dtype in which the scales are stored.
         flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
         method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
-        algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none must.
+        algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none is
+            needed.
     """
 
     name: str

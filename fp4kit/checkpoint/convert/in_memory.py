@@ -41,7 +41,7 @@ class TensorConverter:
     Args:
         rules: recipe, container and selection of layers.
         incomplete: what flush does if some layers of a group with one tensor scale never arrived. "error" raises
-            CheckpointError. "quantize" quantizes those that arrived, for models that do not have the other layers.
+            CheckpointError. "quantize" quantizes the layers that arrived, for models that do not have the others.
         since: name -> array, the tensors that an earlier conversion yielded. A tensor is not yielded again if it equals
             the earlier tensor of its name in dtype, shape and every byte. None yields all tensors.
 
@@ -317,7 +317,7 @@ def convert_tensors(
             up, linear_qkv into q, k and v by the heads in rules.config.
         rules: recipe, container and selection of layers.
         incomplete: what to do if some layers that share a tensor scale never arrive. "error" raises CheckpointError.
-            "quantize" quantizes those that arrived, for models that do not have the other layers.
+            "quantize" quantizes the layers that arrived, for models that do not have the others.
         since: name -> array, the tensors that an earlier call yielded. Tensors that are unchanged are not yielded
             again, so that a rollout engine gets only the changed ones. None yields all tensors.
 
@@ -341,7 +341,7 @@ def convert_tensors(
     Warns:
         UserWarning: tensors stay unquantized because their rows do not consist of whole blocks.
 
-    Exact: the bytes are those that convert writes for these tensors.
+    Exact: the bytes equal the bytes that convert writes for these tensors.
 
     Examples:
         >>> import numpy as np

@@ -150,7 +150,7 @@ class Rules:
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """Return why a tensor stays unquantized, if the only reason is that its rows are not whole blocks; else "".
+        """Return why a tensor stays unquantized if its rows not being whole blocks is the only reason, otherwise "".
 
         Args:
             name: the Hugging Face name of the tensor.

@@ -61,8 +61,8 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 def stored_scales(q: Quantized) -> Any:
     """Return the scales of rows or blocks as containers store them; None if there is only one scale per tensor.
 
-    They are the block scales or, if the recipe has none, the float32 scales of rows or of blocks. A block of several
-    rows has one float32 scale in a container, while ``q`` holds it once per row.
+    These are the block scales. If the recipe has none, they are the float32 scales of rows or blocks. A block of
+    several rows has one float32 scale in a container, while ``q`` holds it once per row.
 
     Args:
         q: a quantized matrix, in any library. Its first row must be the first row of a block.

@@ -71,7 +71,7 @@ def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndar
 def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
     """Return the sum of squares of ``x``, added in an order that does not depend on the machine.
 
-    weights: one factor per column, by which the squares are multiplied; None to multiply by none.
+    weights: one factor per column, by which the squares are multiplied; None for no factors.
     """
     if weights is None:
         flat = x.reshape(-1)

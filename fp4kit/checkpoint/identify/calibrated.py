@@ -1,4 +1,4 @@
-"""Decide whether codes that no recipe gives fit their source, as those of methods with calibration data do.
+"""Decide whether codes that no recipe gives still fit their source, as the codes of calibrated methods do.
 
 GPTQ, AWQ, SmoothQuant, SVDQuant and auto-round use inputs of the layers. A checkpoint does not hold these inputs, so
 its bytes cannot be made again. But damaged bytes can still be told from the bytes of such a method:

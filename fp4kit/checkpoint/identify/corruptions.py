@@ -182,7 +182,7 @@ def _same(codes: np.ndarray) -> np.ndarray:
 
 
 def _swapped(codes: np.ndarray) -> np.ndarray:
-    """Return the codes with each pair of neighbors exchanged, to undo that even elements are in the high nibbles."""
+    """Exchange each pair of neighboring codes. This undoes storing even elements in the high nibbles."""
     return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
 
 
@@ -288,9 +288,9 @@ def _in_layout(
 
 
 def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield the scales in linear order for each pair of layouts (true, assumed), if a reader confused them.
+    """Yield the scales in linear order for each pair of layouts (true, assumed) that a reader may have confused.
 
-    Such a reader took the true layout for the assumed layout and stored the result as linear scales. Only layouts that
+    Such a reader took the true layout for the assumed layout, and stored the result as linear scales. Only layouts that
     need no padding for this ``shape`` are tried.
     """
     unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]

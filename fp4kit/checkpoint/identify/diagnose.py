@@ -1,7 +1,7 @@
 """Explain one stored layer: find the recipe that made its bytes and the mishaps that changed them.
 
 A mishap is a fault between the quantizer and the file (corruptions.py). A hypothesis is a recipe with mishaps that may
-have made a layer (hypotheses.py). If no hypothesis gives every byte, the nearest one is reported.
+have made a layer (hypotheses.py). If no hypothesis gives every byte, the nearest hypothesis is reported.
 """
 
 from __future__ import annotations
@@ -470,7 +470,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | Non
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
-    """Return the explanation that rows, block scales or whole blocks are permuted, or None if none of them are.
+    """Return an explanation if rows, block scales or whole blocks are permuted, otherwise None.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
@@ -521,7 +521,7 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Explanation, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Explanation:
-    """Return an explanation with the rule FOUR_OVER_SIX added, if this rule gives every byte too.
+    """Add the rule FOUR_OVER_SIX to an explanation if the rule gives every byte too. Return the explanation.
 
     Otherwise, return the explanation unchanged. Only recipes that choose scales like the rule are considered. With the
     rule added, the layer gets one verdict with the other layers of a checkpoint that Model-Optimizer made.
@@ -549,7 +549,7 @@ def _zeros(layer: StoredLayer) -> Explanation:
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
-    """Return the Explanation for a layer whose bytes nothing gives completely.
+    """Return the Explanation for a layer if no hypothesis gives all of its bytes.
 
     Its sentence names a Hadamard transform or stochastic rounding, if a sample shows one and ``unnamed`` is True.
     Otherwise it names the hypothesis that fits the sample best, with its share of the layer's bytes.

@@ -1,4 +1,4 @@
-"""Say which search chose the block scales of a layer, if no recipe gives all of them.
+"""Find the search that chose the block scales of a layer if no recipe gives all of them.
 
 A search tries several scales per block and keeps the one with the smallest error. Three facts can be recognized:
 

@@ -1,4 +1,4 @@
-"""Say what a checkpoint tells about its producer without its source: containers, configs, metadata and scales."""
+"""Find hints at a checkpoint's producer without its source: in containers, configs, metadata and scales."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
     """Reduce the config.json of a mixed checkpoint to what it declares for the layers of one container.
 
     Return a changed copy, so that these layers can be checked as if the checkpoint had no others. For Model-Optimizer,
-    its ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``. For compressed-tensors, it has only
-    the ``config_groups`` with the container's format. Return ``config`` itself if it is not mixed.
+    the copy's ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``. For compressed-tensors, the
+    copy has only the ``config_groups`` with the container's format. Return ``config`` itself if it is not mixed.
 
     kind: the kind of the layers, such as "nvfp4".
     container: the container of the layers, one of ``containers.CONTAINERS``.

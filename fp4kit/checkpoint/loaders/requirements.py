@@ -316,7 +316,7 @@ _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest 
 
 
 def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
-    """Return a message if the tensor scales of layers differ that vLLM joins into one fused layer with one scale.
+    """Return a message if vLLM would fuse layers with different tensor scales into one layer with one scale.
 
     The message says by which factors values are wrong. Return None if the scales agree or some of them are unusable.
 

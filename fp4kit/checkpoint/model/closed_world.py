@@ -264,7 +264,7 @@ def rest_of_kv(name: str) -> bool:
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
     """Yield a warning that names the NVFP4 layers without a tensor scale if most layers have one, or the reverse.
 
-    Nothing is yielded if all layers have a tensor scale, if none has, or if half of them have.
+    Nothing is yielded if all layers have a tensor scale, if no layer has one, or if exactly half of them have one.
 
     Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
     scale. Stacks of mlx-lm are not counted, because mlx-lm stores tensor scales for experts and for no other layers.
@@ -324,8 +324,8 @@ def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str
     """Find the quantized layer whose name is the beginning of a tensor's name.
 
     Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
-    rest follows a dot. It may follow an underscore for a stack of experts, and if it is in _REFUSED_TENSORS.
-    Return None if there is no such layer.
+    rest follows a dot. It may also follow an underscore if the layer is a stack of experts or the rest is in
+    _REFUSED_TENSORS. Return None if there is no such layer.
 
     Args:
         name: the name of a tensor.
@@ -585,8 +585,8 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
     """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
 
-    It is refused if it is no JSON object, has an unknown key, or declares another format or shape than the tensors
-    have. For 4-bit codes it must also contain a key that tells the order of nibbles.
+    The entry is refused if it is not a JSON object, has an unknown key, or declares another format or shape than the
+    tensors have. For 4-bit codes, the entry must also contain a key that tells the order of nibbles.
 
     Args:
         weight: the layer.

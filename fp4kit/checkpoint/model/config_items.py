@@ -758,7 +758,7 @@ def _entries(
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers.
 
-    If the scheme of a layer contradicts its tensors, the only item is a refused one.
+    If the scheme of a layer contradicts its tensors, a single refused item is yielded.
 
     Args:
         value: the content of ``quantization``.

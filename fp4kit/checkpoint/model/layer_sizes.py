@@ -33,7 +33,7 @@ _AXES = {
 
 
 class Misfit(NamedTuple):
-    """Describe a layer with an axis whose length differs from that of the layers beside it.
+    """Describe a layer with an axis whose length does not fit the layers beside it.
 
     Attributes:
         weight: the layer.

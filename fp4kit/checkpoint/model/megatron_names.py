@@ -181,8 +181,8 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
     """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
 
-    Megatron has two names for it, ``mlp.experts.*`` and ``mlp.experts.local_experts.*``. Return None for all other
-    parameters.
+    Megatron has two names for such a parameter, ``mlp.experts.*`` and ``mlp.experts.local_experts.*``. Return None for
+    all other parameters.
     """
     grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
     if grouped:

@@ -110,7 +110,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return f"QuantizedLayers({str(self.path)!r}: {len(self)} layers, {forms})"
 
     def _recipe_of(self, weight: Weight) -> Recipe:
-        """Return the recipe of a layer: the one that the user gave, the recorded one, or one of its producer.
+        """Return the recipe of a layer: the user's, otherwise the recorded one, otherwise one of the layer's producer.
 
         The recorded recipe is returned only if the container of the layer can store it. Raise CheckpointError if the
         container cannot store the recipe that the user gave.

@@ -499,8 +499,8 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     """Return a slab with only the columns [first, end) of ``slab``.
 
-    If the slab is quantized, ``first`` and ``end`` must be boundaries of its blocks and of those of its rotation, or
-    ``end`` the number of columns.
+    If the slab is quantized, ``first`` must be a boundary of its blocks and of its rotation's blocks. ``end`` must be
+    such a boundary too, or the number of columns.
 
     Args:
         weight: the weight that the slab was read from.

@@ -50,7 +50,7 @@ class _NotUndone(Exception):
 
 
 def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
-    """Return a model with its transforms undone. A model without transforms is returned as it is.
+    """Return a model with its transforms undone. A model without transforms is returned unchanged.
 
     Args:
         model: the opened model.

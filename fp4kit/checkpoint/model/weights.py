@@ -168,7 +168,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """The stored size of the weight in bytes: that of its tensors or, if it has members, of its members' rows."""
+        """The size in bytes of the tensors that store the weight. If it has members, the size of the members' rows."""
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())

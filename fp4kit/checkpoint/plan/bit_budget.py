@@ -25,7 +25,7 @@ class Option(NamedTuple):
 
     Attributes:
         name: the id of a recipe, or another name of the choice.
-        bits: the number of bits that the unit's layers then take.
+        bits: the number of bits that the unit's layers take with this choice.
         error: the error that the choice causes, at least 0.
     """
 

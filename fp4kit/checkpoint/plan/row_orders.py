@@ -95,8 +95,8 @@ def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool
 def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
     """Return ``rows`` unchanged or reordered by ``order``, whichever decodes closer to the values of ``unquantized``.
 
-    A few rows are compared first. All rows are compared only if these give a tie. If all rows tie, the result is
-    ``rows`` unchanged.
+    A few rows are compared first. All rows are compared only if the first rows give a tie. If all rows tie, the result
+    is ``rows`` unchanged.
 
     Args:
         unquantized: the weight with its own values.

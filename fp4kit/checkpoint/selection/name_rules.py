@@ -436,8 +436,8 @@ def _conv1d(tensor: Candidate) -> str | None:
 def _dtype(tensor: Candidate) -> str | None:
     """Return the reason why a tensor stays unquantized because of its dtype, such as integers; otherwise None.
 
-    None means that fp4kit can quantize the dtype, which is a float type, or that the layer is already quantized in a
-    known container.
+    None means that the dtype is no obstacle: fp4kit can quantize it, or the layer is already quantized in a known
+    container.
     """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"

@@ -473,8 +473,8 @@ _SAMPLED_ROWS = 64
 def usual_db(check: Check, readers: Readers) -> float | None:
     """Return the SQNR in decibels that a usual recipe for the format gives on the first rows of a matrix's source.
 
-    Columns after the last multiple of 32 are left out. Return None if the matrix is unquantized, has no source rows or
-    fewer than 32 columns, or if the first rows contain NaN or infinity or only zeros.
+    Columns after the last multiple of 32 are left out. Return None if the matrix is unquantized, has no source rows, or
+    has fewer than 32 columns. Return None too if the first rows contain NaN or infinity, or only zeros.
     """
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:

@@ -40,10 +40,11 @@ class Smoothing(NamedTuple):
 
 
 def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
-    """Find the norms among the changed tensors that were smoothed, and the layers that were smoothed with them.
+    """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them.
 
-    f is source norm / stored norm, one factor per column. A layer counts if multiplying its source by f improves the
-    SQNR by at least 0.5 dB. A norm counts if one of its layers then comes within 1 dB of the usual SQNR of its format.
+    Let f be source norm / stored norm, one factor per column. A layer counts if multiplying its source by f improves
+    the SQNR by at least 0.5 dB. A norm counts if one of its layers then comes within 1 dB of the usual SQNR of its
+    format.
 
     changed: (stored, source) pairs of unquantized tensors whose bytes differ.
     checks: the matrices of the checkpoint, with their source rows.

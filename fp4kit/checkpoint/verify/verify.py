@@ -170,7 +170,7 @@ class Verification:
     settings: how the checkpoint was made.
     checks: the matrices to check.
     copies: (stored, source) pairs of unconverted tensors to compare.
-    issues: the issues that headers, configs and scalars already show.
+    issues: the issues found in headers, configs and scalars.
     """
 
     root: Path
@@ -298,7 +298,7 @@ def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
 
 
 def _opened(root: Path) -> Checkpoint:
-    """Open a model directory or file as a Checkpoint. Unlike for ``fp4kit inspect``, a directory must have a config."""
+    """Open a model directory or file as a Checkpoint. A directory must have a config, unlike in ``fp4kit inspect``."""
     found = open_source(root)
     beside = (
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
