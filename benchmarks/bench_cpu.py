@@ -10,9 +10,9 @@ folder of ggml (cpu_ggml.py).
 Before a row is timed, its results are compared bit for bit with the specification's. A preallocated result is filled
 with bytes 0xEE before that, so that unwritten memory is found.
 
-The calls of a row take turns: on one thread, on all threads, into preallocated memory (`out=`), the specification, the
-other libraries. Short calls, and all calls of the group "sizes", follow an untimed call. Reported times are medians;
-the smallest time is reported too. The script fails on wrong results only, never on slow ones.
+The calls of a row take turns. They are fp4kit on one thread, on all threads and with preallocated results (`out=`), the
+specification, and the other libraries. Short calls, and all calls of the group "sizes", follow an untimed call. Reported times are medians;
+the smallest time is reported too. The script fails if results are wrong, but not if calls are slow.
 """
 
 from __future__ import annotations

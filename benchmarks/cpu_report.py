@@ -146,10 +146,10 @@ def _gb(rate: float | None) -> str:
 
 
 def _others(row: CpuRow) -> str:
-    """Return the times of other libraries as text, each divided by fp4kit's.
+    """Return the times of other libraries as text. Each time is divided by fp4kit's time.
 
-    The fastest library comes first, and libraries that failed come last. fp4kit's time is that on all threads, or on
-    one thread if only that was timed.
+    The fastest library comes first, and libraries that failed come last. fp4kit's time on all threads is used if it was
+    measured, otherwise its time on one thread.
     """
     ours = row.times["all" if "all" in row.times else "one"].median
     ratios = sorted((us.median / ours, name) for name, us in row.peers.items())

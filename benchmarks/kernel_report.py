@@ -180,7 +180,7 @@ class Usage(NamedTuple):
 
     @property
     def resident_threads(self) -> int:
-        """The number of threads that fit on a multiprocessor.
+        """Return the number of threads that fit on a multiprocessor.
 
         Registers are allocated in multiples of eight per thread.
         """

@@ -43,9 +43,9 @@ class Loop:
 
     @cached_property
     def _modules(self) -> tuple[Any, ...]:
-        """The modules `nn` and `config` of Model-Optimizer's quantization, after its extensions are loaded.
+        """Return the modules `nn` and `config` of Model-Optimizer's quantization, after its extensions are loaded.
 
-        () if PyTorch or Model-Optimizer is not installed, or if the benchmark runs without other libraries.
+        Return () if PyTorch or Model-Optimizer is not installed, or if the benchmark runs without other libraries.
         """
         names = ("nn", "config", "extensions")
         found = [peers.module(f"modelopt.torch.quantization.{name}") for name in names] if self._builds else [None]

@@ -45,7 +45,7 @@ def heading(record: Record) -> str:
 
 
 def target_text(row: BenchmarkRow) -> str:
-    """Return a row's targets as text, followed by "(missed)" if the row misses one.
+    """Return a row's targets as text, followed by "(missed)" if the row misses a target.
 
     Return "" if the row has no target.
     """
@@ -234,7 +234,7 @@ def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str
 
 
 def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
-    """Return the cells of a row in the README's table. Without an efficiency or another library, that cell is empty."""
+    """Return the cells of a row in the README's table. A cell without a value is empty."""
     peer = min(row.ratios.items(), key=lambda pair: pair[1], default=None)
     against = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.2f}"

@@ -85,22 +85,22 @@ class BenchmarkRow(Row):
 
     @property
     def efficiency(self) -> float | None:
-        """The time of a copy that moves as many bytes divided by the row's time, or None if no copy was timed."""
+        """Return the copy's time divided by the row's time, or None if no copy of as many bytes was timed."""
         return None if self.copy_us is None else self.copy_us / self.us
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The time of each peer divided by the row's time."""
+        """Return the time of each peer divided by the row's time."""
         return {name: us / self.us for name, us in self.peers.items()}
 
     @property
     def faster(self) -> list[str]:
-        """The peers that are faster than the row by more than the row's spread."""
+        """Return the peers that are faster than the row by more than the row's spread."""
         return [name for name, us in self.peers.items() if us + self.spread < self.us]
 
     @property
     def met(self) -> bool | None:
-        """True if every target is reached, False if one is missed, None if the row has no target."""
+        """Return True if every target is reached, False if one is missed, None if the row has no target."""
         found = []
         if self.target is not None and self.efficiency is not None:
             found.append(self.efficiency >= self.target)
@@ -166,9 +166,9 @@ class CpuRow(Row):
 
     @property
     def fastest_peer(self) -> tuple[str, float] | None:
-        """The name of the fastest peer, and its time divided by the row's. None if the row has no peers.
+        """Return (name of the fastest peer, its time divided by the row's time), or None if the row has no peers.
 
-        The row's time is that on all threads, or on one thread if only that was timed.
+        The row's time on all threads is used if it was measured, otherwise its time on one thread.
         """
         ours = self.times["all" if "all" in self.times else "one"].median
         found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def sweep():
-    """Return float32 values without NaN, over the whole range.
+    """Return float32 values over the whole range, infinities included, without NaN.
 
     They have all 65,536 patterns of the upper 16 bits, each with five patterns of the lower 16 bits.
     """

@@ -26,7 +26,7 @@ NEEDS_ENGINE = pytest.mark.skipif(
 
 
 def covered(r: Recipe) -> bool:
-    """Return whether the compiled engine quantizes with a recipe itself.
+    """Return True if the compiled engine quantizes with a recipe itself.
 
     Otherwise calls fall back to the specification.
     """

@@ -56,7 +56,10 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def searches(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield results of search_scales with several options, or nothing unless `name` is one of two static recipes."""
+    """Yield results of search_scales with several options.
+
+    Yield nothing unless `name` is "nvfp4-modelopt-static" or "nvfp4-modelopt-static-4over6".
+    """
     if name in ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"):
         yield fp4kit.search_scales(x, name)
         yield fp4kit.search_scales(x[:15], name, tensor_amax=3, weights=np.arange(x.shape[1]) % 5, candidates="near")

@@ -35,16 +35,16 @@ def half(cases: Iterable[Any]) -> list[Any]:
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the cases as parameters, of which a usual run takes only some.
+    """Return the cases as parameters of a test. Runs that are not exhaustive take only some of them.
 
-    Every `step`-th case is for every run, from the first on. The rest is for exhaustive runs only.
+    The first case and every `step`-th case after it are in every run. The other cases are only in exhaustive runs.
     """
     cases = list(cases)
     return cases[::step] + exhaustive(case for i, case in enumerate(cases) if i % step)
 
 
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Return the names as parameters: those in `chosen` for every run, the others for exhaustive runs only.
+    """Return the names as parameters of a test. Names in `chosen` are in every run, others only in exhaustive runs.
 
     Raise AssertionError if a name in `chosen` is not among `names`.
     """
@@ -59,8 +59,7 @@ USUAL = ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8
 def seldom() -> frozenset[str]:
     """Return the recipes that only exhaustive runs take.
 
-    Other runs take the usual recipes, and a few further ones that together have every remaining value of a recipe
-    field.
+    Other runs take the recipes in USUAL and a few more, so that every value of a recipe field occurs in some recipe.
     """
     facts = {
         r.id: {

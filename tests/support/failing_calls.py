@@ -33,7 +33,7 @@ class OnDevice:
 
 
 class CudaArray:
-    """Stand in for an array of another library with the CUDA array interface."""
+    """Imitate an array of another library that has the CUDA array interface."""
 
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (1, False), "version": 3}  # noqa: RUF012
 

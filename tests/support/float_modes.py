@@ -48,7 +48,7 @@ def mode(name: str) -> Iterator[None]:
 
 
 def tiny(dtype: np.dtype, seed: int = 0) -> np.ndarray:
-    """Return a (32, 128) matrix of the given dtype on which flushing of subnormals changes results.
+    """Return a (32, 128) matrix of the given dtype for which results change if subnormals are flushed to zero.
 
     Values grow from row to row. The first rows are subnormal, and the next ones have subnormal scales or products. The
     last four rows are ordinary.

@@ -1,6 +1,6 @@
 """Plant faults in an engine for tests of the fuzzer, and execute the scripts that the fuzzer prints.
 
-The engine, named "away", is NumPy with an array type of its own.
+The engine, named "away", is NumPy with a separate array type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALL = Pool(largest=1 << 12)
 
 
 class Away(np.ndarray):
-    """Array of the engine "away": a NumPy array of a type by which fp4kit chooses this engine."""
+    """Represent an array of the engine "away": a NumPy array whose type makes fp4kit choose this engine."""
 
 
 def engine_away(monkeypatch):
@@ -31,7 +31,7 @@ def engine_away(monkeypatch):
 
 
 def is_away(value):
-    """Return whether an argument of a call, or an array in it, is of the engine "away"."""
+    """Return True if an argument of a call, or an array in it, is of the engine "away"."""
     if isinstance(value, Quantized):
         return isinstance(value.packed, Away)
     return any(map(is_away, value)) if isinstance(value, (list, tuple)) else isinstance(value, Away)

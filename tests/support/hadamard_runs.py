@@ -47,7 +47,7 @@ class Runs(NamedTuple):
 
 
 def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs (n, 16) with every pattern of signs, first of ones, then of zeros, then of the smallest subnormal."""
+    """Return runs (n, 16) with all patterns of signs: first on ones, then on zeros, then on the smallest subnormal."""
     patterns = 1.0 - 2.0 * (np.arange(1 << BLOCK)[:, None] >> np.arange(BLOCK) & 1)
     return np.concatenate([patterns, np.copysign(0.0, patterns), patterns * 2.0 ** LEAST_EXPONENT[case.dtype]])
 
@@ -77,8 +77,8 @@ def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
 def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
     """Return runs (n, 16) at both ends of the dtype's range.
 
-    In the first, elements or results are subnormal. The next ones have the largest elements, so that some results
-    overflow. The last ones contain infinities or NaN.
+    In the first runs, elements or results are subnormal. The next runs have the largest elements, so that some results
+    overflow. The last runs contain infinities or NaN.
     """
     low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
     high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))

@@ -55,7 +55,7 @@ class KernelCall(NamedTuple):
         return "-".join(filter(None, parts))
 
     def run(self, place: Place = lambda a: a) -> list[Any]:
-        """Make the call and return its arrays. place: moves each input array, for example to a device."""
+        """Make the call and return its arrays. `place` moves each input array, for example to a device."""
         with np.errstate(all="ignore"):
             return self.make(place, self)
 
@@ -255,7 +255,7 @@ def master_weights(place: Place, call: KernelCall) -> list[Any]:
 
 
 def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
-    """Cast the master weights of a matrix of which two processes hold one half each.
+    """Cast the master weights of a matrix, one half of which is in each of two processes.
 
     Return the arrays that process 0 gets.
     """

@@ -81,14 +81,14 @@ def drawn_recipe(rng):
 
 
 def drawn_microexponents(rng):
-    """Return a random recipe with elements MX4."""
+    """Return a random recipe with the element format MX4 and E8M0 scales."""
     columns, rounding = int(rng.choice([2, 16, 32, 96])), str(rng.choice(["nearest", "up", "down"]))
     r = fp4kit.custom_recipe("mine", MX4, E8M0, columns, scale_rounding=rounding)
     return replace(r, amax_nan=str(rng.choice(["propagate", "ignore"])))
 
 
 def drawn_array(rng, r):
-    """Return a random matrix with some of: rows of very different sizes, zeros, -0, ties, NaN, infinities, extremes."""
+    """Return a random matrix. It may have rows of very different magnitudes, zeros, -0, ties, NaN and infinities."""
     dtype = FLOATS[rng.integers(3)]
     rows, columns, reach = int(rng.choice([1, 3, 16, 33])), int(rng.integers(1, 7)) * r.block_size, 40
     reach = 10 if dtype == np.float16 else reach

@@ -16,8 +16,8 @@ POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 def errors() -> np.ndarray:
     """Return float64 errors that are made from integers only, so that they are equal on every machine.
 
-    First come 4000 errors of ordinary magnitudes, then 4000 with any exponent. The last ones are neighbors of 1,
-    sqrt(2), sqrt(1/2), 2^-149 and 2^127, and then 0, infinity and NaN.
+    The first 4000 errors have ordinary magnitudes, and the next 4000 errors have any exponents. They are followed by
+    neighbors of 1, sqrt(2), sqrt(1/2), 2^-149 and 2^127, and by 0, infinity and NaN.
     """
     i = np.arange(4000, dtype=np.uint64)
     significands = (i * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(12)
@@ -34,8 +34,8 @@ def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a row of blocks, and weights of its elements, for which rounding decides between two scales.
 
     The recipe is STATIC and the tensor amax is 4. In each block, three elements are not zero. The largest has no weight
-    and fixes one candidate for the scale. The other two have weights: one has the larger error under this candidate,
-    the other under the next.
+    and fixes one candidate for the scale. The other two elements have weights. One of them has its larger error under
+    this candidate, and the other one under the next candidate.
 
     Args:
         p: the exponent of the errors.

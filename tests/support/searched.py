@@ -102,10 +102,10 @@ def nearly_equal_blocks() -> np.ndarray:
 
 
 def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """Return a Hessian per block of 16 columns, for K columns: usual ones and a low-rank one.
+    """Return a Hessian per block of 16 columns, for K columns. One Hessian has a low rank.
 
-    For more than four blocks, there are also a diagonal one with zeros, the identity, and one with negative diagonal
-    elements.
+    If there are more than four blocks, three Hessians are special: a diagonal matrix with zeros, the identity, and a
+    matrix with negative diagonal elements.
     """
     rng = np.random.default_rng(seed)
     samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))

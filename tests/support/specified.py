@@ -29,7 +29,7 @@ def holds_kernels(path: Path) -> bool:
 
 
 def needs_specification(item: pytest.Item) -> bool:
-    """Return whether a test must run under the specification, by its file or by its fixtures."""
+    """Return True if a test must run under the specification, by its file or by its fixtures."""
     return holds_kernels(item.path) or bool(FIXTURES.intersection(getattr(item, "fixturenames", ())))
 
 

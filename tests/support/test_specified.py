@@ -73,6 +73,6 @@ IMPORTS_A_TEST = re.compile(r"^\s*(?:from|import) (?:tests\.[\w.]*)?test_\w+", r
 
 
 def test_no_test_module_imports_from_another():
-    """Helpers that several test modules need are in tests/support, so that no module runs the set-up of another."""
+    """Check that no test module imports from another, because the import would run the set-up of the other module."""
     texts = {path.relative_to(TESTS).as_posix(): path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")}
     assert not [name for name, text in texts.items() if IMPORTS_A_TEST.search(text)]

@@ -69,7 +69,7 @@ def _constant(name: str, value: object) -> str:
 
 
 def has_table(r: Recipe) -> bool:
-    """Return whether kernels look up the factor of a block in a table, by the code of its block scale.
+    """Return True if kernels look up the factor of a block in a table, by the code of its block scale.
 
     They do so for recipes with E4M3 scales of blocks of one row, if the factor depends only on the code and on the one
     tensor scale. The rules nunchaku and aiter have no table, because their factor depends on the amax of the block.

@@ -84,7 +84,7 @@ def empty_amax() -> Any:
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments by which launch.matrix.amax computes the tensor amaxes of x.
+    """Return the arguments with which launch.matrix.amax computes the tensor amaxes of x.
 
     There is one amax for the whole array, or one per row or block, as the recipe has tensor scales.
 
@@ -98,7 +98,7 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments by which launch.matrix.amax computes the amaxes of blocks of x.
+    """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of x.
 
     Blocks have one row and as many columns as the recipe's blocks have elements.
     """
@@ -132,7 +132,7 @@ def amax(call: Call) -> Any:
 
 
 def needs_block_kernel(r: Recipe) -> bool:
-    """Return whether block amaxes need the kernel partial_amax, in which one thread reads a whole block.
+    """Return True if block amaxes need the kernel partial_amax, in which one thread reads a whole block.
 
     They need it if blocks have several rows, or if the elements that count depend on their index in the block
     (amax_nan="lanes"). For other recipes, the kernel for the amaxes of rows is used.
@@ -156,7 +156,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments by which launch.matrix.amax computes the result of amax, and the shape of this result.
+    """Return the arguments with which launch.matrix.amax computes the result of amax, and the shape of this result.
 
     It is for recipes for which needs_block_kernel is False. x: the array of the call, contiguous.
     """
@@ -184,7 +184,7 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments by which launch.matrix.amax computes plain_amax(x, axis), and the shape of the result."""
+    """Return the arguments with which launch.matrix.amax computes plain_amax(x, axis), and the shape of the result."""
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 

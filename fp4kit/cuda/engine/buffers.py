@@ -34,7 +34,7 @@ class NewArray(NamedTuple):
 
 
 class ArrayLibrary(NamedTuple):
-    """The functions by which a cached call handles arrays of CuPy or of PyTorch.
+    """Hold the functions with which a cached call handles arrays of CuPy or of PyTorch.
 
     Functions that are implemented in C are used where possible, because a call of a Python function takes 0.25 us (host
     of an H200, November 2026).
@@ -82,7 +82,7 @@ def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
     allocate, array, size = cupy.cuda.alloc, _array_at(cupy), sum(sizes)
 
     def shared() -> list[Any]:
-        """Allocate all arrays in one piece of memory."""
+        """Allocate all arrays in one piece of memory, set the arrays of `cleared` to 0, and return the arrays."""
         memory = allocate(size)
         made = [array(shape, dtype, memory + start) for shape, dtype, start in places]
         for i in cleared:

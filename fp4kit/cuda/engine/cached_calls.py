@@ -78,7 +78,7 @@ class QuantizedResult(NamedTuple):
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
-    """Return whether one launch on the current device can read x in place, as one matrix.
+    """Return True if one launch on the current device can read x in place, as one matrix.
 
     This holds if x is nonempty, contiguous and on the current device, and if the recipe r and the caller's amax have no
     tensor scale per block or per expert. A tensor scale per row is allowed if the caller passes no amax.
@@ -473,6 +473,6 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:
-    """Return whether kernels can read arrays in place: all are nonempty, contiguous and on the current device."""
+    """Return True if kernels can read arrays in place: all are nonempty, contiguous and on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

@@ -17,7 +17,7 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
-    """Return the fake-quantized values of a call: by the recipe's fake_rule if it has one, else by quantizing x.
+    """Return the fake-quantized values of a call, computed by the recipe's fake_rule or, without one, by quantizing x.
 
     One kernel reads the array and writes the values, after another kernel has computed the amax if that is needed.
     Raise Declined if no kernel supports the call.
@@ -38,7 +38,7 @@ def fake_quantize(call: Call) -> Any:
 
 
 def kernel_computes_amaxes(call: Call) -> bool:
-    """Return whether the kernel that writes the values also computes the tensor amaxes.
+    """Return True if the kernel that writes the values also computes the tensor amaxes.
 
     It does so if the recipe has a fake_rule and one tensor scale per block, and the caller passes no amaxes.
     """

@@ -202,8 +202,8 @@ class Group:
     def _find_amaxes(self) -> list[Any]:
         """Return the tensor amax of each array, on the GPU.
 
-        These are the caller's amaxes, after a check, or otherwise arrays of zeros in which the amaxes will be computed.
-        If the recipe has no tensor scale, every entry is None.
+        If the caller passed amaxes, they are checked and returned. Otherwise, the arrays are zeros, in which kernels
+        will store the amaxes. If the recipe has no tensor scale, every entry is None.
         """
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
@@ -244,7 +244,7 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """True if the group computes amaxes from the arrays. False if the caller passed them or none are needed."""
+        """Return True if the group computes amaxes, False if the caller passed them or no amaxes are needed."""
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:

@@ -61,7 +61,7 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 
 
 def pack(codes: Any) -> Any:
-    """Pack 4-bit codes, which come one per byte, two per byte. Return a new array.
+    """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
 
     The high nibbles of `codes` are dropped without a check, because a check would wait for the device. Raise ValueError
     if the last axis has an odd length.

@@ -39,7 +39,7 @@ def quantize(call: Call) -> Quantized:
 
 
 def _is_columnwise(call: Call) -> bool:
-    """Return whether the blocks of a call lie along the columns of its matrices, which is axis -2."""
+    """Return True if the blocks of a call lie along the columns of its matrices, which is axis -2."""
     return call.axis == call.x.ndim - 2
 
 

@@ -154,7 +154,7 @@ def search_matrix(
 
 
 def _is_pruned(r: Recipe, terms: Terms) -> bool:
-    """Return whether the pruned search can be used for a recipe and a search's loss and candidates (terms).
+    """Return True if the pruned search can be used for a recipe and a search's loss and candidates (terms).
 
     It needs a squared loss, E4M3 scales, blocks of one row, and amaxes that are NaN if an element is NaN.
     """

@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
 
     @property
     def struct(self) -> np.dtype:
-        """The NumPy dtype of the struct of all arguments."""
+        """Return the NumPy dtype of the struct of all arguments."""
         return np.dtype(
             [(name, "u8") for name in (*self.pointers, *self.words)] + [(name, "i8") for name in self.sizes]
         )
@@ -129,7 +129,7 @@ class LaunchRequest(NamedTuple):
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
-        """The rows and columns of the matrix as the kernel sees it.
+        """Return the rows and columns of the matrix as the kernel sees it.
 
         For a recipe without blocks, it is one long row, unless each row has its own tensor scale.
         """
@@ -169,12 +169,12 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
 
 
 def uses_fake_rule(request: LaunchRequest) -> bool:
-    """Return whether a request is for values by a recipe's fake_rule, which is the producer's own fake quantizer."""
+    """Return True if a request is for values by a recipe's fake_rule, which is the producer's own fake quantizer."""
     return request.values and request.recipe.fake_rule is not None
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
-    """Return whether the kernel fake_quantize supports a request: values by a fake_rule.
+    """Return True if the kernel fake_quantize supports a request: values by a fake_rule.
 
     It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS. It does not support
     amax_nan="lanes".
@@ -184,14 +184,14 @@ def _takes_fake(request: LaunchRequest) -> bool:
 
 
 def has_patch_kernel(r: Recipe) -> bool:
-    """Return whether the kernel quantize_columns supports the blocks and scales of a recipe."""
+    """Return True if the kernel quantize_columns supports the blocks and scales of a recipe."""
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
     return r.block in PATCH_BLOCKS and one_scale and is_float
 
 
 def _takes_patch(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_columns supports a request: blocks along columns, or square blocks.
+    """Return True if the kernel quantize_columns supports a request: blocks along columns, or square blocks.
 
     The recipe must pass has_patch_kernel, and rows must consist of whole square blocks or, for blocks of one row, have
     a multiple of PATCH_ROW_UNIT bytes. It supports a Hadamard transform only for columnwise blocks of 16 elements. It
@@ -209,7 +209,7 @@ def _takes_patch(request: LaunchRequest) -> bool:
 
 
 def _takes_table(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6 recipe.
+    """Return True if the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6 recipe.
 
     The recipe must sum errors ("mae" or "mse"), and have one tensor scale and blocks of 1 x 16 or 16 x 16.
     """
@@ -223,14 +223,15 @@ def _takes_table(request: LaunchRequest) -> bool:
 
 
 def _by_rows(request: LaunchRequest) -> bool:
-    """Return whether a request is for rowwise codes or values, with scales that the kernel computes from amaxes."""
+    """Return True if a request is for rowwise codes or values, with scales that the kernel computes from amaxes."""
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
 def _takes_tile(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_tile supports a request: rowwise, for blocks of several rows or for 4over6.
+    """Return True if the kernel quantize_tile supports a request.
 
-    Blocks must have 16 or 32 columns. The caller must not pass block amaxes.
+    The kernel quantizes along rows, for recipes that have blocks of several rows or 4over6. Blocks must have 16 or 32
+    columns, and the caller must not pass block amaxes.
     """
     r = request.recipe
     rows, columns = r.block or (1, 0)
@@ -239,9 +240,10 @@ def _takes_tile(request: LaunchRequest) -> bool:
 
 
 def _takes_scaled(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_with_scales supports a request: rowwise codes under the caller's scales.
+    """Return True if the kernel quantize_with_scales supports a request.
 
-    The number of elements of a block must be a multiple of SCALED_RUN.
+    The request must be for rowwise codes under the caller's scales. The number of elements of a block must be a
+    multiple of SCALED_RUN.
     """
     return (
         request.scaled
@@ -251,12 +253,12 @@ def _takes_scaled(request: LaunchRequest) -> bool:
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize_unblocked supports a request: rowwise, for a recipe without blocks."""
+    """Return True if the kernel quantize_unblocked supports a request: rowwise, by a recipe without blocks."""
     return _by_rows(request) and request.recipe.block is None
 
 
 def _takes_rows(request: LaunchRequest) -> bool:
-    """Return whether the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6.
+    """Return True if the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6.
 
     The width of a block must be 16, or a multiple of 32.
     """
@@ -266,7 +268,7 @@ def _takes_rows(request: LaunchRequest) -> bool:
 
 
 def needs_search(request: LaunchRequest) -> bool:
-    """Return whether a search kernel must choose the block amaxes before a request can be launched."""
+    """Return True if a search kernel must choose the block amaxes before a request can be launched."""
     return bool(request.recipe.search) and not request.scaled
 
 

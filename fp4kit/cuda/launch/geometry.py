@@ -177,7 +177,7 @@ def address(array: Any) -> int:
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
-    """Return whether all runs of run_bytes bytes, from the start of the array on, begin at multiples of 16 bytes.
+    """Return True if all runs of run_bytes bytes, from the start of the array on, begin at multiples of 16 bytes.
 
     An `array` of None stands for an array that will be allocated, and so begins at a multiple of 16 bytes.
     """

@@ -69,7 +69,7 @@ class GroupedLaunch:
 
 
 def is_small(members: Sequence[Any]) -> bool:
-    """Return whether a group has so few members that their arguments can be passed as kernel arguments (kSmall)."""
+    """Return True if a group has so few members that their arguments can be passed as kernel arguments (kSmall)."""
     return len(members) <= SMALL_GROUP
 
 
@@ -222,7 +222,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """The arguments of launch.clip.clip_gradient."""
+    """Hold the arguments of launch.clip.clip_gradient."""
 
     grad: Any
     x: Any

@@ -151,7 +151,7 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
 
 
 class _Product(NamedTuple):
-    """Hold what a launch needs for one product.
+    """Hold the facts and arrays of one product that its launch needs.
 
     Attributes:
         kernel: the function that compiles the kernel, and the arguments of this function.

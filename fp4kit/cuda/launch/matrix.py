@@ -83,7 +83,7 @@ class Matrix(NamedTuple):
 
 
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
-    """Return whether every row of x, and m.values if given, begins at a multiple of 16 bytes.
+    """Return True if every row of x, and m.values if given, begins at a multiple of 16 bytes.
 
     Kernels can then load and store 16 bytes at a time.
     """

@@ -119,7 +119,7 @@ def _hadamard_launch(
 
 
 def _takes_hadamard(x: Any, out: Any) -> bool:
-    """Return whether hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out."""
+    """Return True if hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out."""
     _, length, inner = x.shape
     if inner == 1:
         return length < MAX_ROW and x.data.ptr % 16 == 0 and out.data.ptr % 16 == 0

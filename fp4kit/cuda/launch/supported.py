@@ -61,7 +61,7 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
 
 
 def _has_kernels(e: ElementFormat) -> bool:
-    """Return whether kernels can encode and decode an element format."""
+    """Return True if kernels can encode and decode an element format."""
     if e.is_integer:
         return True
     return -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0

@@ -50,7 +50,7 @@ class View:
 
     @property
     def is_plain(self) -> bool:
-        """True for a contiguous array in C order, without an offset."""
+        """Return True for a contiguous array in C order, without an offset."""
         return self == View.plain(len(self.order))
 
 
@@ -108,10 +108,10 @@ def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any]
 
 
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """Return (flat, cut): a flat array that holds the values between filler, and a function that makes the view.
+    """Return (flat, cut): a flat array with the values among filler elements, and a function that returns the view.
 
-    ``cut`` takes ``flat`` or a copy of it in another library, and returns the view described by ``view``, which shares
-    memory with that array.
+    Call ``cut`` with ``flat``, or with a copy of ``flat`` in another library. It returns a view of this array, which
+    has the strides, offset and order that ``view`` describes, and whose elements are the values.
     """
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)

@@ -68,12 +68,12 @@ class Verdict(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """True if the kind is a failure."""
+        """Return True if the kind is a failure."""
         return self.kind not in ("equal", "refused", "declined")
 
     @property
     def key(self) -> tuple[str, str]:
-        """The kind and function of a failure.
+        """Return the kind and function of a failure.
 
         Two failures with equal keys count as one failure when a case is shrunk.
         """
@@ -81,7 +81,7 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The text without recipe ids and numbers, so that failures for one reason are counted together.
+        """Return the text without recipe ids and numbers, so that failures for one reason are counted together.
 
         It is the part of the text before the first semicolon, cut to 150 characters.
         """
@@ -93,7 +93,8 @@ class Verdict(NamedTuple):
 class EngineRun:
     """Run the statements of a program on one engine.
 
-    ``names`` maps names to the results so far. ``host`` is True for the specification.
+    ``names`` maps the names of results to the results that the run has computed. ``host`` is True for the
+    specification.
     """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:

@@ -92,12 +92,12 @@ class DrawnCase:
 
     @property
     def r(self) -> Recipe:
-        """The case's Recipe, with the changes of its variant applied."""
+        """Return the case's Recipe, with the changes of its variant applied."""
         return self.recipe.recipe
 
     @property
     def x(self) -> DrawnArray:
-        """The first array, which is the only one for most operations."""
+        """Return the first array, which is the only one for most operations."""
         return self.arrays[0]
 
     def changed_options(self) -> list[str]:

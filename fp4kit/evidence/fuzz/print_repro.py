@@ -114,7 +114,7 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the Python lines of a statement: the statement itself and, for a result to compare, a line that yields it.
+    """Yield the Python lines of a statement. If its result is to be compared, the last line yields the result.
 
     writable: the names of arrays that calls may write to.
     """

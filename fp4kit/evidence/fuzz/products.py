@@ -58,7 +58,7 @@ class DrawnOperand:
 
     @property
     def multiple(self) -> int:
-        """The number that divides every K of the operand."""
+        """Return the number that divides every K of the operand."""
         return 1 if self.recipe is None else self.recipe.recipe.length_multiple
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class DrawnProduct:
 
     @property
     def sums(self) -> int:
-        """The number of elements of the result."""
+        """Return the number of elements of the result."""
         a, b = self.a.codes.shape, self.b.codes.shape
         return prod(a[:-2] or b[:-2]) * a[-2] * b[-2]
 

@@ -75,7 +75,7 @@ class ProgramCall(NamedTuple):
 class Same(NamedTuple):
     """Represent the statement that two results, or a result and a number, must agree bit for bit.
 
-    If ``host_only`` is True, it is checked in the specification only.
+    If ``host_only`` is True, the statement is checked only when the specification runs the program.
     """
 
     a: Any

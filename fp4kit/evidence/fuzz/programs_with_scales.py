@@ -26,7 +26,8 @@ SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor s
 def with_scales(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize with the scales that an earlier quantize gave, and with random scales.
 
-    If gives_back is True, the scales of the earlier quantize must give its codes again.
+    If gives_back(recipe, dtype) is True, quantizing with the scales of the earlier call must give the codes of that
+    call.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options = codes_options(p, case)

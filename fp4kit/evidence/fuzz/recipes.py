@@ -81,7 +81,7 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
     """Return an object with the fields of a recipe after the changes.
 
-    Unlike a Recipe, it may be invalid until further changes are made.
+    Unlike a Recipe, the object may be invalid until further changes are made.
     """
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 

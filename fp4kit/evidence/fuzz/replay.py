@@ -144,8 +144,8 @@ def ended(raised: list[Exception | None]) -> Ended:
       raises an error and the specification does not.
     - "declined": an engine raises NotImplementedError.
     - "not refused": only the specification rejects the call.
-    - "message": both reject it, with different messages or types.
-    - "refused": both reject it alike, or there is one engine only.
+    - "message": both engines reject the call, with different messages or types.
+    - "refused": both engines reject the call with equal messages and types, or only one engine runs.
 
     raised: one entry per engine, the specification's first. None means that the call returned.
     """

@@ -1,4 +1,4 @@
-"""Run random calls of the public functions, compare an engine with the specification, and check each by itself.
+"""Run random calls of the public functions on an engine and on the specification, compare them, and check each alone.
 
 A case is drawn from one integer (draw.py), written as a program (programs.py), and run on the specification and the
 engine, statement by statement (check.py). Some checks need no second engine: round trips, strided views against copies,

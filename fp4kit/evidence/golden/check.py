@@ -309,9 +309,9 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield a RecordedCase for each input of a row that the golden set has.
+    """Yield a RecordedCase for each input for which the golden set has recorded outputs of a row.
 
-    If the set lacks the row's file or variant, yield none.
+    Yield nothing if the set lacks the row's file or variant.
 
     ops: the functions to compare.
     """
@@ -402,12 +402,12 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield one item each for the recorded tensor amax, tensor scales and block amaxes of a case.
+    """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes.
 
     An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
-    A producer stores its tensor scale or the reciprocal. fp4kit's scale is compared in that form. Arrays that were not
-    recorded, and amaxes that the row takes from the file, are left out.
+    A producer stores either its tensor scale or the reciprocal of it. fp4kit's scale is brought into the producer's
+    form first. Arrays that were not recorded, and amaxes that the row takes from the file, are left out.
     """
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     nothing = np.False_

@@ -125,7 +125,7 @@ class GoldenSet:
 class _Reader:
     """Read the files of a directory by name, each only once.
 
-    Packed files refer to others, which are read by this object too.
+    A packed file may refer to other files, which are read by this object too.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -38,7 +38,7 @@ class GoldenResult(NamedTuple):
 
     @property
     def equal(self) -> int:
-        """The number of compared arrays without a difference."""
+        """Return the number of compared arrays without a difference."""
         return self.compared - len(self.differences)
 
 

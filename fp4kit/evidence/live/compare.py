@@ -1,4 +1,4 @@
-"""Compare a producer's arrays with those of fp4kit for the same input, bit for bit.
+"""Compare a producer's arrays with fp4kit's arrays for the same input, bit for bit.
 
 Local words: a *part* is one array of the result, such as "codes" (PARTS lists them). For a part, ``theirs`` is the
 producer's array and ``ours`` is fp4kit's.
@@ -140,8 +140,8 @@ def _mask(
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
     """Convert a mask over elements to a mask over a part, such as one value per block scale.
 
-    A block scale is masked if any element of the block is, a tensor scale if all elements are. Return None if the part
-    holds scales and ``scales`` is False.
+    A block scale is masked if any element of the block is masked. A tensor scale is masked if all elements are masked.
+    Return None if the part holds scales and ``scales`` is False.
 
     Args:
         part: the name of the part, a key of PARTS.

@@ -107,7 +107,7 @@ class ProducerResult:
 
     @property
     def total(self) -> RecipeCounts:
-        """The sums of the counts of all recipes."""
+        """Return the sums of the counts of all recipes."""
         total = RecipeCounts()
         for tally in self.recipes.values():
             total.arrays += tally.arrays

@@ -49,7 +49,7 @@ class Float32Sweep(NamedTuple):
 
     @property
     def target(self) -> Recipe:
-        """The Recipe with the id ``recipe``."""
+        """Return the Recipe with the id ``recipe``."""
         return RECIPES[self.recipe]
 
 
@@ -167,7 +167,7 @@ def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: i
 def differences(
     module: Any, sweep: Float32Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
 ) -> tuple[int, int, str]:
-    """Compare the codes of a sweep on a device with the specification's.
+    """Compare the codes of a sweep on a device with the codes of the specification.
 
     Args:
         module: numpy to run the CPU engine, cupy to run the GPU.
@@ -212,8 +212,8 @@ def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
     """Yield ranges of bit patterns for a quick sweep.
 
-    First come ranges of every STEP-th pattern below ``limit``, each with up to ``chunk`` patterns. Then comes one range
-    for each of ``starts``, with the NEAR patterns on each side of it.
+    The first ranges contain every STEP-th pattern below ``limit``, with up to ``chunk`` patterns per range. The other
+    ranges contain the NEAR patterns on each side of an entry of ``starts``, one range per entry.
 
     Args:
         limit: the bit pattern after the last one to cover.

@@ -79,7 +79,7 @@ class Finished(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """True if a value differs or an error ended the task."""
+        """Return True if a value differs or an error ended the task."""
         return bool(self.outcome.differing or self.error)
 
 

@@ -178,7 +178,7 @@ def deepseek_v3(stored: str | None = None) -> list[Candidate]:
 
 
 def deepseek_v4() -> list[Candidate]:
-    """Return the tensors of a model with DeepSeek-V4's native names: layers.N.attn, layers.N.ffn, mtp.0."""
+    """Return the tensors of a model with DeepSeek-V4's native names, such as layers.0.attn.wq_a and mtp.0.ffn.gate."""
 
     def specs() -> Iterator[Spec]:
         yield from (("embed", (V, H)), ("head", (V, H)), ("norm", (H,)))

@@ -103,7 +103,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def is_running(session: int) -> bool:
-    """Return whether a process of the session is alive.
+    """Return True if a process of the session is alive.
 
     After the session's first process has ended, a live process is an orphaned worker.
     """

@@ -43,7 +43,7 @@ class Compiler(NamedTuple):
 
     @property
     def traps(self) -> bool:
-        """True if kernels stop at undefined behavior and at misaligned addresses."""
+        """Return True if kernels stop at undefined behavior and at misaligned addresses."""
         return TRAPS[0] in self.command
 
     def build(self, text: str, program: Path, *include: Path) -> None:

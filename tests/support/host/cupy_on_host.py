@@ -59,12 +59,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def data(self) -> MemoryPointer:
-        """The address at which the array begins."""
+        """Return the address at which the array begins."""
         return MemoryPointer(self._memory, self._host.ctypes.data if self._memory.size else 0, self.device.id)
 
     @property
     def flags(self) -> Any:
-        """The contiguity of the array."""
+        """Return the contiguity of the array."""
         return SimpleNamespace(c_contiguous=self._host.flags.c_contiguous, f_contiguous=self._host.flags.f_contiguous)
 
     @property
@@ -81,7 +81,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return DLPACK_CUDA, self.device.id
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Return an object that from_dlpack below accepts in place of a DLPack capsule."""
+        """Return an object that this module's from_dlpack accepts in place of a DLPack capsule."""
         return SimpleNamespace(shared=self[...])
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:

@@ -52,7 +52,7 @@ class Memory:
         _graph_keeps(self)
 
     def holds(self, array: np.ndarray) -> bool:
-        """Return whether an array lies in this allocation."""
+        """Return True if an array lies in this allocation."""
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
     def fill_margins(self) -> None:

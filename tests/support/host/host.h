@@ -56,7 +56,7 @@ struct alignas(64) HostGap {
   HOST_JOIN(host_gap_, number).enter(HOST_JOIN(host_edge_, number));
 #define __shared__ HOST_GAP(__COUNTER__) static
 
-// The gap after the last variable of templates.
+// The gap after the last variable in shared memory that a function template declares.
 template <int>
 void host_last_gap() {
   HOST_GAP(0)

@@ -210,7 +210,7 @@ class Libraries:
             self._submit(list(self._noted.pop(file)))
 
     def _note(self, instantiation: Instantiation) -> None:
-        """Record an instantiation. When enough are recorded for a library, start to compile them."""
+        """Record a new instantiation. Start to compile a library once BATCH instantiations of a file are recorded."""
         if instantiation in self._found:
             return
         file = instantiation.source.splitlines()[-1]

@@ -17,7 +17,8 @@ from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_f
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
 # A kernel that sums over a thread block, by shuffles within a warp and then through shared memory, and stores the sum
-# in y[0]. It is wrong without its barriers. Tests replace parts such as READ, which is added to a thread's first value.
+# in y[0]. Without its barriers, the sum is wrong. Tests replace parts of the text, such as READ, which is added to a
+# thread's first value.
 SUM = """
 struct Arguments { unsigned* y; const unsigned* x; };
 template <int kParts> __device__ unsigned* parts_of() {
@@ -72,7 +73,7 @@ FAULTS = {  # name of a fault -> replacements in the kernel's text, and the expe
 
 @pytest.fixture
 def one_grid(monkeypatch):
-    """Let launches be repeated with the launcher's number of blocks only, because SUM depends on that number."""
+    """Repeat launches only with the launcher's number of thread blocks, because SUM depends on that number."""
     monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
 
 

@@ -170,8 +170,8 @@ FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64
   return codes;
 }
 
-// Load the four scale codes of step `step` of a line, which is row `row` of an operand. Beyond the operand, whose K is
-// `length`, they are 0, except that E8M0 scales beyond K repeat the last one, because no E8M0 scale is zero.
+// Load the four scale codes of step `step` of a line, which is row `row` of an operand. Codes beyond the operand, whose
+// K is `length`, are 0. But E8M0 codes beyond K repeat the last code, because no E8M0 scale is zero.
 template <bool kE8M0>
 FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 step, i64 length) {
   if (row >= x.rows) return 0u;

@@ -68,8 +68,8 @@ FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Convert between any two layouts, with any number of columns and any alignment. A thread moves four bytes per step,
-// one at a time.
+// Convert between any two layouts, with any number of columns and any alignment. In each step, a thread moves four
+// bytes, one after another.
 template <ScaleLayout kSource, ScaleLayout kTarget>
 FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;

@@ -53,9 +53,10 @@ struct GroupOf<Arguments, true> {
   using Type = SmallGroup<Arguments>;
 };
 
-// Call body(arguments, grid, aligned) for each piece that this thread block takes. `arguments` and `aligned` are those
-// of the piece's member. `grid` is the number of the piece in its member and the member's number of pieces. All threads
-// of a thread block get the same calls, so `body` may contain barriers. If kBackwards, the last pieces are taken first.
+// Call body(arguments, grid, aligned) for each piece that this thread block takes. `arguments` and `aligned` belong to
+// the piece's member. `grid` holds the number of the piece in this member, and the member's number of pieces. All
+// threads of a thread block get the same calls, so `body` may contain barriers. If kBackwards, the last pieces are
+// taken first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body) {
   static_assert(sizeof(group) <= 4096, "arguments of a kernel");  // kernel arguments have at most 4096 bytes

@@ -1,4 +1,4 @@
-// Arithmetic of rotations of blocks that their kernels share.
+// The arithmetic that all kernels for rotations of blocks use.
 #pragma once
 
 #include "codec.cuh"

@@ -46,8 +46,8 @@ struct OpenCodes {
   } least[32];
 };
 
-// Shared memory of a thread block, in addition to the candidates: the tables that the pruned search reads. With weights
-// there are none.
+// The tables that the pruned search reads, in shared memory. The candidates are stored separately. With weights, the
+// search reads no tables.
 template <bool kWeighted>
 struct PruningTables {
   LossBounds bounds;
@@ -61,8 +61,8 @@ FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
 }
 
-// The state of the block of a thread. least.rank is its smallest known rank. least.second is the smallest of its other
-// ranks, or 0 if some codes cannot be tried, so that nothing can be proven.
+// The state of the search in the block of a thread. least.rank is the smallest known rank. least.second is the second
+// smallest rank, or 0 if some codes cannot be tried. In that case, no code can be proven best.
 struct Screened {
   OpenCodes::Least least;
   u32 base, end, open = 0u;  // open: bit j is set if code base + j may win; base: first code - 24
