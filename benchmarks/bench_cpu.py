@@ -11,8 +11,9 @@ Before a row is timed, its results are compared bit for bit with the specificati
 with bytes 0xEE before that, so that unwritten memory is found.
 
 The calls of a row take turns. They are fp4kit on one thread, on all threads and with preallocated results (`out=`), the
-specification, and the other libraries. Short calls, and all calls of the group "sizes", follow an untimed call. Reported times are medians;
-the smallest time is reported too. The script fails if results are wrong, but not if calls are slow.
+specification, and the other libraries. Short calls, and all calls of the group "sizes", follow an untimed call.
+Reported times are medians; the smallest time is reported too. The script fails if results are wrong, but not if calls
+are slow.
 """
 
 from __future__ import annotations

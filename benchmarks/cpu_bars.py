@@ -80,7 +80,7 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
 
 
 def _ours(row: CpuRow) -> list[Time]:
-    """Return the row's times on all threads: with a new result and, if timed, into a preallocated one."""
+    """Return the row's times on all threads: with a new result and, if measured, with a preallocated result."""
     return [us for name, us in row.times.items() if name.startswith("all")]
 
 

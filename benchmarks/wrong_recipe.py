@@ -79,7 +79,7 @@ def initial(rng: np.random.Generator) -> Weights:
 
 
 def served(weights: Weights, recipe: str) -> Weights:
-    """Return the weights with which a server by this recipe computes, float32. The embedding is not quantized."""
+    """Return the float32 weights with which a server computes that uses this recipe. The embedding is not quantized."""
 
     def rounded(w: np.ndarray) -> np.ndarray:
         halved = w.astype(ml_dtypes.bfloat16)

@@ -1,4 +1,4 @@
 """The CUDA engine: kernels, the code that compiles and launches them, and the operations on CuPy arrays.
 
-No module of it needs a GPU or CuPy when it is imported.
+All modules of this package can be imported without a GPU or CuPy.
 """

@@ -69,7 +69,7 @@ class KernelCall(NamedTuple):
         return flat[1:].reshape(self.shape)
 
     def given(self, place: Place) -> dict[str, Any]:
-        """Return the options of the call; arrays among them are moved by `place`."""
+        """Return the options of the call. `place` moves the arrays among them."""
         return {name: place(value) if isinstance(value, np.ndarray) else value for name, value in self.options}
 
 

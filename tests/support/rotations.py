@@ -20,11 +20,12 @@ class RotationCall(NamedTuple):
     """Describe a call of hadamard, or of rotate with random matrices.
 
     Attributes:
-        shape, axis, dtype: of x.
+        shape, axis, dtype: the shape of x, the axis of the blocks, and the dtype of x.
         size: the number of elements of a block.
-        signs: "none", "block" or "axis": which signs the call has.
-        inverse: the argument of this name.
-        matrices: 0 for hadamard; the number of matrices for rotate, 1 or one per block.
+        signs: "none", "block" or "axis", for no signs, one sign per element of a block, or one sign per element of the
+            axis.
+        inverse: the argument `inverse` of the call.
+        matrices: 0 for a call of hadamard. For rotate, the number of matrices, which is 1 or the number of blocks.
     """
 
     shape: tuple[int, ...]

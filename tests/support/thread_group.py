@@ -37,7 +37,7 @@ class ThreadGroup:
         return list(self._slots)
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the arrays of all ranks; NaN where one of them has NaN."""
+        """Return the elementwise maximum over the arrays of all ranks. An element is NaN if any rank has NaN there."""
         result, *others = self._share(array)
         for other in others:
             result = np.maximum(result, other)  # np.maximum calls CuPy for CuPy arrays

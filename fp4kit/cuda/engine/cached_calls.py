@@ -136,8 +136,8 @@ def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list
     """Return a function that puts addresses into the order of a kernel's arguments.
 
     The function takes a list of addresses: first the address of x, then the addresses of the new arrays, then the
-    addresses of the arrays named in _GIVEN. It returns
-    the values of the kernel's pointers and words, with 0 for arguments without an array.
+    addresses of the arrays named in _GIVEN. It returns the values of the kernel's pointers and words, with 0 for
+    arguments without an array.
 
     new: the names that the kernel gives to the new arrays.
     """

@@ -20,14 +20,15 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape
 
 
 class ClipGroup:
-    """N gradients on one GPU, and the launches that clip them, prepared once and run as often as needed.
+    """Hold gradients on one GPU and the launches that clip them. The launches are prepared once and can run repeatedly.
 
     Args:
         calls: parsed calls of fake_quantize_backward.
         amaxes: the clip limit of each call; None to compute the limit from call.x.
 
     Attributes:
-        outs: the clipped gradients, which clip() overwrites. For a call without elements, it is the gradient itself.
+        outs: the clipped gradients, which clip() overwrites. If a call has no elements, its entry is the gradient
+            itself.
     """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any]) -> None:

@@ -255,7 +255,7 @@ class DeviceStages:
             self._run_place()
 
     def transpose(self) -> None:
-        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`; nothing if there are none."""
+        """Update the columnwise copies of all matrices from `quantized`. Do nothing if there are no copies."""
         if self._run_transpose is not None:
             self._run_transpose()
 

@@ -11,9 +11,9 @@ from fp4kit.cuda.launch.matmul import multiply
 
 
 def matmul(calls: list[MatmulCall]) -> list[Any]:
-    """Return the results of calls on one device: for each call an array (batch, M, N) of its out_dtype.
+    """Return one result per call: an array (batch, M, N) of the call's out_dtype. All calls are on one device.
 
-    Raise Declined for blocks that no kernel takes.
+    Raise Declined if no kernel supports the blocks of an operand.
     """
     for call in calls:
         _check_blocks(call)

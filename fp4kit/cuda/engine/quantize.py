@@ -107,7 +107,7 @@ def launch(
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Write the tensor scales and amaxes of results whose x has no elements. results may hold None.
+    """Write the tensor scales and amaxes of results for an x without elements. `results` may hold None.
 
     No kernel is launched. The amax is copied to the host, which waits for the device.
     """

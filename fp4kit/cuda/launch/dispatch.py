@@ -193,9 +193,9 @@ def has_patch_kernel(r: Recipe) -> bool:
 def _takes_patch(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_columns supports a request: blocks along columns, or square blocks.
 
-    The recipe must pass has_patch_kernel, and rows must consist of whole square blocks or, for blocks of one row, have
-    a multiple of PATCH_ROW_UNIT bytes. It supports a Hadamard transform only for columnwise blocks of 16 elements. It
-    supports neither stochastic rounding, nor groups, nor scales or block amaxes that the caller passes.
+    has_patch_kernel(recipe) must be True. Rows must consist of whole square blocks or, for blocks of one row, have a
+    multiple of PATCH_ROW_UNIT bytes. The kernel supports a Hadamard transform only for columnwise blocks of 16
+    elements. It does not support stochastic rounding, groups, or scales and block amaxes that the caller passes.
     """
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
@@ -375,7 +375,7 @@ def find_kernel(request: LaunchRequest) -> KernelChoice | None:
 def kernel_for(request: LaunchRequest) -> KernelChoice:
     """Return the first kernel in KERNEL_CHOICES that supports a request.
 
-    Raise Declined, with a message that says what is needed, if no kernel does.
+    If no kernel supports the request, raise Declined. The message says what is needed.
     """
     check_formats(request.recipe)
     choice = find_kernel(request)

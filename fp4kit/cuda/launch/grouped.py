@@ -47,7 +47,7 @@ MIN_PIECE, MAX_PIECE = 8192, 24576
 
 @dataclass(frozen=True)
 class GroupedLaunch:
-    """A prepared launch of a kernel over a group. Call it to launch the kernel on the current stream.
+    """Hold a prepared launch of a kernel over a group. Call this object to launch the kernel on the current stream.
 
     Attributes:
         function: the CuPy function of the kernel.

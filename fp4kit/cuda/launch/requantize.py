@@ -51,7 +51,7 @@ def _keep_launch(
 
 
 class Source(NamedTuple):
-    """The quantized array whose codes may be kept.
+    """Describe the quantized array whose codes may be kept.
 
     codes, scales: its arrays, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
     recipe, dtype: its recipe, and the dtype that was quantized.

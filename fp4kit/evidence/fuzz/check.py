@@ -206,8 +206,8 @@ class RunsInStep:
     def step(self, statement: Statement) -> Verdict | None:
         """Run one statement on every engine. Return a verdict if the case ends here, or None to continue.
 
-        A statement with host_only is run on the specification only. Exceptions of a call become a verdict; those of
-        making or comparing arrays are raised.
+        A statement with host_only is run on the specification only. An exception of a call becomes a verdict. An
+        exception from making or comparing arrays is raised.
         """
         if isinstance(statement, Make):
             for run in self.runs:

@@ -246,7 +246,7 @@ def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
 
 
 def draw_patterns(d: Picks) -> tuple[str, str]:
-    """Return the patterns of two operands: in a quarter of the draws a pair that cancels, otherwise any two."""
+    """Return the names of the patterns of two operands. A quarter of the draws are a pair of patterns that cancel."""
     if d.chance(0.25):
         return d.pick(_PAIRS)
     return d.pick(tuple(PATTERNS)), d.pick(tuple(PATTERNS))

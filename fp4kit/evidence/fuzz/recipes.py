@@ -176,7 +176,7 @@ def _static(rng: Rng, r: Any) -> dict[str, Any]:
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random search of block scales (Recipe.search) as {field: value}.
 
-    Return {} unless the recipe has blocks of one row and nothing else chooses the block amax.
+    Return {} if the recipe has no block scales or has blocks of several rows, or if another rule chooses the amax.
     """
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:
@@ -215,8 +215,8 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random block rule, and the fields that depend on it, as {field: value}.
 
-    Return {} for recipes without block scales, and for recipes with FlashInfer's rules or 4over6, whose other fields
-    depend on their rule.
+    Return {} for recipes without block scales. Also return {} for recipes with FlashInfer's rules or 4over6, because
+    other fields of these recipes depend on the rule.
     """
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}

@@ -37,7 +37,7 @@ class Place:
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
         """Return the values as a view in the engine's library, to which calls must not write.
 
-        written() checks that they do not.
+        written() finds such writes.
 
         view: the layout in memory; None gives a contiguous array.
         name: the name that written() returns for this array.

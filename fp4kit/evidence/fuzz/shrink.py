@@ -98,7 +98,7 @@ def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one option at its default, a simpler recipe to requantize to, or one cut less.
+    """Yield cases with one option set to its default, a simpler recipe to requantize to, or one cut removed.
 
     A case whose options all have their defaults yields none.
     """

@@ -74,7 +74,7 @@ def _block_amax(case: RecordedCase) -> np.ndarray:
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask of codes under a NaN scale, which carry no meaning, so that they are not compared."""
+    """Return a mask that excuses codes under a NaN scale, because such codes have no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 

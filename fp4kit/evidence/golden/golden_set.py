@@ -85,7 +85,7 @@ class GoldenSet:
         return arrays[key]
 
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the inputs, such as "normal__bf16"; () if the set has no file of inputs."""
+        """Return the names of the inputs, such as "normal__bf16", or () if the set has no file of inputs."""
         return self.keys(INPUTS)
 
     def input(self, name: str, file: str = INPUTS) -> Array:

@@ -98,7 +98,7 @@ def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
 def unpack_fp6(packed: np.ndarray) -> np.ndarray:
     """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian.
 
-    The length of the last axis must be a multiple of 3; the result has 4/3 of it.
+    The length of the last axis must be a multiple of 3. The last axis of the result is 4/3 times as long.
     """
     b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
     word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16

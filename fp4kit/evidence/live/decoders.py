@@ -56,8 +56,8 @@ def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype,
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
     """Decode q with the producer and with fp4kit, and compare the values.
 
-    Return a Compared whose ``differences`` hold one difference, of the part "decoded", or none. Errors of the producer
-    are not caught. ``call.decode`` must not be None.
+    Return a Compared. Its ``differences`` are empty or hold one difference, of the part "decoded". Errors of the
+    producer are not caught. ``call.decode`` must not be None.
     """
     assert call.decode is not None
     with np.errstate(all="ignore"):

@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
 def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> Drawn:
     """Return input array ``number`` of a run for a recipe, with the name of its kind.
 
-    Dtypes and kinds take turns; everything else is random, determined by the seed, the number and the recipe's id.
+    Dtypes and kinds take turns. Everything else is random and depends only on the seed, the number and the recipe's id.
 
     Args:
         r: the recipe. The row length is a multiple of its block size.

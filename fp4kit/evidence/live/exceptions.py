@@ -80,7 +80,7 @@ def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
 def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
     """Return a mask of elements that Quark may divide by the scale 2^-127, which it stores as 2^-126.
 
-    These are all elements with a stored scale of at most 2^-126, because the stored scale does not tell which it was.
+    The mask has all elements with a stored scale of at most 2^-126, because 2^-126 does not tell which scale was used.
     """
     return _scale(x, q) <= 2.0**-126
 

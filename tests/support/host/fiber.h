@@ -1,7 +1,7 @@
 // Run a function on a separate stack (a fiber), and switch between stacks. On x86-64 a switch is eight instructions
-// that save and restore the registers that a call preserves. Elsewhere, or with FIBER_UCONTEXT, it is ucontext, which
-// is slower: a switch makes two system calls for signals, and makes the address sanitizer clear the shadow of a whole
-// stack.
+// that save and restore the registers that a call preserves. On other processors, or with FIBER_UCONTEXT, the functions
+// of ucontext are used. They are slower, because a switch makes two system calls for signals, and makes the address
+// sanitizer clear the shadow of a whole stack.
 #pragma once
 
 #include <cstdlib>

@@ -127,7 +127,8 @@ def test_the_long_rest_runs_when_it_is_asked_for(arguments, sees):
     assert ("test_sanitized.py: " in run.stdout) == sees, run.stdout + run.stderr
 
 
-# Warn as pytest-benchmark does if xdist is active: with a class of its own, while pytest starts.
+# A pytest plugin that gives a warning of its own class while pytest starts, as pytest-benchmark does if xdist is
+# active.
 PLUGIN = """
 import warnings
 class PytestBenchmarkWarning(Warning): ...

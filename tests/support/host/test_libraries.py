@@ -159,8 +159,8 @@ extern "C" __global__ void twin_kernel(Arguments p) {
 def pairs() -> tuple[np.ndarray, np.ndarray]:
     """Return two float32 arrays of numbers to multiply and divide pairwise.
 
-    Some have random bits, with partners for which the product or quotient is near the smallest normal number. The
-    others are all pairs of edge cases such as 0, infinity and NaN.
+    Some pairs have random bits, and a product or quotient near the smallest normal number. The other pairs are all
+    pairs of edge cases such as 0, infinity and NaN.
     """
     rng = np.random.default_rng(5)
     a = rng.integers(0, 2**32, 20000, np.uint32).view(np.float32)

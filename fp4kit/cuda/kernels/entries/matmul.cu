@@ -13,8 +13,8 @@ constexpr int kRows = kTile * kTile / kThreads;  // number of results per thread
 struct Decoded {
   // The values of the elements, not multiplied by their block scales. The extra column avoids bank conflicts.
   float rows[kTile][kDepth], columns[kDepth][kTile + 1];
-  // The block scale of every kScaled elements, and 2^exponent of the scale. Both are 0 for a scale of zero, and 1
-  // without block scales.
+  // The block scale of every kScaled elements, and 2^exponent of the scale. Both are 0 if the scale is zero, and 1 if
+  // the operand has no block scales.
   double row_scales[kTile][kDepth / kScaled], column_scales[kDepth / kScaled][kTile];
   double row_powers[kTile][kDepth / kScaled], column_powers[kDepth / kScaled][kTile];
 };

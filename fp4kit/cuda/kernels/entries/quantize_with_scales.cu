@@ -1,5 +1,5 @@
 // quantize_with_scales: encode elements under block scales and tensor scales that the caller gives. So a.scales (in R's
-// layout) and a.tensor_scale are inputs of this kernel. If elements are multiplied with the tensor's encode scale,
+// layout) and a.tensor_scale are inputs of this kernel. If the recipe multiplies elements by the tensor's encode scale,
 // a.tensor_amax holds the amaxes that the tensor scales imply. Otherwise a.tensor_amax is nullptr.
 //
 // A thread takes a run of 16 elements of a row, and computes the factor of its block from the given scale code by the
@@ -12,8 +12,8 @@
 
 constexpr int kRun = 16;
 
-// True if a block must be read for its amax: if its factor depends on the amax, or if R's 4over6 flushes blocks of
-// zeros.
+// True if a block must be read for its amax. That is so if its factor depends on the amax, or if R uses 4over6 and
+// flushes blocks of zeros.
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 

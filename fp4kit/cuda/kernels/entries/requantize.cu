@@ -45,7 +45,7 @@ FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
-// Find the range of the source's scales, and raise a.extent to it.
+// Find the range of the source's scales, and widen the range in a.extent to include it.
 FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
@@ -119,8 +119,8 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   }
 }
 
-// Find the largest and the smallest scale code among the blocks with nonzero values, and whether a scale is NaN, and
-// store them in a.extent. This is the first launch. A thread takes one block at a time. Launch with any grid.
+// Store in a.extent the largest and the smallest scale code among the blocks with nonzero values. Also store whether a
+// scale is NaN. This is the first launch of a requantization. A thread takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }

@@ -1,5 +1,6 @@
-// rotate: rotate blocks along an axis by a Hadamard transform or by given matrices. The results have the bits of
-// reference/rotate.py. Most Hadamard transforms are computed by hadamard_rows.cu and hadamard_columns.cu.
+// rotate: rotate blocks along an axis by a Hadamard transform or by given matrices. The results are bit-identical to
+// the results of reference/rotate.py. Most Hadamard transforms are computed by hadamard_rows.cu and
+// hadamard_columns.cu.
 //
 // The axes of x are (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block
 // takes kLanes blocks at a time and keeps their elements as float32 in shared memory (the tile). If inner is 1

@@ -65,8 +65,8 @@ FP4KIT_DEVICE double combined_loss(double a, double b) {
   return a + b;
 }
 
-// Return the loss of one element from its residual y. `weight` is the address of the weight of its column, which is
-// read only if kWeighted.
+// Return the loss of one element from its residual y. `weight` is the address of the weight of the element's column. It
+// is read only if kWeighted is true.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
   const double size = y < 0.0 ? -y : y;

@@ -33,7 +33,7 @@ struct SumOf {
 // Combine each of kCount values over all rows of a block by Operation, in any order. `column` is the number of the
 // thread's block in the tile. Each thread passes the values of its row, and gets the results of its block in `values`.
 // All threads of the thread block must call this function. It uses tile.parts[kPart] and the following kCount - 1
-// parts. A warp has neighboring rows, or a part of one row if a row has more than 32 blocks.
+// parts. A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one row.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = TileMemory<R>::kColumns,

@@ -183,8 +183,8 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a matrix whose blocks have one row. A thread takes one block after the other. `table` is that of
-// choose_scale.
+// Quantize a matrix whose blocks have one row. A thread takes one block after the other. choose_scale describes
+// `table`.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {

@@ -173,9 +173,9 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// Return the loss, under the candidate `trial`, of a row of block number `block` in its row of blocks. `load` is that
-// of loss_of_row. For the objective `hessian`, it is computed from the Hessian of the block's columns, and otherwise by
-// loss_of_row.
+// Return the loss, under the candidate `trial`, of a row of block number `block` in its row of blocks. loss_of_row
+// describes `load`. If the objective is `hessian`, the loss is computed from the Hessian of the block's columns.
+// Otherwise, loss_of_row computes the loss.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
