@@ -86,7 +86,7 @@ class Totals:
     def add(self, other: Totals) -> None:
         """Add the totals of further inputs to these totals, in place.
 
-        The arrays of both must be in NumPy and for equally many experts. If these totals have a histogram, ``other``
+        Both totals must hold NumPy arrays for equally many experts. If these totals have a histogram, ``other``
         must have one.
         """
         np.maximum(self.amax, other.amax, out=self.amax)

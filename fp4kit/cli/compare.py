@@ -52,7 +52,7 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
     """Print a comparison: tables of differing config entries, tensors and layers, then the verdict."""
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
-    # If a layer is quantized in only one checkpoint, all its tensors differ. List the layer instead of its tensors.
+    # If a layer is quantized in only one checkpoint, all of its tensors differ. List the layer instead of its tensors.
     quantized_in_one = [layer for layer in comparison.layers if layer.codes is None]
     parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]

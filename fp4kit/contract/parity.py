@@ -477,7 +477,7 @@ class _Check:
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
-        """Yield the comparison of quantized keys and values: those of the caller, or one drawn array.
+        """Yield the comparison of quantized keys and values, which are the caller's or one drawn array.
 
         If the layouts of the KV pages are known and differ, yield their comparison too.
 

@@ -187,7 +187,7 @@ class _Reader:
             raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
 
     def _take(self, count: int) -> bytes:
-        """Read the next ``count`` bytes and return them. Raise CheckpointError if the file ends before."""
+        """Read the next ``count`` bytes and return them. Raise CheckpointError if the file ends too early."""
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")
         data = self._stream.read(count)
@@ -236,7 +236,7 @@ class _Reader:
     def _string(self) -> str:
         """Read a string value and return it. If it has more than 4096 bytes, return its length and digest as text.
 
-        Bytes that are not UTF-8 become backslash escapes. Raise CheckpointError if the file ends before.
+        Bytes that are not UTF-8 become backslash escapes. Raise CheckpointError if the file ends too early.
         """
         length = self._number("<Q")
         if length <= _MAX_SHOWN:
@@ -263,7 +263,7 @@ class _Reader:
     def _digest(self, count: int) -> str:
         """Read ``count`` bytes. Return the first 16 hexadecimal digits of their SHA-256.
 
-        Raise CheckpointError if the file ends before.
+        Raise CheckpointError if the file ends too early.
         """
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")

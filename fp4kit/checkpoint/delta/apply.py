@@ -104,7 +104,7 @@ def _write_file(
     """Write one file of the new version, unless an interrupted run has completed it.
 
     The patch holds the whole file, or the bytes in which it differs from the old file. Raise CheckpointError if the
-    SHA-256 of the written file or of the old file differs from the one in the patch.
+    SHA-256 of the written file or of the old file differs from the SHA-256 in the patch.
 
     name: the name of the file.
     facts: the size and SHA-256 that the new file must have.

@@ -353,7 +353,7 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     if not found:
         return None
     nearest = count_matches(evidence, trial.nearest, early=False)
-    # If only a scale is damaged, the codes of its block are still those of the recipe, so all codes match.
+    # If only a scale is damaged, the recipe still gives the codes of its block, so all codes match.
     if nearest.share > DAMAGED_SHARE and nearest.codes == evidence.layer.codes.size:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))

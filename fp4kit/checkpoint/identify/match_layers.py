@@ -195,7 +195,7 @@ class Counterparts:
     def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
         """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out.
 
-        Return None for all other weights, or if the source lacks kv_b_proj or the sizes of its heads.
+        Return None for all other weights. Return None too if the source lacks kv_b_proj or the sizes of its heads.
         """
         name = kv_b_name(weight.name)
         whole = self._by_key.get(name) if name else None

@@ -71,8 +71,8 @@ def _nearest_sources(
 ) -> np.ndarray:
     """Return, for each stored row, the number of the source row that is most like it among those with its signs.
 
-    The result is -1 for a stored row whose signs no source row has. It is -2 - n for a stored row whose codes are all
-    zero, with n the most similar source row.
+    The result is -1 if no source row has the signs of the stored row. It is -2 - n if the codes of the stored row are
+    all zero, where n is the number of the most similar source row.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

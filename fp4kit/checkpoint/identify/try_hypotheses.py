@@ -196,7 +196,7 @@ def recipes_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
-    """Return whether quantizing the rows of ``layout`` together gives the blocks of rows that each source has alone.
+    """Return whether both halves of a pair can be quantized together without changing their blocks of rows.
 
     Return False if rows of the second half of a gated pair occur and the first half ends within a block. In this case,
     the blocks of the second half are shifted.

@@ -117,11 +117,11 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
     """Return a sort key for a container; a larger key is better.
 
-    It consists of three numbers of serving engines:
+    The key consists of three numbers:
 
-    - those that load the container
-    - those that silently misread it, negated
-    - those that load it and were run, rather than only their source read
+    - the number of serving engines that load the container
+    - the number of serving engines that silently misread the container, negated
+    - the number of serving engines that load the container and were run, instead of only their source being read
     """
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]
@@ -214,7 +214,7 @@ _MIXABLE = ("modelopt NVFP4", "modelopt W4A16_NVFP4", "modelopt FP8")
 def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
     """Return a warning if a mixture has layers that vLLM may take for unquantized, otherwise [].
 
-    container_ids: the containers of the layers. If there is only one, it is no mixture.
+    container_ids: the containers of the layers. A single container is not a mixture, and gives [].
     """
     ids = [*container_ids]
     other = [each.removeprefix("modelopt ") for each in ids if each.startswith("modelopt") and each not in _MIXABLE]

@@ -101,8 +101,8 @@ def account(
         weights: the weights that ``weights_of`` finds in the tensors.
         config: the content of config.json; None if the file is missing.
         hf_quant_config: the content of hf_quant_config.json; None if the file is missing.
-        ignore: globs of item names, as given with ``--ignore``. The group of a refused item that matches one is
-            IGNORED.
+        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the
+            group IGNORED.
 
     Raises:
         CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
@@ -463,9 +463,9 @@ def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
 
 
 def _nearest_container(module: str, tensors: Tensors) -> str:
-    """Return a container that a layer nearly fits, and what keeps it from fitting, as text for an error message.
+    """Return the name of a container that a layer nearly fits, and what is wrong, as text for an error message.
 
-    This is a missing tensor or a wrong shape of the scales: "modelopt NVFP4, but P.weight_scale_2 is missing". Return
+    A tensor is missing, or the scales have a wrong shape: "modelopt NVFP4, but P.weight_scale_2 is missing". Return
     "" if no container is near.
 
     Args:

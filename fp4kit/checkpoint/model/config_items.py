@@ -406,7 +406,7 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
 def _listed(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse a list of unquantized layers, or "" to accept it.
 
-    It is refused if it names a layer that is quantized, or if it is not a list of names and patterns. None is accepted.
+    The value is refused if it names a quantized layer, or if it is not a list of names and patterns. None is accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.

@@ -190,8 +190,8 @@ def reach_and_lost_blocks(
 ) -> tuple[float, int]:
     """Return two numbers that can make the scales of stored rows doubtful (see doubt_about).
 
-    1. The largest magnitude that the scales allow in blocks that are not all zero. If it is from SMALLEST_REACH to
-       LARGEST_REACH, it may be too large, because blocks of zeros then count.
+    1. The largest magnitude that the scales allow in blocks that are not all zero. If the number is from SMALLEST_REACH
+       to LARGEST_REACH, it may be too large, because blocks of zeros are then counted too.
     2. The number of blocks whose scale is 0 although their codes are not.
 
     form: the container that stores the layer.

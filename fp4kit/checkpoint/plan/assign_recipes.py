@@ -1,8 +1,8 @@
 """Assign recipes to the layers of a model within a budget of bits per weight (--bits): measure errors, then choose.
 
 The error of a linear operator under a recipe is its noise-to-signal ratio: the sum of squared errors of its weights,
-divided by the sum of their squares. Both sums weight each column by the mean square of its input, if column weights are
-given. This ratio estimates the relative noise power of the operator's output, so that operators of all sizes and
+divided by the sum of their squares. If column weights are given, both sums weight each column by the mean square of its
+input. This ratio estimates the relative noise power of the operator's output, so that operators of all sizes and
 magnitudes are comparable. The error of an assignment is the sum over all operators. The loss of a language model grows
 by about a weighted sum of these ratios ("Pushing the Limits of Large Language Model Quantization via the Linearity
 Theorem", arXiv 2411.17525). The weights of that sum are not known here, so all operators weigh equally.

@@ -219,7 +219,7 @@ class Selector:
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
     """Return the reason why a matrix whose row length K is not a multiple of ``block`` stays unquantized.
 
-    An example is "K = 100 is not a multiple of 16". Whether K = shape[-1] is a multiple is not checked here.
+    An example is "K = 100 is not a multiple of 16". The caller must have checked that K = shape[-1] is no multiple.
     """
     return f"K = {shape[-1]} is not a multiple of {block}"
 

@@ -304,7 +304,7 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float], other: 
     return "".join(found)
 
 
-# Colors that remain distinct with color blindness, dashes, and shapes of points: kinds differ in all three.
+# Colors (distinct for color-blind readers), dashes, and shapes of points. Kinds of layers differ in all three.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c8c8c")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _SHAPES = (
