@@ -729,7 +729,7 @@ class BlockFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of storage per value: those of its code, plus its share of the block scale.
+        """Bits of storage per value: the bits of its code, plus its share of the bits of the block scale.
 
         For NVFP4 this is 4 + 8 / 16 = 4.5.
         """

@@ -1,4 +1,4 @@
-"""Describe matrix units, and other orders of addition, as data: what fp4kit.matmul needs for the bits of a product.
+"""Describe matrix units, and other orders of addition, by the data that decide the bits of fp4kit.matmul's result.
 
 A *step* is what one instruction adds at once: D = C + sum over k of a_k * b_k. A Unit says how wide a step is and which
 bits it keeps, for each kind of operands. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1).
@@ -275,7 +275,7 @@ def unit(id: str) -> Unit:
 
 
 def unit_of(op: str, given: Any) -> Unit:
-    """Return a Unit that was given as such or by its id.
+    """Return the Unit that the caller gave, as a Unit or by its id.
 
     op: the public function that error messages name. Raise TypeError if `given` is neither a Unit nor a str, and
     ValueError if no unit has this id.

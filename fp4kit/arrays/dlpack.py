@@ -98,7 +98,7 @@ class _Memory:
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a NumPy array on the memory of x, an object in host memory that exports DLPack.
 
-    The array is read-only if the capsule says so, and if the capsule is unversioned (before DLPack 1.0). If x has no
+    The array is read-only if the capsule says so, or if the capsule is unversioned (before DLPack 1.0). If x has no
     elements, return a new, empty array of its shape and dtype.
 
     Args:
@@ -107,8 +107,8 @@ def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 
     Raises:
         TypeError: the dtype is not in DTYPES.
-        BufferError: x exports no memory (as a traced tensor), DLPack 2.0 or later, or something that is not an
-            unconsumed capsule.
+        BufferError: x exports no memory, such as a traced tensor; or it exports DLPack 2.0 or later; or its export is
+            not a capsule, or a capsule that was consumed already.
         Exception: any error of x.__dlpack__.
     """
     return _from_capsule(_export(x), name)

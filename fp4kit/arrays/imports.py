@@ -418,7 +418,7 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
     """Return whether all arrays are CuPy arrays on one device.
 
-    Such arrays are returned as they are, without the DLPack export, which costs a call of the driver.
+    If so, import_arrays returns the arrays unchanged, because a DLPack export would cost a call of the driver.
     """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1

@@ -26,7 +26,7 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
 def giver(x: Any) -> Callable[[Any], Any]:
     """Return a function that converts NumPy and CuPy arrays to JAX arrays on the device of x.
 
-    If x is committed to its device, the new arrays are too. Otherwise JAX may move them.
+    If x is committed to its device, the new arrays are committed too. Otherwise, JAX may move the new arrays.
     """
     device, is_committed = x.device, getattr(x, "committed", True)
 

@@ -34,7 +34,7 @@ _FLAGS: dict[str, Hadamard] = {"False": False, "True": True, "no_signs": "no_sig
 
 
 class LinearSettings(NamedTuple):
-    """Hold the arguments of linear that are no arrays. Instances are hashable.
+    """Hold the arguments of linear that are not arrays. Instances are hashable.
 
     Attributes:
         recipe_x, recipe_w: the recipes of x and w.
@@ -42,7 +42,7 @@ class LinearSettings(NamedTuple):
         out_dtype: dtype of y.
         backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized".
-        rounding: the rounding of that gradient's codes.
+        rounding: the rounding of the codes of the gradient with respect to y.
         hadamard: whether the operands of the gradient with respect to w are transformed, as in fp4kit.quantize.
         scale_layout: the scale layout of a w that is quantized; None for an unquantized w.
     """
@@ -102,10 +102,10 @@ def linear_settings(
 
 
 def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
-    """Return the recipe of w: recipe_w, or that of a w that is a Quantized if recipe_w is None.
+    """Return the recipe of w: recipe_w, or the recipe of a Quantized w if recipe_w is None.
 
-    Raise TypeError if there is neither, and ValueError if both are given and differ. op: the public function that
-    messages begin with. weight: the recipe and the scale layout of a w that is a Quantized; None for an unquantized w.
+    Raise TypeError if neither gives a recipe, and ValueError if the two recipes differ. op: the public function that
+    messages begin with. weight: the recipe and the scale layout of a Quantized w; None for an unquantized w.
     """
     if recipe_w is None and weight is None:
         raise TypeError(f"{op}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
@@ -122,7 +122,7 @@ def settings_from_text(text: str) -> LinearSettings:
     """Return the LinearSettings that a text describes, checked. It has one argument per line, and "" stands for None.
 
     The lines are recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized, unit,
-    out_dtype, backward, rounding and hadamard. Recipes and the unit are the strings of to_spec. Errors are those of
+    out_dtype, backward, rounding and hadamard. Recipes and the unit are the strings of to_spec. Raise the errors of
     linear_settings, and ValueError or KeyError for an unknown text.
     """
     *recipes, weight, layout, unit, out_dtype, backward, rounding, hadamard = text.split("\n")

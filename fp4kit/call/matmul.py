@@ -177,7 +177,7 @@ def scale_decoding_of(scale: ElementFormat) -> Decoding:
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
     """Check the arguments of fp4kit.matmul. Return the call and the shape of its result, (..., M, N).
 
-    The arguments and the errors are those of fp4kit.matmul. Block scales must be in the linear layout.
+    The arguments and the errors are the same as for fp4kit.matmul. Block scales must be in the linear layout.
     """
     op = "matmul"
     u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
@@ -209,7 +209,7 @@ def output_dtype(op: str, out_dtype: Any) -> np.dtype:
 
 
 def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise ValueError unless two operands have equal lengths along K. names: the operands in the message."""
+    """Raise ValueError unless two operands have equal lengths along K. names: their names in the message."""
     if a.k != b.k:
         raise ValueError(
             f"{op}: {names[0]} has length {a.k} along K and {names[1]} {b.k}; needs equal lengths. K is the last axis"
@@ -242,10 +242,10 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c as contiguous float32. It is not copied if it is that already.
+    """Return c as a contiguous float32 array. If c already is such an array, it is not copied.
 
-    Raise TypeError unless its dtype is float32, float16 or bfloat16, and ValueError unless its shape is `shape`, the
-    shape of the result. name: the argument in the message.
+    Raise TypeError unless the dtype of c is float32, float16 or bfloat16. Raise ValueError unless its shape is `shape`,
+    the shape of the result. name: the argument in the message.
     """
     (c,) = import_arrays(op, **{name: c})
     if c.dtype not in FLOATS:
@@ -293,8 +293,9 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     """Return a Quantized of NumPy or CuPy arrays, with scales in the linear layout, as an Operand.
 
-    Its batch axes are those of q. Raise ValueError if K, the quantized axis, is none of the last two axes, or if no
-    matrix unit multiplies the recipe. op, name: the public function and the operand, as the message names them.
+    The batch axes are the other axes of q. Raise ValueError unless K, the quantized axis, is one of the last two axes.
+    Also raise ValueError if no matrix unit multiplies the recipe. op, name: the public function and the operand, as the
+    message names them.
     """
     check_axis(op, name, q)
     r = q.recipe

@@ -1,7 +1,8 @@
 """Parse the arguments of a public function into a Call.
 
 Parsing imports the arrays, finds the recipe, checks every argument and makes `moved`: a view of x with the quantized
-axis last. All operations share these functions. In all of them, op is the public function that errors begin with.
+axis last. All operations share these functions. In all of them, op is the name of the public function, with which error
+messages begin.
 """
 
 from __future__ import annotations
@@ -263,8 +264,8 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 def with_options(call: Call, options: QuantizeOptions) -> Call:
     """Return the call with its fields layout, random and mask set from the options.
 
-    Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call, and TypeError for a seed of a
-    wrong type. The layout is not checked here, but in check_codes.
+    Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call. Raise TypeError for a seed of a
+    wrong type. check_codes checks the layout.
     """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"

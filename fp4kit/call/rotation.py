@@ -31,8 +31,8 @@ class Rotation(NamedTuple):
         signs: uint8 (length,) in host memory, 1 for a negative sign and 0 for a positive one; None without signs.
         matrices: float32 (1, size, size) for all blocks or (length / size, size, size), contiguous, in host memory;
             None for a Hadamard transform.
-        inverse: whether signs are applied after the rotation instead of before. The matrices of an inverse call are
-            transposed already.
+        inverse: True if signs are applied after the rotation instead of before. The matrices of an inverse call are
+            already transposed.
     """
 
     x: Any
@@ -111,7 +111,7 @@ def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
 
 
 def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
-    """Raise ValueError unless every element of M M^T is within 2^-7 of the identity's, for each matrix M."""
+    """Raise ValueError if, for a matrix M, an element of M M^T differs by more than 2^-7 from the identity matrix."""
     wide = matrices.astype(np.float64)
     with np.errstate(all="ignore"):
         error = np.max(np.abs(wide @ wide.swapaxes(-1, -2) - np.eye(wide.shape[-1])), initial=0)

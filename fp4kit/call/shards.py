@@ -17,7 +17,7 @@ from fp4kit.recipes.schema import has_tall_scales
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError for a recipe that needs whole blocks or pairs: one with 4over6, a search or microexponents."""
+    """Raise ValueError if a recipe needs whole blocks or pairs, because it has 4over6, a search or microexponents."""
     if isinstance(r.element, PairedMicroexponents):
         raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
     if r.four_over_six or r.search:

@@ -1,11 +1,11 @@
 """Make cached calls (call/call_cache.py) for arrays in host memory: one call of the C library with new addresses.
 
 A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
-in Python. It exists for quantize, dequantize and fake_quantize of matrices with any strides and axis, and of contiguous
-arrays of any shape. Functions that make one raise Declined if the library does not support the recipe, or if elements
-are not aligned. A cached call returns None if it cannot compute the result: if an element is NaN or infinite, or if the
-thread's arithmetic is not IEEE's (flushed subnormals, another rounding mode). Then the caller runs the call by
-cpu/engine.py.
+in Python. Calls of quantize, dequantize and fake_quantize can be cached for matrices with any strides and axis, and for
+contiguous arrays of any shape. The functions that make a cached call raise Declined if the library does not support the
+recipe, or if elements are not aligned. A cached call returns None if it cannot compute the result: if an element is NaN
+or infinite, or if the thread's arithmetic is not IEEE's (flushed subnormals, another rounding mode). Then the caller
+runs the call by cpu/engine.py.
 
 Prototype: the arguments of a call of the C library, without addresses.
 """
@@ -106,7 +106,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
     Return None in these cases:
 
-    - The call takes more than one call of the library (see _matrix).
+    - The call needs several calls of the library (see _matrix).
     - It has stochastic rounding, a Hadamard transform, given block amaxes, a scale search or a tensor scale per block.
     - The recipe has amax rules, or a tensor rule that is not compiled.
 

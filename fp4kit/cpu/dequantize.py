@@ -107,7 +107,7 @@ def _decode(
 
 
 def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
-    """Set the fields of a call that describe its tensor scales: three addresses, and the steps per row and block.
+    """Set the fields of a call for its tensor scales: three addresses, and the steps per row and per block.
 
     A step is 0 if all rows or all blocks share one tensor scale.
     """

@@ -99,7 +99,8 @@ class Tiles(NamedTuple):
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
         """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest.
 
-        tile_columns is a multiple of `block` and of SEGMENT (32), and tile_rows one of block_rows. Both may exceed x.
+        tile_columns is a multiple of `block` and of SEGMENT (32). tile_rows is a multiple of block_rows. Both may
+        exceed the size of x.
 
         block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
         tile into a contiguous buffer, because they are strided or transformed. Such tiles are small. Other tiles have
@@ -239,8 +240,8 @@ def encode_matrix(
 ) -> None:
     """Encode a matrix x (M, K) under given scales, and write its codes into packed.
 
-    The arguments and the result are those of reference.quantize.encode_matrix. tensor: the tensor scale. scales: the
-    codes of the block scales; None for a recipe without block scales.
+    The arguments and the result are the same as for reference.quantize.encode_matrix. tensor: the tensor scale. scales:
+    the codes of the block scales; None for a recipe without block scales.
     """
     kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
     for rows in _row_slices(x.shape, recipe.block_rows):

@@ -1,7 +1,7 @@
 """Search, for each block, the multiple of its amax with the smallest error, by the compiled library.
 
-auto-round's recipes use this search. search_quest, for FP-Quant's method quest, computes amaxes from the elements of a
-block alone.
+auto-round's recipes use this search. For FP-Quant's method quest, search_quest computes the amax from the elements of
+the block alone.
 """
 
 from __future__ import annotations

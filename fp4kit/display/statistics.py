@@ -115,7 +115,7 @@ def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
 def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct block scales of q as float32, and how often each occurs.
 
-    If q has no block scales, return those of its tensor scales.
+    If q has no block scales, return the distinct tensor scales and their counts instead.
     """
     part = q.block_scale if q.block_scale is not None else q.tensor_scale
     (part,) = import_arrays("statistics", scales=part)

@@ -100,7 +100,7 @@ def amax(call: Call) -> np.ndarray:
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """Return the largest |x| of a floating-point array as float32, the function behind fp4kit.amax without a recipe.
 
-    The result is exact for float32, float16 and bfloat16. It is an array in every case, also of shape ().
+    The result is exact for float32, float16 and bfloat16. It is always an array, even if its shape is ().
 
     Args:
         x: the array, of any shape.
@@ -257,7 +257,8 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the pair of arrays to write codes and linear block scales to; None for scales if the recipe has none.
 
-    They are the arrays of call.out if these are contiguous and linear, so that no copy is needed; otherwise new arrays.
+    If the arrays of call.out are contiguous and linear, return them, so that no copy is needed. Otherwise, return new
+    arrays.
     """
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -278,7 +279,7 @@ def _quantize_matrices(
         amax: the tensor amax; None if the recipe has no tensor scale.
         packed: the array for the codes.
         scales: the array for the block scales; None if the recipe has none.
-        functions: the functions of the engine that computes them.
+        functions: the functions of the engine that computes the codes and scales.
     """
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
@@ -515,7 +516,7 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Write the codes of a shard to `out`, the packed codes of the whole matrix: the driver of fp4kit.partial_cast.
+    """Write the codes of a shard to `out`, the packed codes of the whole matrix. This is the driver of partial_cast.
 
     Args:
         block_amax, shape, start: as in fp4kit.partial_cast.

@@ -51,10 +51,10 @@ class Group:
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: the one that the caller passed, or else a view of `vector`.
+        """Return the tensor amax of each array, which the caller passed or which is a view of `vector`.
 
-        In the latter case, compute all amaxes first. The entries are None if the recipe has no tensor scale. Raise
-        ValueError for an amax of the caller that is not valid, such as a negative one.
+        If the caller passed no amaxes, compute all of them first. The entries are None if the recipe has no tensor
+        scale. Raise ValueError if an amax of the caller is not valid, for example negative.
         """
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
@@ -118,9 +118,9 @@ class ClipGroup:
     def _clip(self, call: Call, amax: Any) -> Any:
         """Return the clipped gradient of one call.
 
-        An empty gradient is returned itself.
+        If the gradient is empty, it is returned itself.
 
-        amax: its clip limit; None computes the limit from call.x.
+        amax: the clip limit of the call; None computes it from call.x.
         """
         if not call.grad.size:
             return call.grad

@@ -77,7 +77,7 @@ def fake_quantize_grouped(
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
     """Return the optional arguments of each array of xs, from `given`, which holds one list per argument.
 
-    An argument that is None, or an empty list, is None in every row. The seed is that of `given` in every row.
+    An argument that is None, or an empty list, is None in every row. Every row has the seed of `given`.
     """
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
@@ -112,7 +112,8 @@ def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any,
 def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, None]:
     """Return the gradients of _fake_quantize_grouped with respect to xs and `given`.
 
-    For xs they are grads, set to 0 where |x| > amax unless static.pass_through is set; for `given` it is None.
+    The gradients of xs are grads, set to 0 where |x| > amax unless static.pass_through is set. The gradient of `given`
+    is None.
 
     residuals: what _forward returned: xs and the limits, or None under pass_through.
     """

@@ -187,11 +187,11 @@ _OPERATIONS = Operations(quantize, _transpose, _matmul)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
-    """Return y (M, N) of x (M, K) and w. _forward and _backward define its gradient, which needs the seed.
+    """Return y (M, N) for x (M, K) and w. _forward and _backward define the gradient, which needs the seed.
 
     static: the settings, and the seed if it is an int.
     w: an array (N, K), or a Quantized of one.
-    seed: the seed if it is an array, otherwise None. It does not change y.
+    seed: the seed if it is an array, otherwise None. The seed does not change y.
     """
     return product(_OPERATIONS, static.settings, x, w)
 
@@ -202,9 +202,9 @@ def _forward(static: StaticLinear, x: Any, w: Any, seed: Any) -> tuple[Any, Any]
 
 
 def _backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[Any, Any, None]:
-    """Return the gradients of _linear with respect to x, w and seed; None for a Quantized w, and for the seed.
+    """Return the gradients of _linear with respect to x, w and seed. They are None for the seed and for a Quantized w.
 
-    They have the dtypes of x and w. static.settings.backward chooses between the two kinds of gradients of `linear`.
+    The gradients have the dtypes of x and w. static.settings.backward chooses the kind of gradients, as in `linear`.
     """
     (x, w, seed), s = residuals, static.settings
     quantized = isinstance(w, Quantized)

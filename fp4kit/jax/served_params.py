@@ -22,7 +22,7 @@ class _Leaf(NamedTuple):
     """Describe an array of a pytree.
 
     Attributes:
-        weight: what the plan needs to know of it.
+        weight: the facts about the array that the plan needs.
         axis: the axis along which blocks run, from the end.
     """
 

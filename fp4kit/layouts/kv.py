@@ -411,7 +411,8 @@ def _on_host(array: Any) -> Any:
 def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
     """Return the arrays of a cache, with scales of float8_e4m3fn viewed as uint8.
 
-    Raise TypeError or ValueError unless their number, dtypes, dimensions and the length of the last axis fit layout.
+    Raise TypeError or ValueError unless the number of arrays, their dtypes and dimensions, and the lengths of their
+    last axes fit the layout.
     """
     names = _ARRAYS[layout.container]
     if len(arrays) != len(names):

@@ -149,7 +149,7 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the number of scales is the one that a layout needs, padding included.
 
-    Raise ValueError also if the layout is unknown or a length is negative.
+    Also raise ValueError if the layout is unknown or a length is negative.
 
     shape: the shape (..., R, C) of the scales in linear layout. scales may have any shape.
     """

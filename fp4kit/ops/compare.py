@@ -201,7 +201,7 @@ def compare(a: Any, b: Any) -> Comparison:
 def _precision(name: str, a: Any) -> np.dtype:
     """Return the dtype in which to compare an argument: float64 for a float64 array, otherwise float32.
 
-    Raise TypeError for an array that is not of floats. name: the argument's name.
+    Raise TypeError for an array whose dtype is not a float. name: the name of the argument.
     """
     if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
         return np.dtype(np.float32)
@@ -242,7 +242,7 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return the text that names an argument of compare in the table: `name`, and the recipe id of a Quantized."""
+    """Return the table's text for an argument of compare: `name`, and for a Quantized also its recipe id."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 

@@ -26,7 +26,7 @@ OP = "compare_recipes"
 
 @dataclass(frozen=True, eq=False)
 class RecipeComparison:
-    """How the results of several recipes differ on one array. It prints as a matrix of the differing codes.
+    """Hold how the results of several recipes differ on one array. print() shows the shares of differing codes.
 
     All arrays have shape (n, n) for n recipes, and are symmetric.
 
@@ -181,7 +181,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _shares(a: _Result, b: _Result) -> tuple[float, float, float, float]:
-    """Return the shares of codes, block scales, tensor scales and values that differ. NaN: they cannot be compared."""
+    """Return the differing shares of codes, block scales, tensor scales and values. NaN: they are not comparable."""
     same_element = a.recipe.element == b.recipe.element
     same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
     return (

@@ -75,10 +75,10 @@ class Differences:
     """The differences between two arrays of values, collected box by box.
 
     Attributes:
-        scaled: whether the values are float64, so that squares may overflow or underflow.
-        differing: how many values differ.
+        scaled: True if the values are float64, so that squares may overflow or underflow.
+        differing: the number of values that differ.
         max_ulp: largest distance, in steps between neighboring floats. Pairs with a NaN are left out.
-        max_error: largest |x - y|; NaN if one of these differences is.
+        max_error: largest |x - y|; NaN if a difference is NaN.
         first: index and values of the first difference; None if there is none.
         signal: sum of x^2.
         noise: sum of (x - y)^2.
@@ -122,7 +122,7 @@ class Differences:
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
         """Update `first` and `max_ulp` from x and y, the values of a box.
 
-        differ: mask of the values that differ; at least one does. Pairs with a NaN do not change `max_ulp`.
+        differ: a mask of the values that differ, which must not be empty. Pairs with a NaN do not change `max_ulp`.
         """
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))

@@ -112,7 +112,7 @@ class Engine(str):
 def is_compiled() -> bool:
     """Return whether calls on NumPy arrays use the compiled engine in this thread or task.
 
-    Callers that run threads of their own ask this, because the compiled engine starts threads too.
+    Call it before you start threads of your own, because the compiled engine starts threads too.
     """
     return not specification_only.get() and library().functions is not None
 
@@ -227,7 +227,7 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return a Group object that runs N parsed calls. It takes one launch on a GPU, and a loop on the host.
+    """Return a Group object, which runs N parsed calls in one launch on a GPU, or in a loop on the host.
 
     op: the public function that error messages name. stack: the stacked array on a GPU whose items are the arrays of
     the calls; None if they are separate arrays.

@@ -31,10 +31,10 @@ _CHUNK = 1 << 20  # values of y per step; a step holds about nine float64 arrays
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """The sources of the error of a quantized matrix product, as signal-to-noise ratios. It prints as a table.
+    """Split the error of a quantized matrix product into its sources, as signal-to-noise ratios. print() shows a table.
 
-    fp4kit.error_budget makes it, and defines each ratio. All ratios are in dB: a larger one means a smaller error, and
-    inf means no error.
+    fp4kit.error_budget returns an ErrorBudget, and its documentation defines each ratio. All ratios are in dB. A larger
+    ratio means a smaller error, and inf means no error.
 
     Attributes:
         weight: ratio of the error that comes from quantizing w.

@@ -57,7 +57,7 @@ class ExplainedStep:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How recipes quantize one element, step by step. It prints as a table with one column per recipe.
+    """Hold the steps by which recipes quantize one element. print() shows a table with one column per recipe.
 
     Attributes:
         index: the index of the element.
@@ -77,7 +77,7 @@ class Explanation:
     steps: tuple[tuple[ExplainedStep, ...], ...]
 
     def __getitem__(self, name: str) -> ExplainedStep:
-        """Return the step with a name, of the first recipe. Raise KeyError if it has no such step."""
+        """Return the first recipe's step with the given name. Raise KeyError if the recipe has no such step."""
         return self._column(0)[name]
 
     @property

@@ -331,8 +331,8 @@ class GroupedPlan:
             grads: N arrays in the shapes of xs. On a GPU, if they are the arrays of the previous call, the call does no
                 work per array.
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
-            pass_through: True returns grads unclipped. False sets them to 0 where |x| exceeds the tensor's amax: the
-                plan's tensor_amax, or else computed from x.
+            pass_through: True returns grads unclipped. False sets them to 0 where |x| exceeds the amax of the tensor,
+                which is the plan's tensor_amax or is computed from x.
 
         Returns:
             A list of gradients: the arrays of grads themselves if pass_through is True, otherwise new arrays or, on a

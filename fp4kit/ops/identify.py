@@ -142,7 +142,7 @@ class Identification:
 
 
 def _plainest(names: Sequence[str]) -> str:
-    """Return the recipe id with the fewest parts, such as nvfp4-te before nvfp4-te-2d; the first of several."""
+    """Return the recipe id with the fewest parts: nvfp4-te instead of nvfp4-te-2d. Among equals, return the first."""
     return min(names, key=lambda name: name.count("-"))
 
 
@@ -254,8 +254,8 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 def _comparable(a: Recipe, b: Recipe) -> bool:
     """Return whether the bytes of recipe b can be compared with those of recipe a.
 
-    They can if the formats of elements and scales are equal, and blocks have equally many columns. The number of rows
-    per block may differ. Return False if b is a fake quantizer, or if only a has blocks.
+    The formats of elements and scales must be equal, and blocks must have equally many columns. The number of rows per
+    block may differ. Return False if b is a fake quantizer, or if only a has blocks.
     """
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)

@@ -76,8 +76,8 @@ class CandidateAmaxes:
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield amaxes from which a recipe makes a stored tensor scale.
 
-    The first amax is `likely`, or the amax that the scale implies if `likely` is None. The others give this scale too,
-    but an encode scale (the number by which elements are multiplied) that differs from all before.
+    The first amax is `likely`, or the amax that the scale implies if `likely` is None. The other amaxes give the stored
+    scale too. But each gives a new encode scale, which is the number by which elements are multiplied.
 
     dtype: the dtype that was quantized.
     """

@@ -258,8 +258,8 @@ def _sample(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Return the slots to compare, and the reference values of their tokens: about 2^18 elements at most.
 
-    Raise ValueError unless there is one slot per token and one of them is not negative. Raise it also if the sampled
-    keys or values are all zero.
+    Raise ValueError unless there is one slot per token, and at least one slot is not negative. Also raise ValueError if
+    the sampled keys or values are all zero.
     """
     tokens, H, D = references[0].shape
     if len(slots) != tokens:

@@ -163,7 +163,7 @@ def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
 
 
 def _signs_of_seed(op: str, size: Any, seed: Any) -> np.ndarray:
-    """Return the signs of a seed for hadamard: int8 (size,). Errors, which begin with op, are those of hadamard."""
+    """Return the signs that a seed gives for hadamard, int8 (size,). Raise the errors of hadamard, under `op`."""
     return specification.random_signs(check_hadamard_size(op, size), check_seed(op, as_index(op, "seed", seed)))
 
 

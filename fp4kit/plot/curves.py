@@ -60,8 +60,8 @@ def error_against_scale(
 ) -> Any:
     """Draw the error of a block under each possible block scale, and mark the scales that recipes choose.
 
-    The error is the mean squared error of the decoded values. The curve is that of the first recipe: the block is
-    quantized once under every positive scale of its format.
+    The error is the mean squared error of the decoded values. For the curve, the first recipe quantizes the block once
+    under every positive scale of its format.
 
     Args:
         x: one block: a float32, float16 or bfloat16 array of the block size.
@@ -70,7 +70,7 @@ def error_against_scale(
         ax: the Axes to draw on.
 
     Returns:
-        The Axes. Its first line is the curve, the second the least error, and each further line marks a recipe.
+        The Axes. The first line is the curve, and the second is the smallest error. Each further line marks a recipe.
 
     Raises:
         TypeError: x is not an array of numbers, or a recipe is neither an id nor a Recipe.

@@ -145,7 +145,7 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless the part `name` is as needed: a uint8 array of this shape, or None if shape is None.
+        """Raise an error unless the part `name` is a uint8 array of this shape, or None if shape is None.
 
         The error is TypeError for an array of another library, and ValueError otherwise. host: whether packed is a
         NumPy array.
@@ -164,8 +164,8 @@ class Quantized:
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
         """Raise an error unless tensor_scale and tensor_amax are float32 arrays of one shape, as the recipe needs.
 
-        shapes: the shapes that the recipe allows. It is empty if the recipe has no tensor scale; then both must be
-        None. host: whether packed is a NumPy array.
+        shapes: the shapes that the recipe allows. If the recipe has no tensor scale, shapes is empty, and both arrays
+        must be None. host: whether packed is a NumPy array.
         """
         if shapes and self.tensor_scale is not None:
             self._check_floats("tensor_scale", shapes, host)
@@ -429,7 +429,7 @@ class Quantized:
     if not TYPE_CHECKING:  # type checkers know all attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError for an attribute that does not exist. The message names the one to use, if known."""
+            """Raise AttributeError for an unknown attribute. If known, the message names the attribute to use."""
             usual = "call q.dequantize() for an array of the values" if name in _OF_ARRAYS else ""
             hint = f"; {found}" if (found := _OTHER_NAMES.get(name, usual)) else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)

@@ -55,7 +55,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes: those of the CPU back end, of its versions up to 0.32.2, and of the Metal kernels.
+    """Yield the NVFP4 recipes: for the CPU back end, for its versions up to 0.32.2, and for the Metal kernels.
 
     Each of the three is yielded without a global scale, and then with one ("-global").
     """

@@ -221,7 +221,8 @@ def producer_of(id: str) -> str:
 def decoding(r: Recipe, dtype: Any) -> Recipe:
     """Return r with the decode rule that its producer uses for results of the given dtype.
 
-    Some producers decode to float16 or bfloat16 by another rule. For other recipes and dtypes, r itself is returned.
+    Some producers use another rule to decode to float16 or bfloat16. For other recipes and dtypes, r itself is
+    returned.
     """
     decode = rules.DECODE_RULES[r.decode_rule]
     rule = decode.float16 if dtype == "float16" else decode.bfloat16 if dtype == "bfloat16" else ""

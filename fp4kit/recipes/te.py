@@ -21,7 +21,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield TE's NVFP4 recipes: those of its kernels, then of its reference quantizers, then their 4over6 variants."""
+    """Yield TE's NVFP4 recipes: first for its kernels, then for its reference quantizers, then the 4over6 variants."""
     te = of_format(
         NVFP4,
         "nvfp4-te",

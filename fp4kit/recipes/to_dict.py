@@ -18,7 +18,7 @@ _FORMATS = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4)}
 def as_data(r: Recipe) -> str | dict[str, Any]:
     """Return a recipe as JSON data: its id if the recipe is in the table, otherwise {field: value}.
 
-    A standard element format is given by its name, any other by a dict of its fields.
+    The name stands for a standard element format, and a dict of fields for any other element format.
     """
     if is_listed(r):
         return r.id
@@ -26,7 +26,7 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the Recipe from which as_data made data. This inverts as_data: all fields are equal.
+    """Return the Recipe from which as_data made data. All fields of the two recipes are equal.
 
     Raises:
         TypeError: if data is neither a str nor a dict, or if a field has the wrong type.
@@ -44,7 +44,7 @@ def from_data(data: Any) -> Recipe:
 
 
 def _field_data(value: Any) -> Any:
-    """Return the value of a Recipe field as JSON data, as as_data describes. Most values are returned unchanged."""
+    """Return the value of a Recipe field as JSON data, in the form of as_data. Most values are returned unchanged."""
     if isinstance(value, ElementFormat):
         if _FORMATS.get(value.name) == value:
             return value.name
@@ -55,8 +55,8 @@ def _field_data(value: Any) -> Any:
 def _format(data: Any) -> Any:
     """Return the ElementFormat that data describes: the name of a standard format, or a dict of fields.
 
-    Return None if data is None. Raise ValueError for an unknown name, and TypeError or ValueError for fields that make
-    no ElementFormat.
+    Return None if data is None. Raise ValueError for an unknown name. Raise TypeError or ValueError if the fields do
+    not describe an ElementFormat.
     """
     if isinstance(data, str):
         if data not in _FORMATS:

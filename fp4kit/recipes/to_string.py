@@ -15,7 +15,7 @@ def to_spec(recipe: str | Recipe) -> str:
     """Return a string from which from_spec makes an equal recipe.
 
     The string is the id if the recipe is in the table, otherwise one line of JSON with every field. Equal recipes give
-    equal strings, in any process. Errors are those of fp4kit.recipe.
+    equal strings, in any process. Raise the errors of fp4kit.recipe.
 
     >>> to_spec("mxfp4")
     'mxfp4-ocp'

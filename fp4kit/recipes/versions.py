@@ -26,7 +26,7 @@ class Versions(NamedTuple):
 def as_versions(id: object, versions: Any) -> Versions | None:
     """Return the field Recipe.versions in its standard form: None, or a pair of strings as Versions.
 
-    Raise TypeError for anything else, and ValueError if one of the strings is empty. id is the recipe that the message
+    Raise TypeError for any other value, and ValueError if one of the strings is empty. id: the recipe that the message
     names.
     """
     if versions is None:

@@ -177,8 +177,8 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return whether the interval [first, last], found within NEAR (8) steps, holds every amax that gives the scale.
 
-    The result is bool, one per scale. It is True if the interval is not empty and touches neither end of the range that
-    was searched. Otherwise the caller searches again, within FAR (2^20) steps.
+    Return one bool per scale. It is True if the interval is not empty, and if it touches neither end of the range that
+    was searched. If it is False, the caller searches again, within FAR (2^20) steps.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)

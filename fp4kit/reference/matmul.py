@@ -69,8 +69,8 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
     A term is a product, times the block scales of its elements. Its significand is the product of the significands,
     which is not normalized again.
 
-    With group > 1 a term is instead the exact sum p of `group` products, times the block scales; its significand is p
-    times theirs, and its exponent is the sum of their exponents.
+    If group > 1, a term is the exact sum p of `group` products, times the two block scales. Its significand is p times
+    the significands of the block scales, and its exponent is the sum of their exponents.
 
     A term is zero, and has the exponent zero_exponent, if its products are all zero or a block scale is zero. If p is
     zero because products cancel, the term keeps the exponent of its block scales.
@@ -91,10 +91,10 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
 
 
 def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray:
-    """Return the sum of Terms over the last axis, each truncated toward zero to a multiple of a power of two.
+    """Return the sum of Terms over the last axis, after truncating each term to a multiple of a power of two.
 
-    That power is 2^(largest - fraction_bits), where `largest` is an exponent. The result is an exact float64, in units
-    of this power.
+    Terms are truncated toward zero. The power is 2^(largest - fraction_bits), where `largest` is an exponent. The
+    result is an exact float64, in units of this power.
     """
     shift = t.exponent - largest[..., None] + fraction_bits
     total: np.ndarray = np.trunc(np.ldexp(t.significand, shift)).sum(axis=-1)
@@ -242,11 +242,11 @@ def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
 
 def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
-    """Return C + A B^T as Transformer Engine's reference adds NVFP4: per block, in float32, blocks ascending.
+    """Return C + A B^T, added block by block in float32, as Transformer Engine's reference does for NVFP4.
 
-    Each block adds (scale_a * scale_b) * (the exact sum of the block's products) to C, with each product and each sum
-    rounded to float32. Both operands must have block scales and blocks of one size. Source: reference_nvfp4.py of
-    Transformer Engine.
+    The blocks are added in ascending order. Each block adds (scale_a * scale_b) * (the exact sum of the block's
+    products) to C, with each product and each sum rounded to float32. Both operands must have block scales and blocks
+    of one size. Source: reference_nvfp4.py of Transformer Engine.
     """
     x, y = (np.ldexp(*f.elements).astype(np.float32) for f in (a, b))
     scales = [np.ldexp(*f.scales).astype(np.float32) for f in (a, b) if f.scales is not None]

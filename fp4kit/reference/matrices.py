@@ -14,7 +14,7 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
     """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
 
     An array of one dimension counts as a single row. All rows are joined into a single matrix if possible, which saves
-    calls. There is one matrix per leading index instead in three cases:
+    calls. In three cases, there is one matrix per leading index instead:
 
     - blocks span several rows
     - joining would need a copy, because `a` is not contiguous

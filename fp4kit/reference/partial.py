@@ -35,7 +35,7 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
     """Yield segments that cover elements [start, start + length) of a flattened matrix with K columns.
 
     The first segment is part of a row, then come whole rows, then part of a row. Each of the three may be missing. Many
-    whole rows are divided into several segments. A length of 0 gives none.
+    whole rows are divided into several segments. A length of 0 gives no segment.
     """
     position = 0
     while position < length:
@@ -51,9 +51,7 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
     """Return a segment of the shard as float32 (rows, columns of whole blocks), and the column of its first block.
 
-    That column is counted in blocks.
-
-    Elements that belong to these blocks but not to the segment are zeros.
+    The column is counted in blocks. Elements of these blocks that do not belong to the segment are zeros.
 
     size: the number of columns of a block.
     """

@@ -52,8 +52,9 @@ def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
 def log2(d: np.ndarray) -> np.ndarray:
     """Return log2(d) of float64 d >= 0.
 
-    With d = m * 2^e and m in [sqrt(1/2), sqrt(2)), it is e + 2 / ln 2 * atanh((m - 1) / (m + 1)). Zero, infinity and
-    NaN give finite numbers without a meaning; `power` multiplies by d afterwards, which decides these cases.
+    For d = m * 2^e with m in [sqrt(1/2), sqrt(2)), the result is e + 2 / ln 2 * atanh((m - 1) / (m + 1)). Zero,
+    infinity and NaN give finite numbers without a meaning. `power` multiplies by d afterwards, which decides these
+    cases.
     """
     bits = d.view(np.int64)
     e = (bits - SQRT_HALF) >> 52

@@ -1,8 +1,8 @@
 """Find the tensor amax that stands for a static input scale, as a checkpoint stores it for the inputs of a layer.
 
-A stored scale multiplies on decode (Model-Optimizer's input_scale), or it divides (compressed-tensors'
+Decoding multiplies by a stored scale (Model-Optimizer's input_scale), or divides by it (compressed-tensors'
 input_global_scale). A recipe computes both its encode scale and its decode scale from an amax. So the stored scale is
-the decode scale or the encode scale of an amax, which is searched here.
+the decode scale or the encode scale of an amax. This module searches for the amax.
 """
 
 from __future__ import annotations

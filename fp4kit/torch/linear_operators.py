@@ -198,7 +198,7 @@ def save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def values_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return one gradient per argument of quantized_values: the upstream gradient in the dtype of x, and None."""
+    """Return the gradients of quantized_values: for x the upstream gradient in the dtype of x, otherwise None."""
     return grad.to(ctx.dtype), None
 
 

@@ -164,10 +164,10 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
 
 
 def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise TypeError if a module's parameter is a DTensor, as fully_shard makes it.
+    """Raise TypeError if a parameter of a module is a DTensor, which fully_shard makes of parameters.
 
-    name: the parameter's full name in the model, for the error.
-    leaf: its name in `module`.
+    name: the full name of the parameter in the model, for the error message.
+    leaf: the name of the parameter in `module`.
     """
     if is_distributed(module._parameters.get(leaf)):
         raise TypeError(
@@ -217,7 +217,7 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
 
 
 def _warn_of_vectors(names: list[str]) -> None:
-    """Warn if `names` is not empty: these parameters have less than two dimensions and are about to be quantized.
+    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized. If empty, do nothing.
 
     Inference engines leave biases and the weights of norms unquantized, so the settings are probably wrong.
     """

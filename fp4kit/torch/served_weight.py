@@ -73,7 +73,8 @@ class ServedWeight(torch.nn.Module):
     def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
         """Return the served values of the plain tensor w. If w is empty, return w itself.
 
-        amax: the tensor amax of the whole weight, or one per expert for a stack. None leaves it to fake_quantize.
+        amax: the tensor amax of the whole weight, or one per expert for a stack. If amax is None, fake_quantize
+        computes it from w.
         """
         if not w.numel():
             return w

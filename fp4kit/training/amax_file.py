@@ -30,7 +30,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
     """Return (amaxes, facts) from the bytes of a safetensors file.
 
     Tensors whose names do not end in "amax" are left out. The amaxes are float32 arrays under sorted keys. The facts
-    are those that ``encode`` wrote; {} for a file without them.
+    are the ones that ``encode`` wrote. For a file without facts, they are {}.
 
     Raises:
         ValueError: if the data is not a safetensors file, or if a key occurs twice. Messages begin with ``label``.

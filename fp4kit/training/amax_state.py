@@ -76,7 +76,7 @@ class AmaxCollector:
         merge(self._single, key, import_amax("collect", key, amax), "collect")
 
     def collect_grouped(self, name: str, amaxes: Any) -> None:
-        """Include the amaxes of all local experts in one array.
+        """Collect the amaxes of all local experts from one array.
 
         Equivalent to collect(f"{name}.{i}", amaxes[i]) for each expert i.
 
@@ -85,7 +85,7 @@ class AmaxCollector:
             amaxes: [N, ...], with a dtype that collect accepts. N must be equal in every call.
 
         Raises:
-            ValueError: if the name has an expert number or is not that of a quantizer, or if the array is 0-d.
+            ValueError: if the name has an expert number, if no quantizer has such a name, or if the array is 0-d.
             ValueError: if single experts of the quantizer were collected with collect, or if shape or device change.
             TypeError: for an unsupported dtype.
         """
@@ -139,9 +139,9 @@ class AmaxState(Mapping[str, Any]):
         )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the amax under a key, given with "." or "_" before the expert number.
+        """Return the amax under a key. The key may have "." or "_" before the expert number.
 
-        Raises KeyError if there is none.
+        Raises KeyError if the state has no such key.
         """
         name = AmaxName.find(key)
         if name is None or name not in self.named:

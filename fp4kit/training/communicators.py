@@ -257,7 +257,7 @@ class Nccl:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
-        """Return the group of all processes that name the same path. Rank 0 writes the id to it.
+        """Return the group of all processes that pass the same path. Rank 0 writes the id of the group to this file.
 
         Args:
             path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
@@ -306,8 +306,8 @@ class Nccl:
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes; see Communicator.
 
-        The result is ``out`` if that is given, otherwise a new array in the library of ``array``. For equal counts this
-        is one collective call, otherwise one send and one receive per pair of ranks.
+        The result is ``out`` if it is given, otherwise a new array in the library of ``array``. Equal counts take one
+        collective call. Other counts take one send and one receive per pair of ranks.
 
         Raises:
             ValueError: if ``array`` is not 1-d or does not fit ``counts``.

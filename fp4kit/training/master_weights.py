@@ -221,9 +221,9 @@ class MasterWeightsPlan:
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
-    """Replace ``bits``, the bit patterns of this process's amaxes, by their maximum over the group.
+    """Replace ``bits``, the bit patterns of this process's amaxes, by the maximum over the group, in place.
 
-    The array itself is changed, because the later stages read it.
+    The later stages read this array.
     """
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:

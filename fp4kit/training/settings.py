@@ -159,7 +159,7 @@ class FakeQuantSettings:
         """Return the gradient with respect to ``w``.
 
         This is fp4kit.fake_quantize_backward for a quantized parameter if ``pass_through`` is False, otherwise ``grad``
-        itself. Raises what that function raises, with the parameter's name in front of the message.
+        itself. Raises what fake_quantize_backward raises, with the parameter's name in front of the message.
 
         Args:
             name: the parameter's name.
