@@ -71,7 +71,7 @@ class ProcessCost(NamedTuple):
         seconds: elapsed time
         cpu: CPU time in seconds, summed over processes
         peak: peak memory of the process in MB
-        peak_of_workers: peak memory in MB of the largest process that it started, or 0 if it started none
+        peak_of_workers: peak memory in MB of its largest child process, or 0 if it started no process
     """
 
     seconds: float

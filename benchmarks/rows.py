@@ -44,7 +44,7 @@ class Row:
         recipe: id of the recipe, or "" if the operation has none
         dtype: dtype of the unquantized array
         shape: shape of the unquantized array
-        bytes: the bytes that the operation moves, as each subclass counts them
+        bytes: the bytes that the operation moves. Each subclass states which bytes count
         failed: {peer: why it could not be timed}
     """
 
@@ -143,7 +143,8 @@ class CpuRow(Row):
         group: the group of bench_cpu.py that timed the row, such as "recipes"
         times: {key: time}. The keys are "one" and "all" (threads), "one into" and "all into" (with a preallocated
             result), and "specification"
-        peers: {name: time} on all threads; in the group "ggml", ggml on one thread; in "sizes", streaming loops
+        peers: {name: time} of other libraries on all threads. In the group "ggml", ggml runs on one thread. In the
+        group "sizes", the peers are streaming loops
     """
 
     group: str

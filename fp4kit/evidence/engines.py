@@ -63,7 +63,7 @@ class ComparedEngine:
     def get(self, a: Any) -> Any:
         """Return a result with all arrays copied to NumPy arrays.
 
-        The result may be an array, a Quantized, or a list or tuple of these, which becomes a list.
+        The result may be an array, a Quantized, or a list or tuple of them. A list is returned for a list or tuple.
         """
         if isinstance(a, Quantized):
             result = copy(a)  # skips the checks of Quantized, so that wrong arrays from a GPU are compared and reported
@@ -109,7 +109,7 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
     Args:
         found: an array, a number, a Quantized (compared part by part), or a list or tuple of these.
         expected: what ``found`` must equal.
-        what: names the result in the description of a difference.
+        what: the name of the result, with which the description of a difference begins.
     """
     if isinstance(expected, Quantized):
         return _compare_quantized(found, expected, what)
@@ -126,7 +126,8 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
     """Compare ``found`` with the Quantized ``expected``: first fields such as shape and layout, then arrays.
 
-    Return the Outcome. It counts a wrong field as one value, and anything but a Quantized as one difference.
+    Return the Outcome. A wrong field counts as one value that differs. A result that is not a Quantized counts as one
+    difference.
 
     what: the name of the result, with which descriptions of differences begin.
     """

@@ -2,8 +2,8 @@
 
     python entered_files.py ENGINE
 
-ENGINE is compiled, specification, torch or cuda. The script prints, as JSON, the files that a first call of quantize
-enters and those that a later call enters.
+ENGINE is compiled, specification, torch or cuda. The script prints two lists of files as JSON: the files that a first
+call of quantize enters, and the files that a later call enters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def entered(call: Callable[[], Any]) -> list[str]:
 
 
 def first_and_later(x: Any) -> list[list[str]]:
-    """Return the files that a first call of quantize enters, and those of a later call with the same signature."""
+    """Return [files that a first call of quantize enters, files that a later call with the same signature enters]."""
     return [entered(lambda: fp4kit.quantize(x, "nvfp4-te")) for _ in range(2)]
 
 

@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class OnDevice:
-    """Stand in for an array on another device. It announces the device through DLPack, and its data cannot be read.
+    """Imitate an array on another device. It announces the device through DLPack, and its data cannot be read.
 
     Args:
         kind: DLPack's number of the kind of device, such as 2 for CUDA.

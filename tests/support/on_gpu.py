@@ -69,7 +69,7 @@ def importable() -> AbstractContextManager[Any]:
 def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
     """Return the values as parameters of a test.
 
-    On a GPU every run takes all of them. On the CPU only exhaustive runs take those that are not in `few`.
+    On a GPU, every run takes all values. On the CPU, only exhaustive runs take the values that are not in `few`.
     """
     rest = () if DEVICES else (pytest.mark.exhaustive,)
     return [value if value in few else pytest.param(value, marks=rest) for value in values]

@@ -180,7 +180,7 @@ def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
 def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | None:
     """Draw the argument c of a matmul, an array of the given shape with which sums begin.
 
-    It is None, or numbers of many sizes with zeros, infinities and NaN among them.
+    Return None in some draws. The array has numbers of many sizes, and zeros, infinities and NaN.
     """
     if rng.random() < 0.4:
         return None

@@ -37,7 +37,7 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape, wanted_parts
 
 
 class QuantizedResult(NamedTuple):
-    """The instructions by which a cached call builds a Quantized from new arrays.
+    """Hold the instructions with which a cached call builds a Quantized from new arrays.
 
     Attributes:
         fields: the fields of the Quantized; None for each array.
@@ -156,7 +156,7 @@ def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """A cached call of quantize or quantize_both for one matrix.
+    """Hold a cached call of quantize or quantize_both for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -274,7 +274,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """A cached call of fake_quantize for one matrix.
+    """Hold a cached call of fake_quantize for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.

@@ -118,7 +118,7 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
     """Return the results of the function amax for N calls, from one launch per dtype.
 
-    calls: one tuple per call, which holds the call alone.
+    calls: one tuple per call. Its only item is the call.
 
     Raise Declined if the recipe's blocks need one launch per array (needs_block_kernel).
     """

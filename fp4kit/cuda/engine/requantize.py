@@ -24,11 +24,12 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
-    """Return q quantized by another recipe, how many of its values changed, and the largest change.
+    """Return (q quantized by another recipe, the number of values that changed, the largest change).
 
-    The last two stay on the device, as int64 () and float32 (). The values of q are dequantized and quantized again. If
-    the recipes allow it, the device finds the tensor scale for which codes can be kept, and then keeps the codes of all
-    blocks whose scale the target can represent. Raise Declined if no kernel supports one of the recipes.
+    The number and the change stay on the device, as int64 () and float32 (). The values of q are dequantized and
+    quantized again. If the recipes allow it, the device finds the tensor scale for which codes can be kept, and then
+    keeps the codes of all blocks whose scale the target can represent. Raise Declined if no kernel supports one of the
+    recipes.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)

@@ -1,8 +1,8 @@
 """Prepare one launch of a kernel for a group of tensors: quantize, amax and clip.
 
-Words, as in kernels/shared/grouped.cuh: the tensors of a group are its members. The work on a member is divided into
-pieces, and a thread block takes one piece at a time. If the group is small, the facts of its members are passed as
-kernel arguments; otherwise they are in a table in device memory.
+The words are those of kernels/shared/grouped.cuh. The tensors of a group are its members. The work on a member is
+divided into pieces, and a thread block takes one piece at a time. If the group is small, the facts of its members are
+passed as kernel arguments; otherwise they are in a table in device memory.
 
 A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. Launching it
 does no work per tensor on the host.

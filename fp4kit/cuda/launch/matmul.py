@@ -36,7 +36,7 @@ _GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles"
 def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul.cu as a CuPy function on a device.
 
-    adder: the name of a member of enum Adder. grouped: whether it takes a group. dtype: the dtype of the result.
+    adder: the name of a member of enum Adder. grouped: True if it takes a group. dtype: the dtype of the result.
     """
     source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_kernel", device)
@@ -46,7 +46,7 @@ def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
 def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device.
 
-    scales_are_e8m0: True for E8M0 block scales, False for E4M3. grouped: whether it takes a group. dtype: the dtype of
+    scales_are_e8m0: True for E8M0 block scales, False for E4M3. grouped: True if it takes a group. dtype: the dtype of
     the result.
     """
     source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
@@ -58,7 +58,7 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
     """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device.
 
     rows, columns: the element formats of the operands. wide_step: True for steps of 32 elements, False for 16. grouped:
-    whether it takes a group.
+    True if it takes a group.
     """
     names: dict[str, Any] = {
         "kRowsAreE5M2": rows == "E5M2",

@@ -129,7 +129,7 @@ def check_blocks(r: Recipe) -> None:
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
     """Raise Declined if the partial kernels do not support the blocks of a recipe, or a shape (M, K) in `shapes`.
 
-    A matrix must have fewer than 2^31 runs, because the kernels number runs with 31 bits.
+    A matrix must have fewer than 2^31 runs, because run numbers in the kernels have 31 bits.
     """
     check_blocks(r)
     for M, K in shapes:

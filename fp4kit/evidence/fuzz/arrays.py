@@ -176,7 +176,7 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values midway between the values of two codes, and the floats next to them. All are finite.
+    """Return finite values midway between the values of two codes, and the floats next to such values.
 
     Each run of 8 elements shares a power of two. In most runs the first element is the largest and has one of a few
     chosen mantissas. All codes belong to one random element format.

@@ -86,8 +86,8 @@ def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
     """Return codes near 1, with the largest finite value once per row, which pushes other terms out of the kept bits.
 
-    In half of the draws, this value is in the first or the last column for all rows, so that two operands may multiply
-    their largest. An empty array stays empty.
+    In half of the draws, this value is in the first or the last column of all rows, so that the largest values of two
+    operands may be multiplied. An empty array stays empty.
     """
     codes = near_one(rng, shape, c)
     if codes.size:
@@ -113,12 +113,12 @@ def with_special(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def paired(rng: Rng, shape: Shape, c: Codes, *, distance: int, opposed: bool) -> np.ndarray:
-    """Return finite codes in pairs whose elements are ``distance`` apart: equal, or equal except for the sign.
+    """Return finite codes in pairs. Codes of a pair are ``distance`` elements apart, and equal except for the sign.
 
     Products of a paired operand and an opposed one cancel, so that small terms and C decide the sum. Zeros keep the
     sign +.
 
-    opposed: True to give the second element of each pair the other sign.
+    opposed: True to give the second element of each pair the other sign, False to give it the same sign.
     """
     codes = (finite if rng.random() < 0.5 else near_one)(rng, shape, c)
     position = np.arange(shape[-1])

@@ -260,7 +260,7 @@ def _shapes(
     K is a multiple of both block sizes. In some draws one or both operands are stacks, and in a few draws a length is
     0.
 
-    kinds: the dtype or the recipe of each operand. u: the unit, by whose step K is chosen.
+    kinds: the dtype or the recipe of each operand. u: the unit, whose step determines the choice of K.
     """
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
     step = d.pick([step.k for step in u.steps().values()] or [32])
@@ -293,7 +293,7 @@ def _length(d: Picks, step: int, limit: int) -> int:
 
 
 def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern: str) -> DrawnOperand:
-    """Return a random operand of a kind, its recipe or its dtype, with the shape (..., rows, K).
+    """Return a random operand with the shape (..., rows, K). Its kind is a recipe or a dtype.
 
     Its codes follow the pattern, a key of code_patterns.PATTERNS, except for integer elements and other formats that
     matrix units lack. Its scales are random.

@@ -184,7 +184,7 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 def _skip_flushed_block(case: RecordedCase) -> Mask:
     """Return a mask that excuses blocks of FP-Quant with a subnormal scale, which a GPU flushes to zero.
 
-    Triton's interpreter, in which these outputs were recorded, does not flush it.
+    The outputs were recorded in Triton's interpreter, which does not flush subnormal scales.
     """
     return _block_amax(case) < 2.0**-124
 
@@ -406,8 +406,9 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
 
     An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
-    A producer stores either its tensor scale or the reciprocal of it. fp4kit's scale is brought into the producer's
-    form first. Arrays that were not recorded, and amaxes that the row takes from the file, are left out.
+    A producer stores either its tensor scale or the reciprocal of it. fp4kit's scale is converted to the producer's
+    form before the comparison. Arrays that were not recorded, and amaxes that the row takes from the file, are left
+    out.
     """
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     nothing = np.False_

@@ -61,7 +61,7 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's values, recorded values) of all codes under all scales, in each dtype that was recorded.
+    """Yield (key, fp4kit's values, recorded values) of all codes under all scales, one tuple per recorded dtype.
 
     each: the entry of BYTES.
     golden: the recorded arrays.

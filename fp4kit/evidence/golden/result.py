@@ -45,7 +45,7 @@ class GoldenResult(NamedTuple):
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
     """Compare arrays and return the GoldenResult.
 
-    Elements that differ and are not excused by the mask of their array count as differences. If the shapes of two
+    An element counts as a difference if it differs and the mask of its array does not excuse it. If the shapes of two
     arrays differ, all elements count.
 
     recipe: the recipe's id.

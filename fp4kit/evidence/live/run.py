@@ -245,8 +245,8 @@ def _key(version: str) -> tuple[int, ...]:
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
     """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``.
 
-    Return the seconds spent on shrinking; 0 if nothing was shrunk. At most MAX_SHRUNK differences per recipe are
-    shrunk and stored in result.found: the first of each dtype and parts.
+    Return the seconds spent on shrinking, or 0 if nothing was shrunk. At most MAX_SHRUNK differences per recipe are
+    shrunk and stored in result.found. Only the first difference of each dtype and set of parts is shrunk.
 
     Args:
         id: id of the recipe.

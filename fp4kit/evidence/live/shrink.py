@@ -28,7 +28,7 @@ def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray
 
 
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Yield arrays simpler than x: first with fewer blocks, then with more zeros, then with simpler elements.
+    """Yield arrays that are simpler than x: first with fewer blocks, then with more zeros, then with simpler elements.
 
     Blocks have ``rows`` x ``columns`` elements.
     """

@@ -115,7 +115,7 @@ def write_model(path: Path, dtype: np.dtype = synthetic.BF16, **keys: Any) -> di
 def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
     """Return the values of one row of blocks, decoded element by element as in llama.cpp.
 
-    The steps are those of dequantize_row_* in ggml-quants.c.
+    The steps follow dequantize_row_* in ggml-quants.c.
 
     Args:
         raw: the bytes of the row.

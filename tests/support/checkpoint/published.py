@@ -1,6 +1,6 @@
 """List names, dtypes and shapes of the tensors of published models, scaled down, for tests of name rules.
 
-Sizes: E is the number of experts, M their width, H the hidden size, V the vocabulary.
+E is the number of experts, M is the width of an expert, H is the hidden size, and V is the size of the vocabulary.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     """Return one translation unit for many instantiations.
 
-    It has the headers once, then each instantiation in its own namespace with its own kernel name.
+    The text has the headers once. Each instantiation follows in a separate namespace, with a separate kernel name.
 
     sources: the folder with the kernels' source files.
     """

@@ -1,10 +1,10 @@
-// hadamard_columns: Hadamard transforms of blocks along an axis that is not the last one in memory. The results have
-// the bits of reference/rotate.py. rotate.cu transforms arrays at other addresses.
+// hadamard_columns: Hadamard transforms of blocks along an axis that is not the last one in memory. The results are
+// bit-identical to the results of reference/rotate.py. rotate.cu transforms arrays at other addresses.
 //
-// The axes of x are (outer, length, inner), and blocks lie along the middle axis. A thread block takes a tile at a
-// time: kWide neighboring blocks. A thread holds 16 elements of kColumns blocks in registers, which are neighbors in
-// their blocks, and adds and subtracts them. After an exchange through shared memory, a thread holds elements that are
-// 16 apart, and does the rest.
+// The axes of x are (outer, length, inner), and blocks lie along the middle axis. A thread block takes one tile at a
+// time, which is kWide neighboring blocks. A thread first holds 16 neighboring elements of each of kColumns blocks in
+// registers, and adds and subtracts them. After an exchange through shared memory, a thread holds elements that are 16
+// apart, and completes the transform.
 #include "rotate.cuh"
 
 // The arguments of hadamard_columns_kernel.
@@ -99,8 +99,8 @@ FP4KIT_DEVICE void store_row(const HadamardArguments& a, const Tile& tile, int r
   *reinterpret_cast<Stored<kAcross>*>(static_cast<Bits*>(a.out) + tile.first + row * a.inner + column) = stored;
 }
 
-// Load 16 neighboring rows per thread, and add and subtract their elements. Store them in `memory`, or in a.out if a
-// block has no more elements.
+// Load 16 neighboring rows per thread, and add and subtract their elements. Store the results in `memory`, or in a.out
+// if a block has only 16 elements.
 FP4KIT_DEVICE void transform_neighbors(const HadamardArguments& a, const Tile& tile, float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kRows / kColumns; unit += kThreads) {
     const int column = unit % (kWide / kColumns) * kColumns, first = unit / (kWide / kColumns) * kRows;

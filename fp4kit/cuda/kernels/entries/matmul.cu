@@ -1,4 +1,5 @@
-// matmul: matrix products as a matrix unit adds them, or in another stated order, for operands of every kind.
+// matmul: compute matrix products of operands of every kind. The order of additions imitates a matrix unit, or is
+// another order that fp4kit defines.
 //
 // A thread block computes tiles of kTile x kTile results. It decodes kDepth elements of K at a time to shared memory.
 // kAdder, kGrouped and the type Output are defined by the instantiation.

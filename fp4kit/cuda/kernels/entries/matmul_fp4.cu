@@ -1,11 +1,11 @@
-// matmul_fp4: products of block-scaled E2M1 operands as Blackwell's FP4 instructions add them, 64 elements of K at a
-// time. Other steps, and operands at other addresses, are multiplied by matmul.cu.
+// matmul_fp4: compute products of block-scaled E2M1 operands as Blackwell's FP4 instructions do, 64 elements of K at a
+// time. matmul.cu computes products with other steps, and products of operands at other addresses.
 //
 // Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product, which integer
-// tensor cores compute. The terms of a step are integers, too: a group sum times the integer scales of its row and
-// column, which count in units of the smallest scale of that row or column in the step. Usually no term loses bits when
-// it is shifted to the largest exponent; then the step is an exact sum, which is truncated once. A thread checks by
-// exponents that this holds. If it does not, add_slowly adds the step term by term.
+// tensor cores compute. The terms of a step are integers, too. A term is a group sum times the integer scales of its
+// row and column. An integer scale counts the units of the smallest scale of its row or column in the step. Usually no
+// term loses bits when it is shifted to the largest exponent. Then the step is an exact sum, which is truncated once. A
+// thread checks this by exponents. If a term loses bits, add_slowly adds the step term by term.
 #include "matmul.cuh"
 
 constexpr int kTile = 64;                         // number of rows, and of columns, of a tile of results
@@ -346,9 +346,9 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
   }
 }
 
-// Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
-// All threads of a thread block must call this function. While a step is added, the next one is stored in the other of
-// two Steps.
+// Compute and store the results of the tile that begins at (row, column) of a matrix. Results outside of the matrix are
+// left out. All threads of a thread block must call this function. While one step is added from one of the two `steps`,
+// the next step is stored in the other.
 template <bool kE8M0, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step* steps, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;

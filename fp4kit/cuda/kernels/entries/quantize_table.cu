@@ -103,9 +103,9 @@ struct Team {
   FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
   FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
-  // Return the combined values of all rows of this thread's block; they are combined in any order. All threads of the
-  // team must call this function. It uses words 32 kHalf ... 32 kHalf + 31 of `parts`. They may be used again after the
-  // barrier after the next one.
+  // Return the combined values of all rows of this thread's block. The order in which they are combined is unspecified.
+  // All threads of the team must call this function. It uses words 32 kHalf ... 32 kHalf + 31 of `parts`. These words
+  // may be used again after two more barriers.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));

@@ -84,10 +84,10 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   UnprovenBlock<kWeighted>& unproven_block = memory.warps[warp].unproven_block;
   const u32 blocks = static_cast<u32>(a.columns / kSearchBlockSize), count = static_cast<u32>(a.rows) * blocks;
-  // The own code of a block is the code of its amax. It is one of first ... first + 3. The reason is that it is the
-  // code nearest to a value of which `first` is at least 6/7, or the last code. If there are at least eight candidates
-  // in each direction, at most two of the codes that `screen` leaves open are not candidates. So the own code is
-  // computed only if `screen` does not decide.
+  // The own code of a block is the code of its amax. It is one of first ... first + 3, because `first` is at least 6/7
+  // of the value to which the own code is nearest, or the own code is the last code. If there are at least eight
+  // candidates in each direction, at most two of the codes that `screen` leaves open are not candidates. So the own
+  // code is computed only if `screen` does not decide.
   constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));

@@ -25,8 +25,8 @@ struct SearchAmaxesArguments {
 };
 
 // The rule that quantizes and decodes elements under a given amax, without a fake quantizer. with_amax returns the rule
-// for an amax: the amax of a block under the tensor scale of `tensor_amax`, or without block scales the amax of the
-// tensor scale. value_of returns the value of an element.
+// for an amax. If the recipe has block scales, this is the amax of a block, under the tensor scale of `tensor_amax`.
+// Otherwise it is the amax from which the tensor scale is computed. value_of returns the value of an element.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;

@@ -120,8 +120,8 @@ FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, co
 }
 
 // Load the rows of a patch into x. Places outside of the matrix get copies of other elements, and the results for them
-// are never stored. If a square block extends below the matrix, the copies are copies of the matrix's last row, so that
-// the amax of the block does not change.
+// are never stored. If a square block extends below the matrix, the copies come from the matrix's last row, so that the
+// amax of the block does not change.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
                               Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {

@@ -21,7 +21,7 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Load fouroversix's plain PyTorch modules, and return {module name: module}, stand-ins included.
+    """Load fouroversix's plain PyTorch modules. Return {module name: module}, which includes stand-ins.
 
     Stand-ins replace modules that these modules import, but that may be missing on this machine. Raise ImportError if
     fouroversix is not installed.
