@@ -29,7 +29,7 @@ _OTHER_FILES = {
 
 
 def other_file(path: Path) -> str | None:
-    """Return the text that says what a file is and what to do, if it is no model but, for example, a web page.
+    """Recognize a file that is not a model, such as a web page. Return a text that says what it is and what to do.
 
     Return None if the file does not begin like one of _OTHER_FILES, or if it cannot be read.
     """

@@ -521,10 +521,11 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Explanation, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Explanation:
-    """Add the rule FOUR_OVER_SIX to an explanation if the rule gives every byte too. Return the explanation.
+    """Add the rule FOUR_OVER_SIX to an explanation if the rule gives every byte too, and return the result.
 
-    Otherwise, return the explanation unchanged. Only recipes that choose scales like the rule are considered. With the
-    rule added, the layer gets one verdict with the other layers of a checkpoint that Model-Optimizer made.
+    If the rule does not give every byte, return the explanation unchanged. Only recipes that choose scales like the
+    rule are considered. With the rule added, the layer gets one verdict with the other layers of a checkpoint that
+    Model-Optimizer made.
 
     explained: an explanation that gives every byte.
     hypotheses: the hypotheses of this explanation.

@@ -248,7 +248,7 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the amaxes that a stored tensor scale implies, if it is right, inverted, or itself the amax.
+    """Yield the amaxes that a stored tensor scale implies if it is right, if it is inverted, and if it is the amax.
 
     Only amaxes are yielded whose ratio to the layer's own amax lies in AMAX_RATIO_RANGE. Nothing is yielded if the
     scale is not positive and finite, or differs between rows.

@@ -97,10 +97,10 @@ def _nearest_sources(
 def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
     """Assign a source row to each all-zero stored row: the most similar one if it is unused, otherwise any unused one.
 
-    Return the source row of every stored row. Return None if a row has no source row or two rows have the same one.
+    Return the source row of every stored row. Return None if a row has no source row or two rows share a source row.
 
-    index: for each stored row, the number of its source row; -1 if it has none; -2 - n if its codes are all zero, with
-        n the most similar source row.
+    index: for each stored row, the number of its source row; -1 if it has none; -2 - n if its codes are all zero,
+        where n is the number of the most similar source row.
     rows: the number of rows of the source.
     """
     assigned = index[index >= 0]

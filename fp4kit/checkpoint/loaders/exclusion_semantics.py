@@ -365,7 +365,7 @@ def _up_to_a_part(pattern: str) -> str:
 
 
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint has ``module`` for transformers.
+    """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint.
 
     A pattern applies to the module if, as a regular expression, it matches from the start of the name to the end of one
     of its parts. It also applies if the name ends in the pattern as plain text.

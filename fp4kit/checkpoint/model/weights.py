@@ -190,7 +190,7 @@ class Weight:
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     """Return the place of a tensor in a file, without the entries of the file's header.
 
-    Without them, a job that is sent to a worker process stays small.
+    A job without these entries stays small when it is sent to a worker process.
     """
     return Located(replace(file, entries=(), metadata={}), entry)
 
@@ -409,7 +409,7 @@ def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int,
 
     Args:
         shape: the stored shape.
-        config: the content of config.json, whose ``model_type`` decides which of the two it is.
+        config: the content of config.json, whose ``model_type`` decides in which of the two orders the stack is stored.
     """
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)

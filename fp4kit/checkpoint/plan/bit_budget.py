@@ -130,8 +130,8 @@ def _point(units: Sequence[Unit], choices: Sequence[int]) -> Point:
 def curve(units: Sequence[Unit]) -> list[Point]:
     """Return assignments of decreasing error, from the smallest possible size on.
 
-    Each has the smallest error that is possible in its own number of bits, because it minimizes error + slope * bits
-    for one slope. Between two of them, there may be further optimal assignments.
+    Each assignment has the smallest error that is possible in its own number of bits, because it minimizes
+    error + slope * bits for some slope. Further optimal assignments may lie between two returned ones.
     """
     hulls = [_hull(unit.options) for unit in units]
     choices = [hull[0] for hull in hulls]

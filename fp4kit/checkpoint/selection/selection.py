@@ -225,7 +225,9 @@ def no_multiple(shape: tuple[int, ...], block: int) -> str:
 
 
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
-    """Decide for each candidate whether it is quantized. Return name -> decision, in the order of the candidates.
+    """Decide for each candidate whether it is quantized.
+
+    Return a dict from name to decision, in the order of the candidates.
 
     A decision depends on its own tensor alone, so the tensors of a model may be split over several calls.
 
