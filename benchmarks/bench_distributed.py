@@ -3,8 +3,7 @@
     python benchmarks/bench_distributed.py [--processes N] [--gigabytes 1] [--repeat 20] [--json FILE]
 
 The weights are float32 masters with the shapes of transformer layers of width 4096, and two small matrices of odd
-sizes. --gigabytes counts their size in bfloat16. A *partition* says how the matrices are cut into one shard per
-process:
+sizes. --gigabytes counts their size in bfloat16. A *partition* is a way to cut the matrices into one shard per process:
 
 - "flat" cuts the concatenation of all matrices at odd elements, as optimizers that shard flat parameters do;
 - "each" cuts every matrix at odd elements.

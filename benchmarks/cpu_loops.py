@@ -114,7 +114,7 @@ def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, flo
 
 
 def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float]:
-    """Measure the peak memory of quantize and dequantize that is neither input nor result.
+    """Measure the peak memory that quantize and dequantize use in addition to input and result.
 
     Each call is made in a fresh process, so that no freed memory is reused. The input has nbytes bytes of bfloat16 in
     rows of `columns` elements.

@@ -160,7 +160,7 @@ def microxcaling(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 def mlx(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
     """Yield a Peer per format for mx.quantize and mx.dequantize on MLX's CPU device.
 
-    There are two for NVFP4, with and without a tensor scale. Raises ImportError if MLX is not installed.
+    NVFP4 has two Peers, with and without a tensor scale. Raises ImportError if MLX is not installed.
 
     Args:
         x: the float32 input, which is cast to bfloat16

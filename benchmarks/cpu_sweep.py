@@ -48,7 +48,7 @@ MOST_DECLINED = 1 << 14
 
 
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
-    """Yield functions without arguments, each of which makes one case (a call to time) of a recipe on x.
+    """Yield functions without arguments. Each function returns one case (a call to time) of a recipe on x.
 
     A function raises ValueError if the recipe does not accept the shape of x.
     """

@@ -1,4 +1,4 @@
-"""Measure what it costs to train with one producer's recipe and to serve with another's.
+"""Measure the error of training with one producer's recipe and serving with another producer's recipe.
 
     python benchmarks/wrong_recipe.py
 

@@ -228,7 +228,7 @@ def tiny(kind: str) -> tuple[Any, Any]:
 
 
 def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, np.ndarray]]:
-    """Yield arguments a, b and c of matmul, so far apart in size that terms lose bits in the sum.
+    """Yield arguments a, b and c of matmul whose magnitudes differ so much that terms lose bits in the sum.
 
     Args:
         kind: the kind of a and b, one with block scales.
@@ -245,7 +245,9 @@ def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, n
 
 
 def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any, np.ndarray | None]]:
-    """Yield a, b and c (or None) whose sums are near the bounds of the fast ways of the CPU engine (matmul_vnni.h).
+    """Yield (a, b, c) for products whose sums are near the bounds of the CPU engine's fast paths (matmul_vnni.h).
+
+    c is None in some products.
 
     Args:
         spread: the difference between the largest and the smallest exponent of products of scales, at most 28 for E4M3

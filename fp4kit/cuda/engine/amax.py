@@ -190,10 +190,11 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return x as matrices (B, M, K) whose amaxes over M are wanted, and the shape of the result, as a pair.
+    """Return the pair (x as matrices (B, M, K) whose amaxes over M are wanted, shape of the result), or None.
 
-    This avoids a transposed copy. Return None if it is not possible: x must be contiguous, and the reduced axes must be
-    consecutive and end before the last axis. If B > 1, each matrix must be large enough for a thread block.
+    This avoids a transposed copy. x must be contiguous. The reduced axes must be consecutive and end before the last
+    axis. If B > 1, each matrix must be large enough for a thread block. Return None if one of these conditions does not
+    hold.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:

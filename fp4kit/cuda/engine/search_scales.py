@@ -4,8 +4,8 @@ There are three kernels. The full search (search_full) tries every candidate sca
 search_hessian for a loss with Hessians) skip candidates that provably cannot win. _is_pruned says when they can be
 used.
 
-In this module, a matrix is a tuple (x, block amaxes, tensor amax): the elements, contiguous (M, K); the array to write
-the found block amaxes to; and the tensor amax.
+In this module, a matrix is a tuple (x, block amaxes, tensor amax). x holds the elements and is contiguous (M, K). The
+found amaxes are written to the array of block amaxes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
 def _loss_options(terms: Terms) -> dict[str, bool]:
     """Return the options of the kernel search_full for a loss and candidates.
 
-    kHessian: the loss has Hessians. kFromFloor: the E8M0 candidates are those around floor(log2(amax)).
+    kHessian: the loss has Hessians. kFromFloor: the E8M0 candidates are exponents around floor(log2(amax)).
     """
     return {
         "kHessian": terms.hessian is not None,

@@ -48,7 +48,7 @@ BAND_SHIFT = 3
 
 
 class Arguments(NamedTuple):
-    """The names of a kernel's arguments, in order. Each argument has 8 bytes.
+    """Hold the names of a kernel's arguments, in order. Each argument has 8 bytes.
 
     Attributes:
         pointers: the addresses of arrays.

@@ -73,7 +73,7 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
 def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
     """Return the launch of a kernel for a number of tiles.
 
-    kernel: the function that compiles the kernel, and its arguments besides grouped, dtype and device. grouped: whether
+    kernel: the function that compiles the kernel, and its arguments besides grouped, dtype and device. grouped: True if
     the launch takes a group of products.
     """
     make, *arguments = kernel

@@ -1,7 +1,7 @@
 """Launch the kernels of requantize.
 
-requantize.cu keeps the codes of the blocks whose new scales the target holds. count_changed.cu counts changed values
-and finds the largest change.
+requantize.cu keeps the codes of blocks whose new scales the target recipe can represent. count_changed.cu counts
+changed values and finds the largest change.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _changed_launch(count: int, device: int) -> Launch:
 
 
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return how many values of two contiguous float32 arrays differ, int64 (), and the largest change, float32 ().
+    """Return (number of values that differ, int64 (); largest change, float32 ()) for two contiguous float32 arrays.
 
     Both results stay on the device. Values differ if their bits differ, except that every NaN equals every NaN.
     """

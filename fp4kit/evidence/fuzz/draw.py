@@ -244,8 +244,8 @@ class Draw(Picks):
         """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels.
 
         The length of the quantized axis is a multiple of the block size. If the operation quantizes along both axes,
-        both lengths are. A few shapes have an axis of length 0. Options such as hadamard and target require further
-        multiples.
+        both lengths are such multiples. A few shapes have an axis of length 0. Options such as hadamard and target
+        require further multiples.
 
         axis: the quantized axis, from 0 to ndim - 1.
         """

@@ -78,7 +78,7 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
-    """Run the fuzzer in this process with its own seed, and return its report.
+    """Run the fuzzer in this process with the seed `seed`, and return the report.
 
     Raises OSError if the work is for a GPU and this process finds none.
 

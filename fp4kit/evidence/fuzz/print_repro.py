@@ -46,7 +46,7 @@ _HELPERS = {
 def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
     """Return a Python program that reproduces a failing case.
 
-    The program raises an error as long as the failure exists, and ends without one once it is fixed.
+    The program raises an error as long as the failure exists. Once the failure is fixed, it ends without an error.
 
     verdict: what failed and in which statement; later statements are left out.
     engine: the engine that is compared with the specification, or None if the specification alone ran.

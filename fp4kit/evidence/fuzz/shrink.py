@@ -51,7 +51,7 @@ def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], b
 def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, seconds: float) -> DrawnCase:
     """Return a simpler case that fails with a verdict of the same kind from the same function.
 
-    Return the case itself if no simpler one is found in ``seconds``.
+    Return the case itself if no simpler case is found in ``seconds``.
 
     verdict: how the case failed.
     engine: the engine that is compared with the specification, or None.

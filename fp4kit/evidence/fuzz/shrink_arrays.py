@@ -27,7 +27,7 @@ def parts(n: int, unit: int) -> Iterator[slice]:
 
 
 def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """Yield arrays with more zeros: first all nonzero elements at once, then ever smaller groups of them.
+    """Yield arrays with more zeros: first without nonzero elements, then with ever smaller groups of elements set to 0.
 
     If at most MAX_ONE_BY_ONE elements are nonzero, also yield arrays in which one of them is set to 1. An array of
     zeros yields none. The bits of -0 count as nonzero.

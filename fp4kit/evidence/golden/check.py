@@ -8,8 +8,8 @@ Local words:
 - A *mask* is a boolean array, True for elements whose differences are excused.
 
 By default the results of the specification are compared. `fp4kit selftest` passes the Operations of another engine
-instead. Every array is compared bit for bit, with two exceptions: differences that a row excuses by `skip` and
-`inputs`, and the sign bit of a NaN, which no producer keeps stable. fp4kit/evidence/recorded/README.md lists and
+instead. Every array is compared bit for bit, with two exceptions. A row may excuse differences by `skip` and `inputs`.
+The sign bit of a NaN is not compared, because no producer keeps it stable. fp4kit/evidence/recorded/README.md lists and
 explains the exceptions.
 """
 
@@ -80,7 +80,7 @@ def _skip_nan_scale(case: RecordedCase) -> Mask:
 
 
 def _skip_nan_value(case: RecordedCase) -> Mask:
-    """Return a mask of codes under scales whose product is NaN, so that any code decodes to NaN.
+    """Return a mask that excuses codes under scales whose product is NaN, because any code then decodes to NaN.
 
     The product is NaN if the block scale is NaN, or if it is 0 and the tensor scale is infinite.
     """
@@ -235,7 +235,7 @@ class RecordedCase:
     def part(self, part: str) -> np.ndarray | None:
         """Return the recorded array of a part, or None if it was not recorded. uint16 arrays are returned as bfloat16.
 
-        If the array was recorded both on a CPU and on a GPU, return the one recorded on the GPU.
+        If the array was recorded both on a CPU and on a GPU, return the array from the GPU.
 
         part: the name of the part, such as "codes", "scales" or "global_amax".
         """
@@ -340,12 +340,12 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
 def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py).
 
-    They are decoded values of all codes, and blocks of files. Return the counts and differences; the count is 0 for a
-    recipe without such arrays.
+    The arrays are decoded values of all codes, and blocks of files. Return the counts and differences. The count is 0
+    if the recipe has no such arrays.
 
     name: the recipe's id.
     golden: the recorded arrays.
-    ops: the functions to compare, of which dequantize is used.
+    ops: the functions to compare. Only dequantize is used.
     """
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 

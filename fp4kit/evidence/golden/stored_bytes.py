@@ -64,8 +64,8 @@ def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
     An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
-    They are scales that the producer applied or keeps as float32, and element values that were recorded instead of
-    codes.
+    The arrays are scales that the producer applied or keeps as float32, and element values that were recorded instead
+    of codes.
     """
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:

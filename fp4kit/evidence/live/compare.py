@@ -109,7 +109,7 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return a mask of the elements of a part whose differences are excused by the exceptions of the call.
+    """Return a mask that is True for elements of a part whose differences the exceptions of the call excuse.
 
     The mask is all False if the two arrays are equal or differ in shape.
 
@@ -182,13 +182,14 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
-    """Return how the producer's and fp4kit's array of a part differ, or None if they are equal.
+    """Return the difference between the producer's and fp4kit's arrays of a part, or None if they are equal.
 
     Any NaN equals any other NaN, but -0 differs from +0.
 
     Args:
         part: the name of the part, a key of PARTS.
-        theirs, ours: the arrays of the producer and of fp4kit. Other shapes or dtypes are a difference of all elements.
+        theirs, ours: the arrays of the producer and of fp4kit. If their shapes or dtypes differ, all elements count as
+            different.
         masked: True for elements that are not compared.
         r: the recipe, which determines the formats of codes and scales.
     """

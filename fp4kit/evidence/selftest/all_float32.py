@@ -1,4 +1,4 @@
-"""Quantize every float32 on a device, and compare the codes with those of the specification.
+"""Quantize every float32 on a device, and compare the codes with the specification's codes.
 
 The specification is too slow to quantize 2^32 numbers. Instead, it finds the *runs*: the ranges of adjacent magnitudes
 with equal codes. There are only a few runs per sign, because the code never decreases as the magnitude grows. NaNs form
@@ -38,8 +38,8 @@ class Float32Sweep(NamedTuple):
         name: the name of the sweep in the report.
         recipe: the id of the recipe.
         limit: the bit pattern, without sign bit, of the first magnitude that is left out.
-        anchor: a number to place at the end of each block, so that the block's scale is 1. None for recipes to which
-            amaxes are given that make the scale 1.
+        anchor: a number to place at the end of each block, so that the block's scale is 1. None if the recipe gets
+            amaxes that make the scale 1.
     """
 
     name: str

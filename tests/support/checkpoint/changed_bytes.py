@@ -10,7 +10,7 @@ import numpy as np
 
 
 def change(root: Path, end: str, new: Callable[[np.ndarray], np.ndarray], dtype: type = np.float32) -> None:
-    """Replace the tensors of a checkpoint whose names end with ``end``, in place; all bytes elsewhere stay.
+    """Replace in place the tensors of a checkpoint whose names end with ``end``. All other bytes are unchanged.
 
     new: a function that returns the new values of a tensor, given its old values as a flat array of ``dtype``.
     """

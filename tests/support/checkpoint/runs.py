@@ -73,7 +73,7 @@ def larger(root: Path) -> None:
 
 @contextmanager
 def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """Start the conversion of a Model in a process of its own, and yield the process once its journal exists.
+    """Start the conversion of a Model in a new process, and yield the process once the journal exists.
 
     `workers` is a number of worker processes, or "threads" (see convert_once.py).
 

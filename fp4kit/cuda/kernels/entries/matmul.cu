@@ -184,8 +184,8 @@ struct Sum<Adder::exact> {
   }
 };
 
-// Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
-// Every thread computes kRows results of one column. All threads of a thread block must call this function.
+// Compute and store the results of the tile that begins at (row, column) of a matrix. Results outside of the matrix are
+// left out. Every thread computes kRows results of one column. All threads of a thread block must call this function.
 template <Adder kAdder, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column) {
   const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile;

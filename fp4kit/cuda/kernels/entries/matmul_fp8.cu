@@ -1,6 +1,6 @@
-// matmul_fp8: products of E4M3 and E5M2 operands without block scales, by units whose terms keep at most 13 bits behind
-// the point (Hopper's and Ada's FP8 instructions). Other units, and operands at other addresses, are multiplied by
-// matmul.cu.
+// matmul_fp8: compute products of E4M3 and E5M2 operands without block scales, for units whose terms keep at most 13
+// fraction bits (Hopper's and Ada's FP8 instructions). matmul.cu computes products for other units, and products of
+// operands at other addresses.
 //
 // A term is a product, shifted to the largest exponent E of a step and truncated to an integer in units of 2^(E-F). To
 // truncate it, a thread adds |a| * |b| to 2^(E-F+23) and rounds toward zero: the term is the low bits of the float32.

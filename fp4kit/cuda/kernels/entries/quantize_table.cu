@@ -146,7 +146,7 @@ struct IntegerSum {
 };
 
 // Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block, whose elements are
-// in `run`. All threads of the team must call this function; `inside` is false if the row of a thread is outside of the
+// in `run`. All threads of the team must call this function. `inside` is false if this thread's row is outside of the
 // matrix.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,

@@ -3,7 +3,7 @@
 //
 // There are three launches:
 //   1. requantize_range_kernel finds the range of the source's scales. From that range, every thread of the later
-//      launches decides whether 2^m can be the tensor scale; all of them decide alike.
+//      launches decides whether 2^m can be the tensor scale. All threads reach the same decision.
 //   2. If so, requantize_amax_kernel replaces the tensor amax of the values by the amax that gives 2^m. The host then
 //      quantizes the values of the source with that tensor amax.
 //   3. requantize_keep_kernel overwrites the blocks of the result whose codes can be kept.

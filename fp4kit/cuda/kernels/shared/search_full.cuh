@@ -145,8 +145,8 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
 
 // Return the loss of a row of a block under the candidate `trial` of a set. load(j, run) loads 16 elements from column
 // j on, with their weights. First, four neighbors are combined at a time (loss_of_four). Then the second half of the
-// results is combined with the first half (combined_loss), until one result is left. If their number is odd, the middle
-// one is kept for the next round.
+// results is combined with the first half (combined_loss), until one result is left. If the number of results is odd,
+// the middle result is kept for the next round.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
