@@ -102,8 +102,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Select the cases with recipes that this run takes; see exhaustive.py.
 
-    A usual run takes the common recipes and a twelfth of the others. An exhaustive run takes another twelfth. Recipes
-    whose field values all occur in common ones run only in exhaustive runs, with a twelfth of their cases.
+    A usual run takes the common recipes and a sixteenth of the others. An exhaustive run takes another sixteenth.
+    Recipes whose field values all occur in common ones run only in exhaustive runs, with a sixteenth of their cases.
     """
     left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):

@@ -521,8 +521,8 @@ class _Check:
         """Return what was compared, such as "compared 18,432 of 18,432 elements in 3 layers".
 
         Args:
-            found: the results of all layers.
-            count: the number of layers of the model.
+            found: the results of the layers that were compared.
+            count: the number of layers of the model, which is larger if the time limit left layers out.
         """
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)

@@ -172,11 +172,12 @@ def seed_of(static: StaticOptions, given: Any) -> Any:
 
 
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
-    """Raise the TypeError or ValueError of fp4kit.fake_quantize if the arguments of a fake quantization are invalid.
+    """Check the arguments of a fake quantization, and raise the errors that fp4kit.fake_quantize raises for them.
 
-    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
+    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced. The clip
+    limit is checked only if static.pass_through is False.
 
-    static: the static arguments. Only if its pass_through is False, the clip limit is checked.
+    static: the static arguments.
     x: the array to fake-quantize.
     given: the other optional arguments.
     """

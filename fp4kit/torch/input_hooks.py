@@ -103,8 +103,8 @@ def _is_linear(module: torch.nn.Module) -> bool:
 def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
     """Return the names that a layer has in the checkpoint, without duplicates.
 
-    names: the names of the tensors that the layer is saved as. Each gives a name, without ".weight" at its end.
-    name: the name of the layer in the model, which is returned alone if ``names`` is empty.
+    names: the tensors that the layer is saved as. The name of a layer is that of its tensor without ".weight".
+    name: the name of the layer in the model. It is the only result if ``names`` is empty.
     """
     return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
 

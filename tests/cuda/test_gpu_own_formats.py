@@ -42,7 +42,7 @@ def drawn_supported(rng):
             return r
 
 
-@pytest.mark.parametrize("seed", [*range(4), *exhaustive(range(4, 14))])
+@pytest.mark.parametrize("seed", [*range(2), *exhaustive(range(2, 10))])
 def test_drawn_calls(seed):
     rng = np.random.default_rng(seed)
     r = drawn_supported(rng)

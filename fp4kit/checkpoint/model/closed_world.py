@@ -238,7 +238,11 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
 
 
 def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield a refused item for each layer that is stored under two names, such as w1 and gate_proj of one expert."""
+    """Yield refused items for weights that are stored twice.
+
+    These are layers under two names, such as w1 and gate_proj of one expert, and experts that are stored separately and
+    also in a stack.
+    """
     by_name = {weight.name: weight for weight in weights.values()}
     for name, why in named_twice(by_name):
         entry = by_name[name].located.entry

@@ -317,9 +317,9 @@ struct LaneTask {
     }
   }
 
-  // Add the products of `depth` decoded elements, which begin at element k of K, to the sums of kLanesBlock rows and
-  // one panel. a, b: the decoded rows and panel. `row` is the first of the rows, and `first` the first column of the
-  // panel. totals: with promotion, the sums of the chains that ended.
+  // Add products to the sums of kLanesBlock rows of A and one panel of columns of B. a and b are `depth` decoded
+  // elements of these rows and columns, from index k along K on. `row` is the index of the first row, and `first` that
+  // of the first column. With promotion, a chain that ends is added to `totals`, and its sums become 0.
   //
   // GCC keeps an array of vectors in registers only if every loop over it is unrolled.
   __attribute__((noinline)) void add_steps(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,

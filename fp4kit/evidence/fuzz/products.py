@@ -143,7 +143,10 @@ def _operand_kind(kind: Variant | str) -> _Kind:
 
 @cache
 def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    """Return the ids of the units that multiply two operands, in the order of UNITS, "dequantized" among them."""
+    """Return the ids of the units that multiply operands of two kinds, in the order of UNITS.
+
+    The unit "dequantized" multiplies operands of all kinds, so it is always included.
+    """
     x, y = (_empty(kind) for kind in (a, b))
     # "dequantized" decodes both operands first, so it takes every recipe.
     return tuple(id for id in UNITS if id == "dequantized" or (x and y and _accepts(x, y, id)))

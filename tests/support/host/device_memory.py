@@ -74,7 +74,10 @@ def live_memory() -> list[Memory]:
 
 @contextmanager
 def margins_of(value: int) -> Iterator[None]:
-    """Fill the margins of all live allocations with `value` while the context lasts."""
+    """Fill the margins of all live allocations with `value` while the context lasts.
+
+    After an exception in the context, the margins keep the value.
+    """
     for margin in (value, UNWRITTEN):
         Memory.margin = margin
         for memory in live_memory():

@@ -70,9 +70,9 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
 }
 
 // Return the code of an element after the producer packs it a second time. `code` is the code of the first time and
-// `scaled` the number that was rounded to it. The product of the value of `code` and the block scale, 1 / factor, is
-// rounded to the type of the elements and encoded again. If `scaled` is NaN, NaN is encoded again. It gives the result
-// of _repacked in reference/quantize.py.
+// `scaled` the number that was rounded to it. The code is decoded: its value is multiplied by the block scale,
+// 1 / factor, and rounded to the type of the elements. This value is scaled and encoded like an element. If `scaled` is
+// NaN, NaN is encoded again. It gives the result of _repacked in reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;

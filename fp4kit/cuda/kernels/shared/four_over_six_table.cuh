@@ -164,7 +164,8 @@ FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 
   return six == four ? 1u << 16 : sum;
 }
 
-// Return the word of the codes of eight entries, without signs: six's codes if `shift` is 0, four's codes if it is 4.
+// Return the codes of eight elements without signs, four bits each, from their entries of the table. If `shift` is 0,
+// they are the codes under the scale amax / 6; if it is 4, those under the scale amax / 4.
 FP4KIT_DEVICE u32 codes_of_entries(const u32* entries, u32 shift) {
   const u32 even = prmt(prmt(entries[0], entries[2], 0x0040u), prmt(entries[4], entries[6], 0x0040u), 0x5410u);
   const u32 odd = prmt(prmt(entries[1], entries[3], 0x0040u), prmt(entries[5], entries[7], 0x0040u), 0x5410u);
