@@ -83,7 +83,7 @@ def _verdict(comparison: CheckpointComparison) -> str:
 def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
     """Return the cells of one layer's row in the table, without its name.
 
-    They are the numbers of codes, block scales and values that differ, the two tensor scales ("same" if they are
+    The cells show the numbers of codes, block scales and values that differ, the two tensor scales ("same" if they are
     equal), and the SQNR in decibels.
     """
     a, b = layer.tensor_scales

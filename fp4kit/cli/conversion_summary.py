@@ -158,7 +158,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
 def _fails_in_float32(plan: Plan) -> bool:
     """Return whether transformers loads the result as a float32 model whose quantized layers compute in bfloat16.
 
-    It does for float32 models in compressed-tensors containers with block scales.
+    Return True for float32 models in compressed-tensors containers with block scales.
     """
     config = plan.source.config
     text = config.get("text_config")

@@ -183,7 +183,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose which layers are converted.
 
-    They are --preset, --keep-first, --keep-last, --keep and --only.
+    The options are --preset, --keep-first, --keep-last, --keep and --only.
     """
     group = parser.add_argument_group("which layers")
     text = "which kinds of layers to convert (default: %(default)s)"

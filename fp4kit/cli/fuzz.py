@@ -91,7 +91,7 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
 def _pool(args: argparse.Namespace) -> Pool:
     """Return the Pool from which random cases are drawn.
 
-    It is restricted by the options --recipes, --operations, --units and --changes. Raise ValueError for an unknown
+    The options --recipes, --operations, --units and --changes restrict the Pool. Raise ValueError for an unknown
     recipe.
     """
     chosen: dict[str, Any] = {"changes": args.changes}

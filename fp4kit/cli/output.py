@@ -17,7 +17,7 @@ from fp4kit.cli.progress import Tick, progress
 class Stopped(BaseException):
     """Signal that the command must end, because a signal arrived or because nobody reads stdout any more (SIGPIPE).
 
-    It derives from BaseException, so that no ``except Exception`` catches it.
+    Stopped derives from BaseException, so that no ``except Exception`` catches it.
 
     number: the number of the signal.
     """

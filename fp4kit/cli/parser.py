@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     def _check_flags(self, arguments: Sequence[str]) -> None:
         """Raise UsageError with a suggestion for the first option that does not exist.
 
-        It is called before argparse, which would report only that arguments are missing. Arguments after "--", or after
+        Call this before argparse, which would report only that arguments are missing. Arguments after "--", or after
         the name of a command, are not checked.
         """
         for text in arguments:

@@ -25,8 +25,8 @@ def block_text(r: Recipe) -> str:
 def rule_text(r: Recipe) -> str:
     """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores.
 
-    It is the rule of the block scales or, without blocks, that of the tensor scale. For a fake quantizer, it is the
-    name of its own rule. ", searched" is appended if the recipe searches scales.
+    The rule belongs to the block scales or, without blocks, to the tensor scale. A fake quantizer has a rule of its
+    own. ", searched" is appended if the recipe searches scales.
     """
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)

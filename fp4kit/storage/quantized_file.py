@@ -135,7 +135,7 @@ def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
 def _header_sum(entry: str, specs: Iterable[TensorEntry | _Spec]) -> str:
     """Return the CRC-32 of a file's header as 8 hexadecimal digits.
 
-    It covers ``entry``, the metadata of the arrays, and the names, dtypes and shapes in ``specs``.
+    The CRC-32 covers ``entry``, the metadata of the arrays, and the names, dtypes and shapes in ``specs``.
     """
     tensors = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return _digits(zlib.crc32(json.dumps([entry, tensors], separators=(",", ":")).encode("ascii")))

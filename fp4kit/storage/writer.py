@@ -99,7 +99,7 @@ class SafetensorsWriter:
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
         """Overwrite the metadata with new metadata of equal length, otherwise raise ValueError.
 
-        This is for values that are known only after the tensors are written, such as checksums.
+        Use this for values that are known only after the tensors are written, such as checksums.
         """
         header = header_bytes(self._ordered, metadata)
         if len(header) != self._header_size:

@@ -82,8 +82,8 @@ def quant_algo(form: Container, has_input_scale: bool) -> str:
 def container_id(form: Container, has_input_scale: bool) -> str:
     """Return the name that the modules in fp4kit/checkpoint/loaders use for a container.
 
-    It is "modelopt" and the ``quant_algo`` for Model-Optimizer's containers, so that NVFP4 with input scales and NVFP4
-    without them have different names. It is ``form.name`` for all other containers.
+    For Model-Optimizer's containers, the name is "modelopt" and the ``quant_algo``, so that NVFP4 with input scales and
+    NVFP4 without them have different names. For all other containers, the name is ``form.name``.
 
     Args:
         form: the container.
@@ -106,8 +106,8 @@ def compressed_format(name: str) -> str:
 def _producer() -> dict[str, str]:
     """Return the entry ``producer`` of a config in Model-Optimizer's format.
 
-    This is {"name": "modelopt", "version": "fp4kit-VERSION"}. Loaders look for the name, and the version records that
-    fp4kit wrote the file.
+    The entry is {"name": "modelopt", "version": "fp4kit-VERSION"}. Loaders look for the name, and the version records
+    that fp4kit wrote the file.
     """
     return {"name": "modelopt", "version": f"fp4kit-{__version__}"}
 
@@ -143,7 +143,8 @@ def mixed_declarations(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a model with layers in several containers of one format.
 
-    These are ``quantization_config`` of config.json and hf_quant_config.json, which is None for compressed-tensors.
+    The first is ``quantization_config`` of config.json. The second is hf_quant_config.json, or None for
+    compressed-tensors.
 
     compressed-tensors has a config group per container, whose targets are its layers. Model-Optimizer's
     MIXED_PRECISION names the algorithm of every layer, and no unquantized layers.
@@ -358,7 +359,7 @@ def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` of the DeepSeek-V4 release.
 
-    It describes the FP8 layers only, and does not mention the experts. No argument is used.
+    The config describes the FP8 layers only, and does not mention the experts. No argument is used.
     """
     scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quant_method": "fp8", **scheme}

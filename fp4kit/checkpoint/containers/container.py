@@ -184,8 +184,8 @@ class Container:
     def multiplier(self, stored: np.float32) -> np.float32:
         """Convert a stored tensor scale to the factor by which decoding multiplies.
 
-        This is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to float32. If
-        the container divides, a stored 0 gives infinity.
+        The factor is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to
+        float32. If the container divides, a stored 0 gives infinity.
         """
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
@@ -228,7 +228,7 @@ class Container:
     def slab_rows(self) -> int:
         """The number that must divide the rows of a slab when a layer is written in slabs (some rows at a time).
 
-        It is 128 if scales are swizzled, otherwise 1. The last slab of a layer may have any number of rows.
+        The number is 128 if scales are swizzled, otherwise 1. The last slab of a layer may have any number of rows.
         """
         return 128 if self.swizzled else 1
 
@@ -293,8 +293,8 @@ class Container:
     def key_suffix(self) -> str:
         """The suffix of the tensor by which ``module_of`` finds a layer of this container.
 
-        This is the tensor of the block scales. If there are no block scales, it is the tensor scale. If codes and
-        scales share a tensor (in_blocks), it is that tensor.
+        The suffix belongs to the block scales or, if there are no block scales, to the tensor scale. If codes and
+        scales share a tensor (in_blocks), the suffix belongs to that tensor.
         """
         part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
         return self.suffixes[CODES if self.in_blocks else part]
@@ -329,7 +329,7 @@ class Container:
     def _values(self) -> tuple[object, ...]:
         """The element format, scale format, block, and presence of column factors and low-rank parts, as a tuple.
 
-        These, together with the stored numbers, determine a layer's decoded values.
+        These facts determine a layer's decoded values, together with the stored numbers.
         """
         more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block

@@ -60,8 +60,8 @@ def unquantized_reason(name: str) -> str | None:
 def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Build a stand-in for config.json from the header of a GGUF file, for code that expects a Hugging Face config.
 
-    It holds the architecture. If the header has them, it also holds the numbers of layers and heads, and fp4kit's
-    record of the conversion.
+    The stand-in holds the architecture. It also holds the numbers of layers and heads and fp4kit's record of the
+    conversion, if the header has them.
 
     Args:
         metadata: key -> value as text, from the header.

@@ -82,7 +82,7 @@ def form_for(recipe: Recipe) -> Container:
 def declaration(form: Container) -> dict[str, Any]:
     """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``.
 
-    It has the keys ``group_size``, ``bits`` and ``mode``.
+    The object has the keys ``group_size``, ``bits`` and ``mode``.
     """
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 

@@ -254,7 +254,7 @@ class Options:
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
     """Raise CheckpointError if the plan cannot be executed into ``destination``; nothing is written.
 
-    This covers a name that does not suit the output, an existing destination, leftovers of an interrupted run and too
+    Errors are a name that does not suit the output, an existing destination, leftovers of an interrupted run and too
     little disk space.
 
     resume: True to accept leftovers of the run to resume, and a destination that this run had already completed.
@@ -572,7 +572,8 @@ class _Run:
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
     """Create an output file with its final size and its header, so that jobs can write into it in any order.
 
-    The data of a file that an interrupted run left is kept. Return tensor name -> (file, byte position of its data).
+    The data of a file that an interrupted run left is kept. Return a dict from tensor name to (file, position of its
+    data in bytes).
 
     plan: the plan; a GGUF header takes keys from its source.
     file: the output file to create.

@@ -40,7 +40,7 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
 def is_exact(weight: Weight, slab: Slab) -> bool:
     """Return whether a slab (some rows of a weight) can become MXFP8 without loss.
 
-    This is True if all its scales are powers of two that E8M0 can represent.
+    Return True if all scales of the slab are powers of two that E8M0 can represent.
     """
     assert slab.scales is not None
     return _are_exact(slab.scales)

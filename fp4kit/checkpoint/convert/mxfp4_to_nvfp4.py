@@ -66,7 +66,7 @@ def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
 def is_exact(low: int, high: int) -> bool:
     """Return whether NVFP4 can hold MXFP4 blocks without loss.
 
-    This needs block scales that E4M3 can represent, and a tensor scale that is a normal float32. Return True for
+    E4M3 must be able to represent the block scales, and the tensor scale must be a normal float32. Return True for
     all-zero weights, for which exponents() gives low > high.
 
     low, high: the smallest and the largest scale exponent of the blocks that contain a nonzero code.

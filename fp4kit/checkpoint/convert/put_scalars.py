@@ -99,9 +99,9 @@ def input_scale_of(form: Container, amax: np.float32) -> np.float32:
 def put_given_input_scale(job: Job, output: Sink) -> None:
     """Write the input scale that the job gives: from its measured input amax, otherwise the number that the user gave.
 
-    This is for layers without an input scale and for layers with new codes, because the input scale of the source
-    belongs to the old codes. Raise CheckpointError if the job gives neither, or if the user's number or its reciprocal
-    is not a positive normal float32.
+    Call this for layers without an input scale. Call it also for layers with new codes, because the input scale of the
+    source belongs to the old codes. Raise CheckpointError if the job gives neither, or if the user's number or its
+    reciprocal is not a positive normal float32.
 
     job: the job of the layer.
     output: where to write the scale.

@@ -56,9 +56,9 @@ TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of
 def measure(job: Job, tick: Tick | None = None) -> Measured:
     """Read the weight of a job once, and return its measurements, which are needed before its group is written.
 
-    They are the amax and the number of NaN and infinities. For the actions cast and carry, they also tell whether a
-    lossless conversion is possible. A group is the layers that share a tensor scale. Raise CheckpointError if the
-    scales of a quantized weight are invalid.
+    The measurements are the amax and the number of NaN and infinities. For the actions cast and carry, they also tell
+    whether a lossless conversion is possible. A group consists of the layers that share a tensor scale. Raise
+    CheckpointError if the scales of a quantized weight are invalid.
 
     tick: called with the number of bytes after each read; None for no call.
     """

@@ -85,8 +85,8 @@ class JobScheduler:
     def _first(self) -> Iterator[Call[Any]]:
         """Yield the calls that can start at once, because they need no result of another call.
 
-        These are measurements, jobs that need none, and the last calls of files that are complete. Results that the
-        journal holds are recorded on the way, in place of measuring again.
+        These calls are measurements, jobs that need no measurement, and the last calls of files that are complete. If
+        the journal holds a measurement, it is recorded instead of being made again.
         """
         for path, waiting in self._unwritten.items():
             if not waiting:
@@ -163,7 +163,7 @@ class JobScheduler:
 def _last_calls(path: Path) -> list[Call[Any]]:
     """Return two calls for a complete file: one syncs it to disk and one hashes it.
 
-    They are separate, because the first waits for the disk and the second for a CPU.
+    The calls are separate, because the first waits for the disk and the second for a CPU.
     """
     return [(staging.sync_file, (path,)), (digest_of, (path,))]
 

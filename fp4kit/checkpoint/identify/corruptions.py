@@ -82,7 +82,7 @@ class StoredLayer:
     def blank(self) -> bool:
         """True if all codes are zeros of either sign and all block scales are 0.
 
-        Then a wrong order of bytes cannot be told from the right order.
+        In such a layer, a wrong order of bytes cannot be told from the right order.
         """
         signs = 0x88 if self.recipe.element.packing.codes == 2 else self.recipe.element.sign_bit
         return not self.block_scale.any() and not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
@@ -261,8 +261,8 @@ def _in_layout(
 ) -> Iterator[Scales]:
     """Yield the scales in linear order for each way in which the stored bytes may be in ``layout``.
 
-    They may be whole or have the padding cut off. If ``layout`` is linear, they may also include the padding of the
-    declared layout. Yield nothing if the number of bytes fits none of these.
+    The bytes may be complete, or their padding may be cut off. If ``layout`` is linear, they may also include the
+    padding of the declared layout. Yield nothing if the number of bytes fits none of these cases.
 
     stored: the bytes of the block scales, of any shape.
     layout: the layout to try, one of SCALE_LAYOUTS.

@@ -342,8 +342,8 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
-    It applies if a recipe gives all codes under the stored scales. It does not apply if the nearest hypothesis gives
-    all codes and almost all scales, because then the few differing scales are damaged.
+    The explanation applies if a recipe gives all codes under the stored scales. It does not apply if the nearest
+    hypothesis gives all codes and almost all scales, because then the few differing scales are damaged.
 
     evidence: the stored layer and its source.
     trial: the hypotheses that were compared with a sample in the layout ``plain``.
@@ -443,8 +443,8 @@ def _other_codes_under_scales(
 def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | None:
     """Return the explanation that columns were multiplied by factors before the layer was quantized.
 
-    It has no recipe if no recipe gives every byte under the factors that were tried. Return None if the layer does not
-    look scaled per column.
+    The explanation has no recipe if no recipe gives every byte under the factors that were tried. Return None if the
+    layer does not look scaled per column.
     """
     rows = scaled_rows(evidence.layer, evidence.x)
     if rows is None:
@@ -502,7 +502,7 @@ def _all_bytes(evidence: LayerEvidence) -> MatchCount:
 def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Explanation:
     """Return the Explanation for hypotheses that give every byte, which all have equally many mishaps.
 
-    It reports the mishaps of the first hypothesis, and the recipes of all hypotheses with mishaps of this kind.
+    The Explanation reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps.
 
     tally: the counts of the layer's bytes.
     blank: True if the layer is all zeros.
@@ -552,8 +552,9 @@ def _zeros(layer: StoredLayer) -> Explanation:
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
     """Return the Explanation for a layer if no hypothesis gives all of its bytes.
 
-    Its sentence names a Hadamard transform or stochastic rounding, if a sample shows one and ``unnamed`` is True.
-    Otherwise it names the hypothesis that fits the sample best, with its share of the layer's bytes.
+    If a sample shows a Hadamard transform or stochastic rounding, and ``unnamed`` is True, the sentence of the
+    Explanation names it. Otherwise, the sentence names the hypothesis that fits the sample best, with its share of the
+    layer's bytes.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

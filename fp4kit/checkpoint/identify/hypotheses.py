@@ -231,7 +231,7 @@ def own_amax(x: np.ndarray) -> np.float32:
 def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
     """Return the tensor amaxes with which a recipe may have made the layer, or [None] if the recipe uses none.
 
-    These are the members of ``evidence.amaxes`` that give the stored tensor scale. If no member gives it, they are all
+    Return the members of ``evidence.amaxes`` that give the stored tensor scale. If no member gives it, return all
     members and the amaxes that follow from the stored scale. Amaxes that give equal tensor scales are returned once.
     """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":

@@ -141,7 +141,7 @@ class CheckpointVerdict:
     def exceptions(self) -> tuple[LayerVerdict, ...]:
         """The layers to which the verdict on their format does not apply.
 
-        They have a different recipe or mishap than most layers of their format, or no explanation.
+        These layers have another recipe or mishap than most layers of their format, or have no explanation.
         """
         parts = {id(layer): part for part in self.others for layer in part.layers}
         verdicts = ((layer, parts.get(id(layer), self)) for layer in self.layers)
@@ -151,7 +151,7 @@ class CheckpointVerdict:
     def sentence(self) -> str:
         """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers".
 
-        It has a part for each format, for layers made from scaled weights, and for layers without a counterpart.
+        The sentence has a part for each format, for layers from scaled weights, and for layers without a counterpart.
         """
         others = {id(layer) for part in self.others for layer in part.layers}
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
@@ -169,8 +169,12 @@ class CheckpointVerdict:
     def problems(self) -> tuple[str, ...]:
         """The problems of the layers, such as "nibbles are swapped, 14 of 14 layers". () if nothing is wrong.
 
-        These are mishaps, the most frequent first; layers that nothing explains; layers that look like the result of a
-        method, but do not fit their source as such results do; and layers without a counterpart.
+        Problems are listed in this order:
+
+        - mishaps, the most frequent first
+        - layers that nothing explains
+        - layers that look like the result of a method, but do not fit their source as such results do
+        - layers without a counterpart
         """
         counts = Counter(_kind(layer) for layer in self.layers if layer.explanation.mishap)
         unknown = sum(not (x.explanation.explained or x.explanation.cause) for x in self.layers)

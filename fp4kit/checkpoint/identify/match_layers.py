@@ -88,7 +88,7 @@ class Origin:
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Return (layer name, expert number) -> rows of the model, for all layers that a conversion of it would write.
+    """Find the rows of a model for each layer that a conversion would write, by (layer name, expert number).
 
     Layers are named and split as the container ``form`` needs. The expert number is 0 unless the container stores
     stacks of experts.

@@ -36,8 +36,8 @@ def problems_of(checkpoint: Checkpoint) -> Counter[str]:
 def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield (what, text) pairs that tell about the producer of a checkpoint, such as ("recipe.yaml", "GPTQModifier").
 
-    They come from containers, configs, recipe.yaml, metadata and block scales. Metadata of tokenizers and texts of more
-    than _LONGEST characters are left out. Values of weights are not examined.
+    The pairs come from containers, configs, recipe.yaml, metadata and block scales. Metadata of tokenizers and texts of
+    more than _LONGEST characters are left out. Values of weights are not examined.
 
     Raise CheckpointError if a file cannot be read.
     """

@@ -47,8 +47,8 @@ _WITH_INPUT_SCALES = (
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint must store input scales according to compressed-tensors' config.
 
-    It must if its layers are NVFP4 or FP8, and a group of its config quantizes input activations with scales that are
-    not computed at run time. Return False for other containers.
+    Input scales are needed if the layers are NVFP4 or FP8, and a config group quantizes input activations with scales
+    that are not computed at run time. Return False for other containers.
 
     container: one of ``containers.CONTAINERS``.
     config: the content of config.json.

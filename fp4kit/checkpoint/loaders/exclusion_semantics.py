@@ -139,7 +139,7 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Return the result of vLLM's quant_utils.is_layer_skipped for ``module``.
 
-    It compares whole names: a module is skipped if it is listed, and a fused layer if all its parts are listed. A
+    vLLM compares whole names. It skips a module that is listed, and a fused layer if all of its parts are listed. A
     module with "experts" in its name is skipped if a pattern contains its name, such as the name of one expert. Raise
     PartsDisagree if only some parts of a fused layer are listed.
 
@@ -383,7 +383,7 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
     """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized.
 
-    It quantizes only containers of experts that are not listed (see transformers_listed).
+    transformers quantizes only containers of experts that are not listed (see transformers_listed).
 
     patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
 
@@ -406,8 +406,8 @@ def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
 def vllm_fp8(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves ``module`` of an fp8 checkpoint unquantized.
 
-    It is excluded by its exact name. A fused layer is excluded by the exact names of all its parts; raise PartsDisagree
-    if only some are listed. A container of experts is excluded by a pattern that contains its name.
+    A linear layer is excluded by its exact name. A fused layer is excluded by the exact names of all its parts. If only
+    some parts are listed, raise PartsDisagree. A container of experts is excluded by a pattern that contains its name.
 
     patterns: the exclusion list.
 
@@ -419,7 +419,7 @@ def vllm_fp8(module: str, patterns: Sequence[str]) -> bool:
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves a container of experts of a DeepSeek-V4 checkpoint unquantized.
 
-    It is excluded by a pattern that is or contains its name, such as the name of one expert.
+    The container is excluded by a pattern that is or contains its name, such as the name of one expert.
 
     module: the name of the container of experts.
     patterns: the exclusion list.

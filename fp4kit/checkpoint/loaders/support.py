@@ -68,7 +68,7 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return (container, family, engine) -> cell, from ``observations.RUNS``. Later rows override earlier rows."""
+    """Return the cells of ``observations.RUNS`` by (container, family, engine). Later rows override earlier rows."""
     table: dict[tuple[str, str, str], Cell] = {}
     for containers, families, engine, status, how, note in RUNS:
         for container_id in containers:
@@ -83,8 +83,8 @@ _CELLS = _cells()
 def cell(container_id: str, family: str, engine: str) -> Cell:
     """Return the cell that says what ``engine`` does with a container of a model of ``family``.
 
-    Its status is "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of "dense" is
-    returned.
+    The cell has the status "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of
+    "dense" is returned.
 
     container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
     family: one of FAMILIES.
@@ -176,8 +176,8 @@ def _stored(format: str, kind: str) -> LoaderContainer:
 def refusal(format: str, kind: str, family: str) -> str | None:
     """Return the reason why a conversion to ``format`` by a recipe of ``kind`` is rejected, or None if it is accepted.
 
-    It is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load the result
-    for models of ``family``. The text also says what to use instead.
+    A conversion is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load
+    the result for models of ``family``. The text also says what to use instead.
     """
     target = container(format, kind)
     if target is None:

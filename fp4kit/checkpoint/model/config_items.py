@@ -89,7 +89,7 @@ _MIXED = "MIXED_PRECISION"
 def _algorithm(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it.
 
-    It is refused if it is unknown, or if a layer is of a kind or has blocks of a size other than the algorithm's.
+    The algorithm is refused if it is unknown, or if a layer has another kind or block size than the algorithm.
     MIXED_PRECISION is accepted for all layers.
 
     Args:
@@ -110,7 +110,7 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 def _quantized_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it.
 
-    It is refused if it names an unknown algorithm or key, or an algorithm that contradicts the tensors of its layer.
+    The entry is refused if it names an unknown algorithm or key, or if an algorithm contradicts its layer's tensors.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -134,7 +134,8 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 def _group_size(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse a ``group_size``, or "" to accept it.
 
-    It is refused if there are 4-bit or MXFP8 layers, but none has blocks of this width. None is accepted.
+    The value is refused if there are 4-bit or MXFP8 layers, but no such layer has blocks of this width. The value None
+    is accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -148,7 +149,8 @@ def _group_size(value: Any, layers: _Layers) -> str:
 def _block_size(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``weight_block_size``, or "" to accept it.
 
-    It is refused if there are FP8 or MXFP8 layers, but none has blocks of this size. None is accepted.
+    The value is refused if there are FP8 or MXFP8 layers, but no such layer has blocks of this size. The value None is
+    accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -178,7 +180,7 @@ _SCHEME: dict[str, Check] = {
 def _scheme(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the scheme of weights in a config group, or "" to accept it.
 
-    It is refused if a key or the value of a key is not in _SCHEME, or if it is not an object.
+    The scheme is refused if it is not an object, if _SCHEME lacks one of its keys, or if a check there refuses a value.
 
     Args:
         value, layers: the scheme, and the quantized layers, with which some of its values are compared.
@@ -215,7 +217,7 @@ _FORMATS = {
 def _format(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it.
 
-    It is refused if it is unknown, or if a layer is of a kind other than the format's.
+    The format is refused if it is unknown, or if a layer has another kind than the format.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.

@@ -51,7 +51,7 @@ def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, An
 def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of config.json, and of the configs nested in it, without the entries that declare quantization.
 
-    These are the entries under KEYS, and mlx-lm's entry ``quantization``.
+    The entries under KEYS and mlx-lm's entry ``quantization`` are left out.
     """
     return _without(config, (*KEYS, "quantization"))
 

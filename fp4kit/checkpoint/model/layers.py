@@ -54,7 +54,7 @@ class Piece:
     def number(self) -> int:
         """The number that, together with ``module``, identifies the piece in the keys of jobs.
 
-        It is the index of the piece in its output layer. If the piece is the whole layer, it is ``expert``.
+        The number is the index of the piece in its output layer, or ``expert`` if the piece is the whole layer.
         """
         if self.height:
             return self.first_row
@@ -166,10 +166,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Return where the rows of a weight are read from: index of the first row -> the Rows that begin there.
+    """Return where the rows of a weight are read from, as a dict from the index of a first row to the Rows there.
 
-    These are the weight's members (see Weight.members), or its own matrices if it has no members. Rows are counted over
-    all matrices of a stack.
+    The Rows are the weight's members (see Weight.members), or its own matrices if it has no members. Rows are counted
+    over all matrices of a stack.
     """
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))

@@ -121,7 +121,7 @@ def existing_file(root: Path, name: str) -> Path:
 def check_shard_name(name: object) -> str:
     """Return ``name``, a shard's name from an index, after checking that it is a plain file name.
 
-    It must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes.
+    The name must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes.
 
     Raises:
         CheckpointError: for anything else, such as a path, because an index must not name files outside its directory.
@@ -186,8 +186,8 @@ def _safetensors_in(root: Path) -> list[str]:
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
     """Return the names of the safetensors files that make up the model in ``root``.
 
-    These are the files that the index names. Without an index, they are model.safetensors (or Diffusers' name of it) if
-    it exists, otherwise all safetensors files in the directory.
+    If there is an index, return the files that it names. Otherwise, return model.safetensors (or Diffusers' name of it)
+    if it exists. If neither exists, return all safetensors files in the directory.
 
     Args:
         root: the model directory.

@@ -87,7 +87,7 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 def _unreadable(error: OSError) -> NoReturn:
     """Raise CheckpointError for a file or directory that cannot be read.
 
-    It is the ``onerror`` of os.walk, which would otherwise skip an unreadable directory silently.
+    os.walk calls this as its ``onerror``, because it would otherwise skip an unreadable directory silently.
 
     Args:
         error: the error, with the name of the file or directory.

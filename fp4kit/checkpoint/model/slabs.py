@@ -140,8 +140,8 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
     """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode.
 
-    It is converted if the container stores a divisor or uses a unit (see Container.multiplier). Return None if the
-    weight is unquantized or its container has no tensor scale.
+    The stored number is converted if the container stores a divisor or uses a unit (see Container.multiplier). Return
+    None if the weight is unquantized or its container has no tensor scale.
 
     Args:
         readers: where to read the tensor scale from.

@@ -249,7 +249,7 @@ def weights_of(
 
 
 def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:
-    """Return the layers that ComfyUI marks as quantized: module -> the layer's entry in the safetensors metadata.
+    """Return the entries in the safetensors metadata of the layers that ComfyUI marks as quantized, by module.
 
     The entry is None for a layer that is marked only by a tensor ``.comfy_quant``.
 

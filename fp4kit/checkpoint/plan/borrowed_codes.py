@@ -89,7 +89,7 @@ def _is_file(source: Source) -> bool:
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows of a weight.
+    """Find the rows that store the MXFP4 or NVFP4 codes of a model's layers. Return them by (module, expert).
 
     A stack of experts in a GGUF file gives one entry per expert, with the stack's name and the expert's index. A stack
     in a model directory gives one entry per layer of an expert, with the name of that layer and the index 0.

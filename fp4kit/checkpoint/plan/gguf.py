@@ -18,7 +18,7 @@ FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
 def is_gguf_config(config: Mapping[str, Any]) -> bool:
     """Return whether ``config`` was built from the header of a GGUF file, as ggml_names.config_of does.
 
-    This tells a GGUF file from a model directory, whose config is config.json.
+    Such a config belongs to a GGUF file. The config of a model directory is config.json.
     """
     return ggml_names.ARCHITECTURE in config
 

@@ -233,7 +233,7 @@ def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
 
 @cache
 def _name_map() -> dict[str, tuple[str, ...]]:
-    """Return the gguf package's name map for all architectures: Hugging Face name -> possible names in GGUF files.
+    """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures.
 
     Both contain "{bid}" in place of the layer's number.
 

@@ -87,7 +87,7 @@ def action_of(weight: Weight, form: Container | None) -> str:
 def is_rounded(weight: Weight) -> bool:
     """Return whether the decoded values of a weight are rounded to 16 bits, the dtype of its scales.
 
-    This is so in FP8 layers of compressed-tensors with 16-bit scales.
+    The values of FP8 layers of compressed-tensors with 16-bit scales are rounded.
     """
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
     rounds = weight.container is not None and weight.container.rounds

@@ -75,9 +75,9 @@ class Request:
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe to record as the one that made the written codes; "" if it is unknown.
+        """The id of the recipe to record as the maker of the written codes; "" if it is unknown.
 
-        It is ``made_by`` if codes are copied, otherwise the id of ``recipe``.
+        The id is ``made_by`` if codes are copied, otherwise the id of ``recipe``.
         """
         return self.made_by if self.codes else self.recipe.id
 

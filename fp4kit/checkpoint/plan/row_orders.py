@@ -31,7 +31,7 @@ _SAMPLE_ROWS = 16  # rows to compare at each end of a matrix
 def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
     """Return whether a weight is a stack of experts whose gate and up rows alternate: gate 0, up 0, gate 1, ...
 
-    This is the case for gate_up_proj of gpt-oss.
+    gate_up_proj of gpt-oss is such a stack.
 
     Args:
         weight: a weight of the model.

@@ -190,7 +190,7 @@ class ScaleSearch:
     def facts(self) -> dict[str, Any]:
         """Return what the manifest of a conversion records about the search, as JSON-serializable values.
 
-        This is the objective, and, if there are column weights, the name and SHA-256 of their file.
+        The values are the objective and, if there are column weights, the name and SHA-256 of their file.
         """
         return {"objective": self.objective, **({} if self.columns is None else self.columns.facts)}
 

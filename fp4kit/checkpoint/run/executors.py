@@ -210,8 +210,8 @@ def run_all(
 def pending_limit(user_executor: Executor | None, workers: int) -> int:
     """Return the argument ``max_pending`` of ``run_all`` for an executor of ``executor_of``.
 
-    It is one running and one waiting call per worker. With so few waiting calls, calls that are added later start soon.
-    If the user gave an executor, whose number of workers is unknown, it is MAX_PENDING.
+    The limit is one running and one waiting call per worker. With so few waiting calls, calls that are added later
+    start soon. If the user gave an executor, the limit is MAX_PENDING, because the number of workers is unknown.
 
     user_executor: an executor that the user gave, or None.
     workers: the number of workers of the pool that is used if there is none.
@@ -253,7 +253,7 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 def _worker_death_as_error() -> Iterator[None]:
     """Raise ChildProcessError, with advice, in place of an exception that means that a worker process died.
 
-    This applies to the body of the with statement. All other exceptions are raised unchanged.
+    Use this in a with statement, whose body may raise the exception. All other exceptions are raised unchanged.
     """
     try:
         yield

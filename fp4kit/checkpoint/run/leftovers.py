@@ -61,10 +61,10 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 
 
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return the results of a run's jobs, job key -> Done, if the run was killed after it had finished its result.
+    """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result.
 
-    They are read from the journal among the run's leftovers. Return None if there is no journal with this key, because
-    a run with other options may have made the destination.
+    The dict is read from the journal among the run's leftovers. Return None if there is no journal with this key,
+    because a run with other options may have made the destination.
 
     destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     key: the key of the run, which identifies source, request and version (see convert/journal.py).

@@ -92,7 +92,7 @@ class Prefetcher:
     def _position_of_run(self) -> float:
         """Return the approximate position of the run, in bytes from the start of the first file.
 
-        It is the share of ``total`` that the run has read, times the size of all files.
+        The position is the share of ``total`` that the run has read, times the size of all files.
         """
         return self._size * self._done / max(self._total, 1)
 

@@ -132,7 +132,7 @@ def check_space(destination: Path, needed: int) -> None:
 def check_partial(destination: Path, resume: bool) -> None:
     """Raise CheckpointError if the state of the partial directory does not allow a run to begin or to resume.
 
-    It is an error in these cases:
+    These cases are errors:
 
     - The path of the partial directory is impossible, or is not a directory.
     - A run is writing to the partial directory.
@@ -327,7 +327,7 @@ class Stage:
     def is_kept_after(self, error: BaseException) -> bool:
         """Return whether the partial directory must be kept after ``error``, so that a later run can resume.
 
-        It is always kept if ``is_ours`` is False. Otherwise it is kept if it has a journal, except after a
+        The directory is always kept if ``is_ours`` is False. Otherwise it is kept if it has a journal, except after a
         CheckpointError, because a resumed run would fail again.
         """
         return not self.is_ours or ((self.folder / JOURNAL).exists() and not isinstance(error, CheckpointError))
@@ -436,7 +436,7 @@ def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
 
 
 def _moved_files(destination: Path) -> dict[Path, str]:
-    """Return the files that an interrupted run had renamed to their final paths: final path -> name before.
+    """Return the final paths of files that an interrupted run had renamed, with the name that each had before.
 
     The journal in the partial directory names these files. A file whose inode is not the recorded one is left out.
     Return {} if there is no such file. Return {} also if the first file, which is renamed last, has been renamed: the

@@ -71,8 +71,8 @@ def join_module(parent: str, leaf: str) -> str:
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
     """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer.
 
-    Return (parent module, Fusion) -> names of the modules among ``modules`` that are fused there, at least one. Modules
-    that loaders do not fuse are left out.
+    Return a dict that maps (parent module, Fusion) to the names of the modules that are fused there, at least one.
+    Modules that loaders do not fuse are left out.
     """
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
@@ -119,8 +119,8 @@ def group_of(module: str) -> tuple[str, int] | None:
 def same_input_names(module: str) -> tuple[str, ...]:
     """Return the names under which activation calibration may have measured the inputs of a module.
 
-    These are the module itself, the layers that loaders fuse with it because they read the same input, and the fused
-    layer. For "mlp.up_proj", they are "mlp.up_proj", "mlp.gate_proj" and "mlp.gate_up_proj".
+    These are the names of the module itself, of the layers that loaders fuse with it because they read the same input,
+    and of the fused layer. For "mlp.up_proj", they are "mlp.up_proj", "mlp.gate_proj" and "mlp.gate_up_proj".
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)

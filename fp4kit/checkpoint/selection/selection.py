@@ -163,8 +163,8 @@ class Selector:
     def _by_rules(self, tensor: Candidate) -> Decision | None:
         """Return the decision to leave a tensor unquantized because of its name, place, shape or dtype.
 
-        These are the rules of name_rules.py, --keep-first, --keep-last and the length of a row. Return None if none of
-        them applies.
+        The decision comes from the rules of name_rules.py, from --keep-first and --keep-last, or from the length of a
+        row. Return None if none of them leaves the tensor unquantized.
         """
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:

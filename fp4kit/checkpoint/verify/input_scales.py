@@ -91,8 +91,8 @@ def unlike_activations(
 def recorded_activations(root: Path) -> tuple[Any, Any]:
     """Return two options with which a converted checkpoint made input scales from activations, from its manifest.
 
-    They are (rule, policy for unseen experts), as for Activations.of. Each is None if the manifest does not record it
-    or if its value is unknown.
+    The options are (rule, policy for unseen experts), as for Activations.of. An option is None if the manifest does not
+    record it, or if its value is unknown.
     """
     request = (load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None

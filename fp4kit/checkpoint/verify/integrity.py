@@ -94,8 +94,8 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
     """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite.
 
-    It is a warning if all such scales of the layer are zero, otherwise an error. Containers whose tensor scales are
-    checked by the requirements of engines are left out.
+    The issue is a warning if all such scales of the layer are zero, otherwise an error. Containers whose tensor scales
+    are checked by the requirements of engines are left out.
 
     weights: the quantized layers of a checkpoint.
     """
@@ -262,7 +262,7 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
 def _is_checked_with(form: Container | None, name: str) -> bool:
     """Return whether layers of the container ``name`` are checked with the requirements for the container ``form``.
 
-    This is True only for Model-Optimizer's stacks of experts beside its single NVFP4 layers.
+    Only Model-Optimizer's stacks of experts beside its single NVFP4 layers give True.
     """
     return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 

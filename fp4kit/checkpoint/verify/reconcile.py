@@ -135,8 +135,8 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 def _layers(source: Source) -> dict[str, Weight]:
     """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight.
 
-    These are single layers with block scales and a tensor scale. Stacks of experts, swizzled layers and layers that
-    store an amax as tensor scale are left out.
+    Such layers are single layers with block scales and a tensor scale. Stacks of experts, swizzled layers and layers
+    that store an amax as tensor scale are left out.
     """
     weights = weights_of(source.tensors, source.config)
     return {

@@ -41,7 +41,7 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
-    """Return (layer name, expert number) -> the rows of the source from which the matrix was made.
+    """Find the source rows from which each matrix was made. Return them by (layer name, expert number).
 
     A matrix without a counterpart of equal shape in the source is left out. A single layer has the expert number 0.
 
@@ -142,7 +142,7 @@ class Check:
     def needs_amax(self) -> bool:
         """True if the source rows must be measured (amax, scale exponents) before the matrix can be re-encoded.
 
-        They are then read twice.
+        Such rows are read twice.
         """
         job = self.job
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
@@ -324,7 +324,7 @@ def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target
 class _Comparison:
     """Compare the bytes of a re-encoded matrix with the file, and count the differences.
 
-    It is the Sink of a job: instead of writing a part (codes, scales, ...), ``put`` compares it.
+    This class is the Sink of a job. Its ``put`` compares a part (codes, scales, ...) instead of writing it.
 
     compared, differing: part -> the number of bytes compared so far, and of those that differ.
     """

@@ -246,7 +246,7 @@ def _tip(point: _Point, value: float, other: int | None) -> str:
 def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
     """Return the numbers to label on a chart's vertical axis: at least two, usually about six.
 
-    They are round and equally spaced, and enclose all values.
+    The numbers are round and equally spaced, and enclose all values.
 
     values: finite numbers; if there are none, the axis is made for the value 0.
     least: the smallest difference between the first and the last number.

@@ -90,7 +90,7 @@ def _elements(check: Check) -> int:
 def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
     """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or all rows if it has few.
 
-    They begin at whole blocks of the matrix and of its source.
+    Each span begins at a block of the matrix and of its source.
     """
     rows, origin = check.stored.shape[-2], check.origin
     forms = (check.stored.container, None if origin is None else origin.weight.container)

@@ -287,8 +287,8 @@ def prepare(
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
     """Raise CheckpointError if an item of the source is refused. Return the names of tensors that decoded models lack.
 
-    These are the matrices of transforms. Transforms that decoding to BF16 undoes are refused only if the checkpoint has
-    quantized layers.
+    Decoded models lack the matrices of transforms. Transforms that decoding to BF16 undoes are refused only if the
+    checkpoint has quantized layers.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:
@@ -425,7 +425,7 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
 def _restored(model: Checkpoint, original: Source) -> list[SplitLayer | ExpertStack]:
     """Return the layers that a conversion to unquantized values may have put together from several weights.
 
-    These are stacks made of separate experts, and kv_b_proj layers made of mlx-lm's embed_q and unembed_out.
+    Such layers are stacks made of separate experts, and kv_b_proj layers made of mlx-lm's embed_q and unembed_out.
 
     model: the checkpoint. If it stores embed_q or unembed_out itself, kv_b_proj layers are left out.
     original: the source.
@@ -484,8 +484,8 @@ class _SourceComparison:
     def issues(self) -> list[Issue]:
         """Return the issues that the matching shows, before any values are compared.
 
-        They are about tensors that only the checkpoint or only the source has, tensors with different shapes or dtypes,
-        and layers that cannot be compared or re-encoded.
+        The issues concern tensors that only the checkpoint or only the source has, tensors with different shapes or
+        dtypes, and layers that cannot be compared or re-encoded.
         """
         without = [check.stored.name for check in self.checks if check.origin is None]
         strange = [name for name in without if name not in self._transposed]
