@@ -238,8 +238,9 @@ def run_benchmark(
 
     In a process that spawn_with started, do the work of its rank instead.
 
-    parser: the parser, with the option --processes and the options of the benchmark. names: those that every process
-    gets. script: the benchmark. work: called as work(rank, processes, file, options). table: returns a record as text.
+    parser: the parser, with the option --processes and the options of the benchmark. names: the options that every
+    process gets. script: the benchmark. work: called as work(rank, processes, file, options). table: returns a record
+    as text.
     """
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

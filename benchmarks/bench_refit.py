@@ -15,9 +15,9 @@ Gate and up share a tensor scale, because they are one matrix. These calls are t
 
 Before and after the timing, every byte of "masters" and "grouped" is compared with quantize of each matrix.
 
-A *copy* is a device-to-device copy on the same GPU that reads and writes, together, the bytes that the process must
-move: it reads its masters twice, once for the amaxes, and writes all codes and scales. `of a copy` is the copy's time
-divided by the call's time. `once` counts the masters once. NCCL's bytes are not counted.
+A *copy* is a device-to-device copy on the same GPU. Its reads and writes together have as many bytes as the process
+must move. The process reads its masters twice, once for the amaxes, and writes all codes and scales. `of a copy` is the
+copy's time divided by the call's time. `once` counts the masters once. NCCL's bytes are not counted.
 
 Times come from CUDA events on each process, as in bench_distributed.py; the largest of the medians is reported.
 """

@@ -276,7 +276,7 @@ def call_of(
 
     Args:
         make: called as make(place, call) to make the call, see KernelCall.
-        id: the recipe, or the id of one in the table.
+        id: a recipe, or the id of a recipe in the table.
         dtype: the dtype of the input.
         misaligned: True if the input begins one element after a multiple of 16 bytes.
         shape: the shape of the input.

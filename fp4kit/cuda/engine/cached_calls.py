@@ -88,7 +88,7 @@ def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
 
 
 class AmaxStep(NamedTuple):
-    """The step of a cached call that computes the tensor amax, or the amax of each row, for callers who pass none.
+    """Hold the step of a cached call that computes the tensor amax or row amaxes, if the caller passes no amaxes.
 
     Attributes:
         launch: the launch that computes the amax; None if the kernel that writes the codes or values computes it.
@@ -246,7 +246,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     Return None in these cases:
 
     - No kernel supports the call.
-    - The quantized axis is none of the last two, or it is the second to last and the recipe has a tensor scale per row.
+    - The quantized axis is not one of the last two axes.
+    - The quantized axis is the second to last axis, and the recipe has a tensor scale per row.
     - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
 
     The call must round to nearest, without a Hadamard transform or block amaxes.

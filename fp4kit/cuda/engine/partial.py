@@ -13,7 +13,7 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """Return the amax of every block of a matrix over the elements that a shard owns, or 0 if it owns none of a block.
+    """Return the amax of each block of a matrix over the elements that a shard owns, or 0 without such elements.
 
     The result is float32 (ceil(M / block rows), K / block columns). Raise Declined if no kernel supports the blocks or
     the size of the matrix.

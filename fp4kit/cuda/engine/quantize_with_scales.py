@@ -19,7 +19,7 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 def quantize_with_scales(call: Call) -> Quantized:
     """Quantize call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
 
-    The scales are copied into the result. Raise Declined if no kernel supports the call; call.out is then unchanged.
+    The scales are copied into the result. If no kernel supports the call, raise Declined and leave call.out unchanged.
     """
     request = launch_request(call)
     kernel_for(request), matrix_count(call, request, call.tensor_scale)  # both may raise Declined, so call them first

@@ -95,7 +95,7 @@ PATCHES = Arguments(
 
 
 class LaunchRequest(NamedTuple):
-    """Everything that the choice of a kernel, its instantiation and its grid depend on.
+    """Hold everything that determines the choice of a kernel, its instantiation and its grid.
 
     Attributes:
         recipe: the recipe.
@@ -138,7 +138,7 @@ class LaunchRequest(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """A kernel, with functions that say which requests it supports and how it is launched.
+    """Hold a kernel, with functions that say which requests it supports and how it is launched.
 
     Attributes:
         kernel: the name of its file in kernels/entries, without the suffix.

@@ -266,7 +266,7 @@ class RunsInStep:
 def comparable(value: Any) -> bool:
     """Return True if a result of the specification consists of numbers, arrays, Quantized objects and None only.
 
-    Lists and tuples may be nested; an empty one gives True. Other results, such as plans, are not compared.
+    Lists and tuples may be nested, and may be empty. Other results, such as plans, are not compared.
     """
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))

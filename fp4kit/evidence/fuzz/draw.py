@@ -129,8 +129,8 @@ class Draw(Picks):
     def case(self) -> DrawnCase:
         """Return a random case whose options fit its operation and recipe.
 
-        A few cases have a fault, so that their call must be rejected, unless the pool excludes faults. Matrix products
-        and plans get none.
+        Unless the pool excludes faults, a few cases have a fault, so that their call must be rejected. Matrix products
+        and plans get no faults.
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)

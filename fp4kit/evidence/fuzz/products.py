@@ -118,7 +118,7 @@ def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
 
 
 class _Kind(NamedTuple):
-    """Hold what decides which units multiply an operand, for an array or a Quantized.
+    """Hold the facts about an operand, an array or a Quantized, that decide which units can multiply it.
 
     Attributes:
         dtype: dtype of an operand that is an array; "" for a Quantized.

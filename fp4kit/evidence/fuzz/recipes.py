@@ -165,8 +165,8 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random value of Recipe.static, True if the caller gives block amaxes, as {field: value}.
 
-    Return {} for recipes without block scales, recipes with 4over6 or a search, which choose scales themselves, and
-    recipes whose block rule reads the amax.
+    Return {} for recipes without block scales, and for recipes whose block rule reads the amax. Also return {} for
+    recipes with 4over6 or a search, because these recipes choose scales themselves.
     """
     if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}

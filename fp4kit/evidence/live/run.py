@@ -127,8 +127,8 @@ def run(
     """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result.
 
     If the adapter has no call for these recipes, nothing is imported. If the producer is not installed or cannot be
-    imported, the result has a reason and no counts. At least one input per recipe is compared, however short the time.
-    An error that a producer raises on an input counts as a difference.
+    imported, the result has a reason and no counts. At least one input per recipe is compared, even if the time is
+    over. An error that a producer raises on an input counts as a difference.
 
     Args:
         adapter: the producer's adapter.

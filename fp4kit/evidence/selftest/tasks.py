@@ -147,9 +147,9 @@ def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
     """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``.
 
-    They are called on the arrays that the function ``inputs`` yields for each dtype. If ``quick`` is True, each result
-    is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and fake_quantize is compared too.
-    Calls that the engine has no kernel for are listed in ``Outcome.skipped``.
+    Both functions are called on the arrays that the function ``inputs`` yields for each dtype. If ``quick`` is True,
+    each result is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and fake_quantize is
+    compared too. If the engine has no kernel for a call, the call is listed in ``Outcome.skipped``.
     """
     total = Outcome()
     for dtype in FLOATS:

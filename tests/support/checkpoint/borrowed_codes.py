@@ -25,7 +25,7 @@ def directory(
 ) -> None:
     """Write a quantized checkpoint directory of a model that has llama.cpp's names.
 
-    Layers get the names of Hugging Face, and each expert is a layer of its own. The unquantized checkpoint stays beside
+    Layers get the names of Hugging Face, and each expert is a separate layer. The unquantized checkpoint stays beside
     ``root`` in the folder "plain".
 
     Args:

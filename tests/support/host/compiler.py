@@ -17,7 +17,8 @@ from host.cache import key_of, shared
 
 HERE = Path(__file__).parent
 # Compared with -O0, -Og takes 1.2 times as long to compile, and kernels run in 0.4 times the time. -O1 takes 2 times as
-# long to compile. Keep the order of variables, because the gaps between variables in shared memory depend on it.
+# long to compile. The order of variables is kept, because the gaps between variables in shared memory depend on this
+# order.
 FLAGS = (
     "-std=c++20",
     "-Og",

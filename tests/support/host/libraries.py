@@ -174,7 +174,8 @@ class Libraries:
     def _launch(self, instantiation: Instantiation, arguments: bytes, grid: int, threads: int) -> None:
         """Launch a kernel with `threads` threads per block.
 
-        Its first launch with a grid is repeated with other grids, because results must not depend on it.
+        The first launch of a kernel with a grid is repeated with other grids, because results must not depend on the
+        grid.
 
         Args:
             instantiation: the kernel.

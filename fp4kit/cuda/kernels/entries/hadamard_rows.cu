@@ -1,5 +1,5 @@
 // hadamard_rows: Hadamard transforms of blocks whose elements are neighbors in memory, at the speed of a copy. The
-// results have the bits of reference/rotate.py. rotate.cu transforms all other blocks.
+// results are bit-identical to the results of reference/rotate.py. rotate.cu transforms all other blocks.
 //
 // A warp takes 512 elements at a time, and a thread holds 16 of them in registers: kVectors vectors of 16 bytes, which
 // are 32 vectors apart. So elements at small distances are in one vector, elements at middle distances are in other

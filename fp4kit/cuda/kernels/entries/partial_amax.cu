@@ -22,8 +22,9 @@ struct Largest {
 };
 
 // Update `found` with one row of a block, which begins at element p of the matrix. found.block becomes the amax of the
-// row, or the larger of both if blocks have several rows. found.tensor is raised only if R::kAmaxNan is `lanes`, by the
-// finite elements; otherwise the caller raises it.
+// row. If blocks have several rows, found.block becomes the larger of its old value and the amax of the row. If
+// R::kAmaxNan is `lanes`, found.tensor is raised to the largest finite magnitude. Otherwise the caller raises
+// found.tensor.
 //
 // If kWhole, the row is loaded 16 bytes at a time, so it must be within [s.first, s.last). Otherwise, elements that the
 // shard does not own count as 0. read_whole describes kAligned.
@@ -108,8 +109,8 @@ FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
 }
 
 // Raise a.block_amax and a.tensor_amax to the largest magnitudes among the elements of a shard. It is launched first
-// when processes quantize one matrix together; they then combine their amaxes. A thread takes one block at a time.
-// Launch with any grid.
+// when processes quantize one matrix together. The processes then combine their amaxes. A thread takes one block at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }

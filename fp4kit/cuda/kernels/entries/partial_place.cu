@@ -1,6 +1,6 @@
-// partial_place: from the gathered messages, copy the codes that other processes have computed to the matrices of
-// codes. Only the codes that each sender owns are copied. A thread copies one run (kRun codes) at a time. R may be any
-// recipe with the right number of bits per code.
+// partial_place: copy codes that other processes have computed from the gathered messages to the matrices of codes.
+// Only the codes that each sender owns are copied. A thread copies one run (kRun codes) at a time. R may be any recipe
+// with the right number of bits per code.
 #include "grouped.cuh"
 #include "partial.cuh"
 
