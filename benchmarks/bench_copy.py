@@ -12,8 +12,8 @@ from rows import element_bytes
 def run(bench: Bench) -> None:
     """Time cupy.copyto for square bfloat16 matrices, and add the rows to `bench`.
 
-    They have the full size, half and a quarter of it. Small matrices have several buffers, which take turns, so that
-    they do not stay in the L2 cache.
+    The matrices have the full size, half of this size and a quarter of this size. Small matrices have several buffers,
+    which take turns, so that they do not stay in the L2 cache.
     """
     for size in (bench.size, bench.size // 2, bench.size // 4):
         x = bench.normal(BF16, (size, size))

@@ -150,7 +150,8 @@ class Layer(Rank):
     def tensors(self) -> dict[str, Any]:
         """Time convert_tensors on the host, until the device has finished, and return its record.
 
-        Two calls are timed: one that converts all tensors, and one with `since`, which finds them all unchanged.
+        Two calls are timed. The first call converts all tensors. The second call passes `since` and finds all tensors
+        unchanged.
         """
         from fp4kit.checkpoint import Rules, convert_tensors
 

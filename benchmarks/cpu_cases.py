@@ -89,7 +89,7 @@ def same(actual: Any, wanted: Any, name: str) -> None:
 
 
 def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
-    """Return the case of quantize of x, timed both with a new result and into a preallocated one.
+    """Return the case of quantize of x. It is timed with a new result and with a preallocated result.
 
     Args:
         recipe: the id of the recipe

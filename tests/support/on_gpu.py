@@ -76,7 +76,7 @@ def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[A
 
 
 def dtypes_of(name: str, dtypes: Sequence[T], few: Sequence[str] = REPRESENTATIVE) -> Sequence[T]:
-    """Return the dtypes with which a test runs a recipe: all of them on a GPU, or if the recipe is in `few`.
+    """Return the dtypes with which a test runs a recipe. Return all dtypes on a GPU, and for a recipe in `few`.
 
     On the CPU, where each dtype is compiled, the other recipes take one dtype each.
     """

@@ -345,7 +345,7 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """A cached call of dequantize for one matrix.
+    """Hold a cached call of dequantize for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -406,7 +406,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Deq
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """A cached call of transpose or swizzle, which copy arrays of a Quantized in another order.
+    """Hold a cached call of transpose or swizzle, which copies arrays of a Quantized in another order.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.

@@ -136,9 +136,9 @@ def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
-    """Return an array if it is contiguous, or otherwise an uninitialized array for a contiguous copy of it.
+    """Return `a` if it is contiguous. Otherwise return an uninitialized array for a contiguous copy of `a`.
 
-    In the second case, append (array, copy) to `copies`, so that launch_all makes the copy before each launch.
+    If `a` is not contiguous, append (a, copy) to `copies`, so that launch_all makes the copy before each launch.
     """
     if a.flags.c_contiguous:
         return a

@@ -2,8 +2,8 @@
 
 The search "quest", which computes each amax from the elements of a block, is launched here too.
 
-In this module, a matrix is a tuple (x, block amaxes, tensor amax): the elements, contiguous (M, K); the array to write
-the found block amaxes to; and the tensor amax.
+In this module, a matrix is a tuple (x, block amaxes, tensor amax). x holds the elements and is contiguous (M, K). The
+found amaxes are written to the array of block amaxes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launch amax_hadamard.cu: the tensor amax of a matrix after a Hadamard transform along its columns.
 
-It is used by quantize_both and by quantize with axis=-2, so that they need no transposed copy.
+quantize_both, and quantize with axis=-2, use the kernel, so that they need no transposed copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launch the partial kernels, which quantize matrices of which each process owns only a shard.
 
-Words: a shard is a range [start, end) of the elements of a flattened matrix; a run is 16 consecutive elements of a row.
-The kernels:
+A shard is a range [start, end) of the elements of a flattened matrix. A run is 16 consecutive elements of a row. These
+are the kernels:
 
 - partial_amax computes the amaxes of blocks and of the tensor from a shard.
 - partial_scales computes the scales of a matrix, and the factors of its blocks, from the amaxes.

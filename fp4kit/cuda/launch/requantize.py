@@ -71,7 +71,7 @@ def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> Source:
 
 
 def power_amax(source: Source, target: Recipe, amax: Any) -> None:
-    """Overwrite `amax`, the tensor amax of the source's values, by an amax for which codes can be kept in `target`.
+    """Overwrite `amax`, the tensor amax of the source's values, with an amax for which codes can be kept in `target`.
 
     That amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
     """
@@ -80,7 +80,7 @@ def power_amax(source: Source, target: Recipe, amax: Any) -> None:
 
 
 def keep_codes(source: Source, result: Quantized) -> None:
-    """Write the codes of the source into the blocks of a result that can keep them, in place of their own.
+    """Replace the codes of a result by the source's codes, in all blocks that can keep the source's codes.
 
     result: the values of the source, quantized with the amax that power_amax left, with scales in the linear layout.
     """

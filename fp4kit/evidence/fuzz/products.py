@@ -171,7 +171,7 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
 
 
 def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the units ``ids``, or in about a quarter of the draws a variant of it.
+    """Return one of the units ``ids``. In about a quarter of the draws, return a variant of the unit instead.
 
     A variant has other steps, another ``promote``, or both. If the unit has an order of addition, or if the pool allows
     no changes, the unit itself is returned.

@@ -365,7 +365,7 @@ def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
 def _partial(p: Program, case: DrawnCase) -> None:
     """Append calls that compute amaxes and codes shard by shard, with cuts at arbitrary elements.
 
-    The maximum of the shards' amaxes must be the amax of x. In some cases one shard is left out; its codes must then
+    The maximum of the shards' amaxes must be the amax of x. In some cases one shard is left out. Then its codes must
     stay unchanged.
     """
     x, r, shape = p.make("x", case.x), case.r, case.x.shape

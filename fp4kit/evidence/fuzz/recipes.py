@@ -117,10 +117,10 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.tensor_scaling, what one tensor scale covers, as {field: value}.
+    """Return a random value of Recipe.tensor_scaling as {field: value}.
 
-    It is the tensor, a row or, for recipes without block scales, a block. Return {} if the recipe has no tensor rule,
-    blocks of several rows, or 4over6.
+    The value says whether one tensor scale covers the tensor, a row or, for recipes without block scales, a block.
+    Return {} if the recipe has no tensor rule, blocks of several rows, or 4over6.
     """
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
@@ -240,8 +240,8 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
     """Return the opposite of Recipe.round_scaled as {field: value}.
 
-    The field says whether scaled elements are rounded to the input dtype before encoding. Return {} for 4over6, and for
-    block rules that compare elements with thresholds instead of scaling them.
+    The field says whether scaled elements are rounded to the input dtype before encoding. Return {} for 4over6. Also
+    return {} for block rules that compare elements with thresholds instead of scaling them.
     """
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
-    """Return a failing value of which no simpler value fails.
+    """Return a failing value whose simpler values all pass.
 
     If no simpler value fails at all, return ``value`` itself. If ``seconds`` run out, return the simplest failing value
     so far.

@@ -169,10 +169,10 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Return a mask that excuses elements that Quark turns into infinities, which it packs as the value 4.
+    """Return a mask that excuses elements that Quark turns into infinities. Quark packs an infinity as the value 4.
 
-    This happens in tensors with inf or NaN, all of whose elements are excused, and where an element divided by the
-    scale 2^-23 overflows.
+    This happens in tensors with inf or NaN, where all elements are excused. It also happens where an element divided by
+    the scale 2^-23 overflows.
     """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():

@@ -123,7 +123,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
     """Compare an engine's results with every recorded producer output of the recipe ``id``.
 
-    Recordings that the engine has no kernel for are listed in ``Outcome.skipped``.
+    If the engine has no kernel for a recording, the recording is listed in ``Outcome.skipped``.
 
     Args:
         engine: the engine to test.

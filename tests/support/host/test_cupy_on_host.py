@@ -174,7 +174,7 @@ def test_a_matrix_that_is_too_large_for_a_kernel():
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
 def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
-    """A row of 2^32 elements is rejected if the recipe has blocks.
+    """Check that a row of 2^32 elements is rejected if the recipe has blocks.
 
     Without blocks, all elements are one row, and kernels number elements with 64 bits.
     """

@@ -239,9 +239,9 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
   }
 }
 
-// Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
-// kRowBits and kColumnBits are the numbers of mantissa bits of the operands: 3 for E4M3, 2 for E5M2. All threads of a
-// thread block must call this function.
+// Compute and store the results of the tile that begins at (row, column) of a matrix. Results outside of the matrix are
+// left out. kRowBits and kColumnBits are the numbers of mantissa bits of the operands: 3 for E4M3, 2 for E5M2. All
+// threads of a thread block must call this function.
 template <int kRowBits, int kColumnBits, int kQuadsPerStep, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x;

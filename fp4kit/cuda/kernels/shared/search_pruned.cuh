@@ -1,5 +1,5 @@
-// The pruned search, by a warp, of blocks without weights whose first upward code is normal. The proofs are those of
-// search.cuh, but fewer losses are computed.
+// The pruned search, by a warp, of blocks without weights whose first upward code is normal. The proofs in search.cuh
+// apply here too, but fewer losses are computed.
 //
 // search_loss_bounds.cuh gives lower bounds of L* for the eight codes first ... first + 7 at once. The code with the
 // smallest bound is tried. A code whose bound exceeds the loss of that code cannot win, and neither can the codes with
