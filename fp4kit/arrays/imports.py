@@ -122,7 +122,7 @@ def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
 def check_one_device(operation: str = "", /, **named: Any) -> None:
     """Raise ValueError unless all arrays are on one device. The message names the device of each array.
 
-    Arguments that are None are ignored. Other errors are those of device_name. operation: the function that messages
+    Arguments that are None are ignored. Also raise the errors of device_name. operation: the function that messages
     begin with.
     """
     prefix = f"{operation}: " if operation else ""

@@ -83,8 +83,8 @@ def dtype_named(name: str) -> Any:
 def count_writes(tensors: list[Any]) -> None:
     """Tell autograd that tensors were written to, so that it rejects a backward pass that needs the old values.
 
-    The function of PyTorch takes a list, in older versions a single tensor. If PyTorch is too old to have it, nothing
-    is done.
+    PyTorch's function takes a list, or in older versions a single tensor. If PyTorch is too old to have this function,
+    do nothing.
     """
     count = getattr(_module().autograd.graph, "increment_version", None)
     if count is None:

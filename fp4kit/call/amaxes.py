@@ -81,11 +81,11 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Return a tensor_amax in host memory as float32, with -0 as 0, in the canonical shape that reshape_amax gives it.
+    """Return a tensor_amax in host memory as float32, in the canonical shape of reshape_amax, with -0 replaced by 0.
 
-    Raise ValueError for NaN or negative values, or if the shape does not fit moved_shape, the shape of the array to
-    quantize with the quantized axis last. Raise TypeError if it is not real. The values of an AbstractArray are not
-    checked.
+    Raise TypeError if the tensor_amax is not real. Raise ValueError for NaN or negative values, or if the shape does
+    not fit. The values of an AbstractArray are not checked. moved_shape: the shape of the array to quantize, with the
+    quantized axis last.
     """
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     if isinstance(amax, AbstractArray):

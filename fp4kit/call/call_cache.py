@@ -67,7 +67,7 @@ def run_first(
 
     Args:
         key: the key; None to store nothing.
-        call: the new cached call. None is stored, too: it records that this key has no cached call.
+        call: the new cached call. None is stored too, to record that this key has no cached call.
         arguments: the arguments of the cached call.
         driver: computes the call if `call` is None or returns None.
     """

@@ -14,8 +14,8 @@ _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
     """Return [function(*entries) for entries in zip(*columns)], for columns of equal length.
 
-    If a call raises TypeError, ValueError or NotImplementedError, the rest is not called, and an error of that type is
-    raised. Its message is changed to begin with op and to number the argument. For the second tensor, "quantize:
+    If a call raises TypeError, ValueError or NotImplementedError, no further call is made, and an error of this type is
+    raised. The message is changed to begin with op and to number the argument. For the second tensor, "quantize:
     tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...".
     """
     results: list[Any] = []

@@ -146,7 +146,7 @@ class Decoding(NamedTuple):
 
     Attributes:
         values: the value of every code: float64, exact.
-        least: the exponent of subnormal numbers and of the smallest normal one.
+        least: the exponent of subnormal numbers and of the smallest normal number.
     """
 
     values: np.ndarray
@@ -332,7 +332,7 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
 
 
 def _operand_of_recipe(r: Recipe) -> Operand:
-    """Return an Operand without arrays for a recipe: what step_of needs to know of such an operand."""
+    """Return an Operand without arrays for a recipe. It holds the facts about an operand that step_of needs."""
     return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
 
 

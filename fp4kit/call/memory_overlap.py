@@ -1,7 +1,7 @@
 """Check that the memory that a call writes is disjoint from the memory that it reads.
 
-Otherwise results could be wrong, because an engine may write part of a result before it has read all inputs. The span
-of an array is the range of addresses from its first byte to its last.
+If they overlapped, results could be wrong, because an engine may write part of a result before it has read all inputs.
+The span of an array is the range of addresses from its first byte to its last.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether two elements of an array have a byte in common, by an exact test. strides: in bytes.
+    """Return whether two elements of an array have a byte in common. The test is exact. strides: in bytes.
 
     Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
     axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a

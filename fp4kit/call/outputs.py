@@ -94,7 +94,7 @@ def check_quantized_out(call: Any) -> None:
     Raise TypeError if call.out is not a Quantized, or if the call is on the host and an array of call.out is not a
     NumPy array. Raise ValueError in these cases:
 
-    - Its recipe, shape, dtype, axis, scale layout or one of its arrays is not as the call needs it.
+    - Its recipe, shape, dtype, axis or scale layout, or one of its arrays, does not fit the call.
     - It has a tensor_amax, although the caller passed a tensor_scale.
     - One of its arrays shares memory with an input or with another of its arrays.
     """

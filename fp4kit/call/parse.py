@@ -137,8 +137,8 @@ def quantize_call(
 ) -> Call:
     """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
 
-    op is the public function that error messages begin with. The other arguments and the errors are those of quantize.
-    x may be an AbstractArray, of which no values are checked.
+    op is the public function that error messages begin with. The other arguments and the errors are the same as for
+    quantize. x may be an AbstractArray, whose values are not checked.
     """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -250,9 +250,9 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
-    """Return the call with the caller's amaxes, checked and in the memory of x. None lets the engine compute them.
+    """Check the caller's amaxes, and return the call with them, in the memory of x. For None, the engine computes them.
 
-    Errors are those of parse_tensor_amax and parse_block_amax.
+    Raise the errors of parse_tensor_amax and parse_block_amax.
     """
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)

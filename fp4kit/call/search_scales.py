@@ -142,8 +142,8 @@ def has_grid(r: Recipe) -> bool:
 def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
     """Return (start, stop, step) of the multiples that `candidates` names: "all", or three numbers.
 
-    Raise TypeError if one of three entries is not a number, and ValueError for anything else that is not such a grid: 0
-    < start <= stop, step > 0, all finite, and at most 10000 multiples.
+    A grid must have 0 < start <= stop and step > 0, finite numbers, and at most 10000 multiples. Raise TypeError if one
+    of three entries is not a number. Raise ValueError for anything else that is not a grid.
     """
     if isinstance(candidates, str) and candidates == "all":
         return GRID

@@ -317,11 +317,12 @@ def _encode(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
-    """Encode a matrix by the library. Yield the rows and columns of each tile that the library cannot encode.
+    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode.
 
     The caller encodes these tiles by the specification.
 
-    kernels: the result of kernels_of(r). given: the scales that are known before. packed: the array to write codes to.
+    kernels: the result of kernels_of(r). given: the scales that are known beforehand. packed: the array to write codes
+    to.
     scales: the array to write block scales to; None if they are given or the recipe has none.
     """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)

@@ -162,7 +162,7 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
 
 
 def _cut(call: Call, index: Any) -> Call:
-    """Return the call on the part x[index] of its array, with the amaxes and random bytes of this part."""
+    """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part."""
     x, tensor, blocks, random = (
         a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
     )

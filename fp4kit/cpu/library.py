@@ -398,7 +398,7 @@ def limited_threads(op: str, count: int) -> Iterator[None]:
 def alone() -> None:
     """Let calls from the current thread use no other thread from now on.
 
-    It is for worker threads of programs that already run one thread per CPU.
+    Use it in the worker threads of a program that already runs one thread per CPU.
     """
     _threads.set(1)
 

@@ -113,7 +113,7 @@ def _bar(label: str, count: int, largest: int, total: int) -> Row:
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    """Return a bar of the chart as a row of an HTML table. The arguments are those of _bar."""
+    """Return a bar of the chart as a row of an HTML table. The arguments are the same as for _bar."""
     bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"

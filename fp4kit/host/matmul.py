@@ -18,7 +18,7 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
 
 @np.errstate(all="ignore")
 def _matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call: (batch, M, N) of call.out_dtype. If the call has no C, it counts as zeros."""
+    """Return the result of a call as (batch, M, N) in call.out_dtype. Without C, the sums begin with zero."""
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
     multiple = call.step.k if call.step else call.a.block

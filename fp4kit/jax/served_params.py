@@ -77,7 +77,7 @@ class ServedParams:
     def _values(self, leaf: _Leaf, w: Any, amaxes: Mapping[str, Any]) -> Any:
         """Return the served values of one array, or the array itself if the plan leaves it unquantized.
 
-        amaxes: the name of every array in a group -> its own amax.
+        amaxes: {name of an array: amax of the array}, for all arrays in groups.
         """
         members = self._members.get(leaf.weight.name)
         if members is None:
@@ -155,7 +155,7 @@ def fake_quantize_model(
 
 
 def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
-    """Return the description of an array of a pytree. Raises TypeError if it is no array.
+    """Return the description of an array of a pytree. Raises TypeError if the entry is not an array.
 
     path: the keys of JAX that lead to the array.
     """

@@ -441,8 +441,8 @@ def _axes(layout: KVLayout) -> str:
 def _check_pages(layout: KVLayout, pages: Any) -> None:
     """Raise ValueError unless `pages` fits the vllm container.
 
-    Its last axis must be a multiple of 9, and the bytes of keys or of values in a page must be adjacent. layout: the
-    layout that the message names.
+    The length of the last axis must be a multiple of 9. In a page, the bytes of all keys must be adjacent, and so must
+    the bytes of all values. layout: the layout that the message names.
     """
     *_, outer, n = pages.shape
     if n % 9:

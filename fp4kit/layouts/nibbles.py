@@ -91,7 +91,7 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """Return codes as the element format stores them: 4-bit codes two per byte, wider codes unchanged.
+    """Return codes in the storage of their element format: 4-bit codes two per byte, wider codes unchanged.
 
     codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing.
     """
@@ -99,7 +99,7 @@ def packed(codes: Any, packing: Packing) -> Any:
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Return uint8 codes, one per byte, from codes as the element format stores them. This inverts `packed`.
+    """Convert codes that are stored as in the element format to uint8, one code per byte. This inverts `packed`.
 
     packing: ElementFormat.packing.
     """

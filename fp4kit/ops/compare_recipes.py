@@ -203,7 +203,10 @@ def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) 
 
 
 def _first(a: _Result, b: _Result) -> tuple[int, ...] | None:
-    """Return the index of the first element whose code, or else whose value, differs; None if there is none."""
+    """Return the index of the first element whose code differs, or None.
+
+    If all codes are equal or are missing, compare the values instead of the codes.
+    """
     pairs = [(a.values, b.values)]
     if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:
         pairs.insert(0, (a.codes, b.codes))

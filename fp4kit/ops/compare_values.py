@@ -62,7 +62,7 @@ class Energy:
         self.parts.append((float(np.sum(x * x)), exponent))
 
     def total(self) -> tuple[np.float64, int]:
-        """Return the sum over all boxes as (p, e), which stands for p * 4^e; (0, 0) if every sum is 0.
+        """Return the sum over all boxes as (p, e), which stands for p * 4^e. Return (0, 0) if every sum is 0.
 
         Boxes are added pairwise, in their order.
         """

@@ -263,8 +263,8 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
     """Return the object that computes the stages of cast_master_weights for the shards `values`.
 
-    It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. facts: the other arguments of
-    these two classes.
+    The object is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. facts: the other
+    arguments of these two classes.
     """
     if imports.on_device(values[0]):
         return _cuda().DeviceStages(values, *facts)

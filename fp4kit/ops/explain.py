@@ -141,7 +141,7 @@ class Explanation:
 
 
 def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return the two cells of a step: the number, and the format with the bits; for None, a mark and an empty text."""
+    """Return two cells for a step: its number, and its format with the bits. For None, return a mark and ""."""
     if step is None:
         return _ABSENT, ""
     number, _, bits = str(step).partition("  ")

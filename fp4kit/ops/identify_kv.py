@@ -34,8 +34,8 @@ class KVMatch(NamedTuple):
         fault: what the reading assumes besides the layout, such as "K and V are swapped"; "" if nothing.
         key_error: the relative error of keys, ||read - reference|| / ||reference||. inf if a NaN was read.
         value_error: the relative error of values.
-        fits: True if both errors are those of the format: at most 0.16, and at most 1.05 times those of the best
-            reading.
+        fits: True if both errors can come from the format alone: each is at most 0.16, and at most 1.05 times the
+            smallest error among all readings.
     """
 
     layout: str

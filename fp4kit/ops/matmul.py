@@ -115,7 +115,7 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 
 @returns_in_library
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Check the arguments of matmul, and return the product in the library of a. Errors are those of matmul."""
+    """Check the arguments of matmul, and return the product in the library of a. Raise the errors of matmul."""
     u = unit_of("matmul", unit)
     a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)

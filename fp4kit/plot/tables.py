@@ -91,7 +91,7 @@ def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
 def _steps_of_block(
     x: np.ndarray, r: Recipe, index: Sequence[int], tensor_amax: Any
 ) -> tuple[int, str, dict[str, list[float]]]:
-    """Return the first column of the block that holds index, its shared steps as text, and its other steps as rows."""
+    """Return the first column of the block that holds index, its shared steps as text, and its other steps."""
     found = explain(x, r, index, tensor_amax=tensor_amax)
     left = found.index[-1] // r.block_size * r.block_size
     columns = range(left, left + r.block_size)

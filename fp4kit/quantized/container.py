@@ -435,7 +435,7 @@ class Quantized:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _refuse_arithmetic(self, *others: Any) -> NoReturn:
-        """Raise TypeError: the implementation of all arithmetic operators, which a Quantized does not support."""
+        """Raise TypeError. All arithmetic operators use this function, because a Quantized supports none of them."""
         raise TypeError(_NO_NUMBERS)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic

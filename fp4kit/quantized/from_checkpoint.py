@@ -213,7 +213,7 @@ def _like(array: Any, host: np.ndarray) -> Any:
 def _exact(op: str, scale: np.ndarray) -> np.ndarray:
     """Return a tensor scale as float32. NaN and infinities are kept.
 
-    Raise TypeError if it is not of a float dtype, and ValueError if the conversion would change a number.
+    Raise TypeError if the scale does not have a float dtype, and ValueError if the conversion would change a number.
     """
     if scale.dtype not in (*FLOATS, np.float64):
         raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")

@@ -30,7 +30,10 @@ def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the linear block scales of an array. moved_shape: its shape with the quantized axis last."""
+    """Return the shape of an array's linear block scales.
+
+    moved_shape: the shape of the array with the quantized axis last.
+    """
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
 
@@ -160,8 +163,8 @@ def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
 def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) -> None:
     """Raise ValueError if block scales in a format of fewer than 8 bits have higher bits set.
 
-    block_scale: the scale codes, one per byte, or None. scale: their format. Codes on a device are not read, so they
-    always pass.
+    block_scale: the scale codes, one per byte, or None. scale: the format of the codes. Codes on a device are not read,
+    so they always pass.
     """
     if scale is None or scale.bits == 8 or not isinstance(block_scale, np.ndarray):
         return

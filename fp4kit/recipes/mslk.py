@@ -14,7 +14,7 @@ _MX4 = "MSLK 2a3c897 triton_quantize_mx4"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield MSLK's recipes: those for NVFP4, then those for the modes ceil, even and nearest of MX4 scales."""
+    """Yield MSLK's recipes: first for NVFP4, then for the modes ceil, even and nearest of MX4 scales."""
     yield from _nvfp4()
     ceil = of_format(
         MXFP4,

@@ -184,7 +184,7 @@ class Recipe:
 
     @property
     def is_custom(self) -> bool:
-        """True if the rules are amax rules, which are for user-defined formats (custom_recipe) and for no producer."""
+        """True if the recipe has amax rules, which custom_recipe uses for user-defined formats."""
         if self.block_rule is not None:
             return rules.BLOCK_RULES[self.block_rule].scale == rules.ANY_FORMAT
         return self.tensor_rule is not None and rules.TENSOR_RULES[self.tensor_rule] == rules.ANY_FORMAT

@@ -87,8 +87,8 @@ def can_be_repacked(r: Any) -> bool:
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
     """Return the field Recipe.block in its standard form: None, or (rows, columns) as a pair of positive ints.
 
-    Raise TypeError if block is not a sequence of integers, and ValueError if it is not a pair of positive ones. id is
-    the recipe that the message names.
+    Raise TypeError if block is not a sequence of integers, and ValueError if it is not a pair of positive integers. id
+    is the recipe that the message names.
     """
     if block is None:
         return None
@@ -434,7 +434,7 @@ def _check_search(r: Any) -> None:
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """Return the first field because of which r cannot use Model-Optimizer's scale sweep, or None if r can use it.
+    """Return the first field that keeps r from using Model-Optimizer's scale sweep, or None if r can use the sweep.
 
     The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest (not "rz" or
     "rnw"), scales of amax / 6, blocks of 16 columns, and one tensor amax.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Versions(NamedTuple):
     """Hold the oldest version of a producer known to give a recipe's bits, and the newest version that was checked.
 
-    A version is what the producer calls it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
+    Versions have the producer's own names: a release ("0.32.4"), a development version ("0.19 dev") or a commit
     ("d0067d0").
 
     >>> str(Versions("0.32.2", "0.32.4")), str(Versions("d0067d0", "d0067d0"))

@@ -89,7 +89,7 @@ def decode_flashinfer_kv(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 
 
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return values * R(R(e4m3(scales) * tensor.decode)), as auto-round does, where R(t) is 1 / t, or 0 if t is 0.
+    """Return values * R(R(e4m3(scales) * tensor.decode)), as auto-round does. R(t) is 1 / t, or 0 if t is 0.
 
     e4m3() decodes scale codes. recipe is not used. Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
     """

@@ -60,8 +60,8 @@ def nvfp4_modelopt_triton(
 
         s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if that is not positive
 
-    s is the scale of a block, and amax its largest magnitude. If s is below 1e-5 or NaN, it is replaced by 1. So a
-    tensor whose scales are all below 1e-5 becomes zero. Zeros are +0. A NaN element gives -6 s. dtype is not used.
+    s is the scale of a block, and amax its largest magnitude. If s is below 1e-5 or NaN, s is replaced by 1. A tensor
+    whose scales are all below 1e-5 therefore becomes zero. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = show("tensor scale", np.where(gs <= 0, np.float32(1e-12), gs))
@@ -82,9 +82,9 @@ def nvfp4_modelopt_static(
         e = 1 / a * 448
         s = E4M3(clamp(amax / 6 * e, -448, 448)) * (1 / e)
 
-    s is the scale of a block, and amax its calibrated amax. So amax / 6 is rounded as the recipe fp8-modelopt rounds
-    with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0. If s is infinite or NaN, it
-    is replaced by 1. Zeros are +0. A NaN element gives -6 s. dtype is not used.
+    s is the scale of a block, and amax the calibrated amax of the block. amax / 6 is rounded in the same way as by the
+    recipe fp8-modelopt with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0. If s is
+    infinite or NaN, it is replaced by 1. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)

@@ -103,7 +103,7 @@ def encode_under(
 ) -> np.ndarray:
     """Return the element codes (m, blocks, 16) of blocks with given scale codes, such as those of an earlier call.
 
-    The scale code alone determines the element codes: it does not matter which of the two candidates it came from.
+    The scale code alone determines the element codes. It does not matter which of the two candidates gave the code.
 
     Args:
         scales: the scale codes (m, blocks).

@@ -51,7 +51,7 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
 
     The binary search of _first_bits needs scales that grow with the amax. There is one exception: a rule may replace a
     small amax by a much larger number, so that the scale is at least JUMP (4096) times as large as `scale`. Such an
-    amax counts as smaller. Above the right amax, none within FAR (2^20) steps gives so large a scale.
+    amax counts as smaller. No amax within FAR (2^20) steps above the right amax gives so large a scale.
 
     bits: the bits of the amax as integers.
     scale: the scale to compare with, float32.

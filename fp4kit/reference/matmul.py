@@ -31,7 +31,7 @@ class Terms(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Hold one operand of a product, decoded: the rows of a (M, K) or the rows of b (N, K).
+    """Hold one decoded operand of a product: the rows of a (M, K) or the rows of b (N, K).
 
     Attributes:
         elements: the elements as Terms, (rows, K).
@@ -177,7 +177,7 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
 
 
 def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return C + A B^T, added in steps along K, ascending: each step adds to the sums of the previous step.
+    """Return C + A B^T, added in ascending steps along K. Each step adds to the sums of the previous step.
 
     The result is float32 (M, N). K is a multiple of step.k. If K is 0, c itself is returned.
     """
@@ -276,7 +276,7 @@ _ORDERS = {
 
 
 def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
-    """Return C + A B^T as a unit adds it: float32 (M, N), where A are the rows of `a` and B those of `b`.
+    """Return C + A B^T, added as a unit adds: float32 (M, N). A has the rows of `a`, and B has the rows of `b`.
 
     c: float32 (M, N).
     step: the step of the unit for these operands, whose K is a multiple of step.k; None if the unit has an order.

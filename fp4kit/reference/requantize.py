@@ -24,7 +24,9 @@ LOWEST = int(np.log2(E4M3.min_subnormal))
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4. Otherwise False:
+    """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4.
+
+    The result is False in these cases:
 
     - q is not MXFP4, or is empty
     - target is not NVFP4 with one scale per tensor

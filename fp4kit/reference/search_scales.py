@@ -143,8 +143,8 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
 def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
     """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once to float32.
 
-    q is the E2M1 value nearest to div.full.f32(a, scale), at most 6, ties to the even code. The error may be negative.
-    A NaN quotient counts as 6; the error is NaN if a is NaN.
+    q is the E2M1 value nearest to div.full.f32(a, scale), at most 6. Ties go to the even code. The error may be
+    negative. A NaN quotient counts as 6. If a is NaN, the error is NaN.
     """
     q = decode(encode(np.fmin(divide_full(a, np.full_like(a, scale)), np.float32(6)), E2M1), E2M1)
     return fma(-scale, q, a)

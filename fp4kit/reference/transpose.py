@@ -10,7 +10,7 @@ from fp4kit.reference.blocks import TILE_ELEMENTS
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return the stored codes of the transposed matrix (K, M), from the stored codes of a matrix (M, K).
+    """Transpose a matrix (M, K) of stored codes, and return the stored codes of the matrix (K, M).
 
     The M codes of a row of the result must fill whole bytes.
 

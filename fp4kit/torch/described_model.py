@@ -70,7 +70,7 @@ def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
 
 
 def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Return the content of the config.json that a model of transformers or Diffusers has; None for other models.
+    """Return the content of config.json for a model of transformers or Diffusers. Return None for other models.
 
     The model may be inside a wrapper that calls it `module`, such as DistributedDataParallel.
     """

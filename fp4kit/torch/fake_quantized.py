@@ -47,7 +47,7 @@ class FakeQuantized(torch.nn.Module):
     def forward(self, w: torch.Tensor) -> torch.Tensor:
         """Return the weight that the layer computes with.
 
-        It is fake_quantize(w) with blocks along the last axis, or w itself if the settings do not include the
+        The result is fake_quantize(w) with blocks along the last axis, or w itself if the settings do not include the
         parameter. Raises what fake_quantize raises.
         """
         return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)

@@ -19,12 +19,12 @@ from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """Return the tensors detached from autograd, or None if the list is empty, as fp4kit's own functions expect."""
+    """Return the tensors detached from autograd, or None if the list is empty, for fp4kit's own functions."""
     return [detached(tensor) for tensor in tensors] or None
 
 
 def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """Return the tensors, or a list of `count` Nones if the list is empty, for loops that need one entry per tensor."""
+    """Return the tensors, or `count` times None if the list is empty. So loops get one entry per tensor."""
     return tensors or [None] * count
 
 

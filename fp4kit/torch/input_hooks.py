@@ -189,7 +189,7 @@ class _Products(TorchFunctionMode):
         """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts.
 
         Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs
-        of the i-th of them. A view that does not begin where an expert begins is ignored.
+        of expert i of the batch. A view that does not begin where an expert begins is ignored.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return

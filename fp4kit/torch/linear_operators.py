@@ -35,7 +35,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
-    """Return (N, K), the shape of a weight: that of a float w, or computed from the packed codes `w` of a Quantized."""
+    """Return the shape (N, K) of a float weight w, or compute it from w if w holds the packed codes of a Quantized."""
     if s.scale_layout is None:
         return w.shape[0], w.shape[1]
     packing = s.recipe_w.element.packing
@@ -59,8 +59,8 @@ def _checked(
 ) -> LinearSettings:
     """Check the arguments of linear by shapes, dtypes and devices, and return the settings.
 
-    Raise TypeError or ValueError if one is wrong. No values are read. w is a float tensor, or the packed codes of a
-    Quantized with the scales block_scale and tensor_scale.
+    Raise TypeError or ValueError if an argument is wrong. No values are read. w is a float tensor, or the packed codes
+    of a Quantized with the scales block_scale and tensor_scale.
     """
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)

@@ -196,7 +196,7 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
     The two wildcards of EXPERT_WEIGHTS never warn.
 
     names: the names of all parameters of the model.
-    any_selected: whether the settings select any parameter of the model.
+    any_selected: True if the settings select at least one parameter of the model.
     """
     unused = [p for p in settings.parameters if not any(fnmatchcase(name, p) for name in names)]
     if not any_selected:

@@ -71,8 +71,8 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return a vmap rule for an operator: call it once per index of the mapped axis, and stack the results.
 
-    The mapped axis of a result is its first. If the mapped axis has length 0, one call with zeros gives the shapes of
-    the results, which are empty.
+    The first axis of a result is the mapped axis. If the mapped axis has length 0, one call with zeros gives the shapes
+    of the results, which are empty.
     """
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
@@ -233,9 +233,9 @@ def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return one gradient per argument of fake_quantize_backward; only its grad has one.
+    """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad.
 
-    fake_quantize_backward is linear in its grad. So the gradient is `grad`, the upstream gradient, with 0 where |x| >
+    fake_quantize_backward is linear in its grad. So the gradient is the upstream gradient `grad`, with 0 where |x| >
     amax.
 
     ctx: the context that save_clip_inputs filled.

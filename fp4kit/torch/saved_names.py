@@ -16,10 +16,10 @@ Renamed = Callable[[str, torch.Tensor], tuple[str, ...]]
 
 
 def renaming_of(model: torch.nn.Module) -> Renamed:
-    """Return a function (name, parameter) -> names, which gives the names of a model's parameter in the checkpoint.
+    """Return a function (name in the model, parameter) -> names of the parameter in the checkpoint.
 
-    A stack of experts may have several names. If the model's library does not rename, the result is the name in the
-    model alone.
+    A stack of experts may have several names. If the model's library does not rename parameters, the only name is the
+    name in the model.
     """
     library = sys.modules.get("transformers.core_model_loading")
     convert = getattr(library, "revert_weight_conversion", None)

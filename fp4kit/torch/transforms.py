@@ -119,7 +119,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return one gradient per argument. Those of backward="straight-through" are differentiable themselves."""
+        """Return one gradient per argument. Gradients of backward="straight-through" are differentiable themselves."""
         return linear_operators.backward(ctx, grads[0], _PARTS)
 
 

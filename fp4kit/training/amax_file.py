@@ -49,9 +49,9 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
 
 
 def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
-    """Return the amax under `key` of a file as float32, with -0 replaced by +0.
+    """Return the amax that a file stores under `key`, as float32 with -0 replaced by +0.
 
-    info: its dtype, shape and data, as safetensors gives them.
+    info: the dtype, shape and data of the amax, as safetensors gives them.
     label: the name of the file, with which the ValueError for an unsupported dtype begins.
     """
     if info["dtype"] not in FLOAT_DTYPES:

@@ -307,8 +307,8 @@ class AmaxState(Mapping[str, Any]):
             stacked: True to write one array [N, ...] for all experts, as the method ``stacked`` returns it.
 
         Raises:
-            ValueError: naming the key, for NaN, negative values and missing experts, and with ``stacked`` also as that
-                method does; for another separator.
+            ValueError: a value is NaN or negative, or an expert is missing; the message names the key. Also for another
+                separator, and with ``stacked`` as the method ``stacked``.
             ValueError: if path does not end with the name of a file.
             TypeError: if path is not a path, or stacked is not a bool.
             OSError: if the file cannot be written.
@@ -398,10 +398,10 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """Return the amaxes after replacing those of modules that share an amax by their maximum.
+    """Return the amaxes. If modules share an amax, each of them gets the maximum of their amaxes.
 
-    Modules share an amax if one group of ``groups`` names them, if their parent, quantizer and expert number are equal,
-    and if their amaxes have one element.
+    Modules share an amax if one group of ``groups`` names them. Also, their parent, quantizer and expert number must be
+    equal, and their amaxes must have one element.
 
     named: the amaxes, which are not changed.
     groups: tuples of the last parts of module names (see freeze).

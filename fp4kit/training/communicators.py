@@ -63,8 +63,8 @@ class Communicator(Protocol):
         """Return the 1-d arrays of all processes, concatenated in the order of ranks, on every process.
 
         Args:
-            array: 1-d, contiguous, of any dtype, which must be the same on every process.
-            counts: the length of each process's array. None: all have the length of this one.
+            array: 1-d and contiguous. Any dtype is allowed, but it must be the same on every process.
+            counts: the length of each process's array. None: all arrays have the length of this process's array.
             out: 1-d array for the result, with the sum of the lengths. None: a new array is made.
 
         Returns:
@@ -224,11 +224,11 @@ class Nccl:
     Args:
         rank: the number of this process.
         size: the number of processes.
-        unique_id: the bytes that Nccl.unique_id() returned in one process, the same for all. Nccl.from_file distributes
-            them through a file; a socket, a key-value store, mpi4py's comm.bcast, or the arguments of a spawned process
-            work too.
+        unique_id: the bytes that Nccl.unique_id() returned in one process. All processes must pass the same bytes.
+            Nccl.from_file distributes them through a file; a socket, a key-value store, mpi4py's comm.bcast, or the
+            arguments of a spawned process work too.
 
-    The current device is this process's device; arrays must be on it.
+    This process uses the current device, so arrays must be on that device.
 
     Raises:
         RuntimeError: if CuPy or NCCL is missing. The message says what to install.
