@@ -205,7 +205,7 @@ def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) 
 def _first(a: _Result, b: _Result) -> tuple[int, ...] | None:
     """Return the index of the first element whose code differs, or None.
 
-    If all codes are equal or are missing, compare the values instead of the codes.
+    If all codes are equal, or if they cannot be compared, compare the values instead.
     """
     pairs = [(a.values, b.values)]
     if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:
