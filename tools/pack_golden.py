@@ -138,8 +138,8 @@ class Nearest:
 def pack(source: Arrays, bases: Places) -> dict[str, bytes]:
     """Return {name: bytes} of the members of the zip file that stores the arrays `source`.
 
-    Equal arrays are stored once, and an array near one of `bases` as its difference from it. There is one member per
-    dtype, and an index.
+    Equal arrays are stored once. An array that is near an array of `bases` is stored as a difference. There is one
+    member per dtype, and an index.
     """
     nearest = Nearest(bases)
     numbers: dict[tuple[str, tuple[int, ...], bytes], int] = {}

@@ -86,9 +86,9 @@ def empty_amax() -> Any:
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """Return the arguments with which launch.matrix.amax computes the tensor amaxes of x.
 
-    There is one amax for the whole array, or one per row or block, as the recipe has tensor scales.
+    There are as many amaxes as the recipe has tensor scales: one for the whole array, or one per row or block.
 
-    The recipe must not have float32 scales of blocks of several rows, for which use computed_tensor_amax.
+    The recipe must not have float32 scales of blocks of several rows. For such recipes, use computed_tensor_amax.
     """
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
@@ -212,7 +212,7 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return x as contiguous rows (n, m) whose amaxes are wanted, and the shape of the result, as a pair.
+    """Return the pair (x as contiguous rows (n, m) whose amaxes are wanted, shape of the result).
 
     If axis is None, all elements are reduced to one amax. Then return contiguous x and the shape ().
     """

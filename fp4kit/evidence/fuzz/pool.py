@@ -50,8 +50,8 @@ class Pool:
         operations: names in OPERATIONS.
         roundings: values of DrawnOptions.rounding.
         hadamard: values of the argument hadamard.
-        changes: the largest number of fields that a drawn variant of ``recipes`` changes. 0: no variants are drawn, of
-            units neither.
+        changes: the largest number of fields that a drawn variant of ``recipes`` changes. If it is 0, no variants of
+            recipes or units are drawn.
         faults: True to give some cases a fault, so that their call must be rejected.
         largest: the largest number of elements per array.
         units: ids of the units of fp4kit.matmul.

@@ -10,8 +10,8 @@ from fp4kit.evidence.fuzz.program_ir import Dtype, Program, Ref
 def matmul(p: Program, case: DrawnCase) -> None:
     """Append a call that multiplies two operands, and calls whose results must agree with its result.
 
-    If ``swapped`` is set, a further call exchanges the operands; its result must be the transpose. If both operands are
-    arrays, another call multiplies only the first row, or the first matrix of a stack; its result must be that part of
+    If ``swapped`` is set, a further call exchanges the operands. Its result must be the transpose. If both operands are
+    arrays, another call computes only the first row, or the first matrix of a stack. Its result must equal this part of
     the whole result.
     """
     product = case.product

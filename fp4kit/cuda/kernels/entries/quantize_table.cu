@@ -17,8 +17,8 @@ struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// Look up the elements of one row of a block, and store the result in `found`. `amax` is the amax of the block. Return
-// false if the table is not valid for the block; then only found.six and found.four are stored.
+// Look up the elements of one row of a block, and store the result in `found`. `amax` is the amax of the block. If the
+// table is not valid for the block, store only found.six and found.four, and return false. Otherwise return true.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
