@@ -1,12 +1,12 @@
 """View the memory of another library's array on the host as a NumPy array, through DLPack.
 
 An exporter (an array of another library) returns a capsule, a Python object that describes its memory. NumPy's own
-`from_dlpack` refuses bfloat16 and the 8-bit floats, so this module reads the capsule itself. The structures are those
-of dlpack.h (DLPack 1.x), and the protocol is that of the Python array API standard.
+`from_dlpack` refuses bfloat16 and the 8-bit floats, so this module reads the capsule itself. dlpack.h (DLPack 1.x)
+defines the structures, and the Python array API standard defines the protocol.
 
-A consumer may take over the duty of freeing the memory, by renaming the capsule. This module does not. The arrays that
-it returns refer to the capsule, which frees the memory when it is garbage collected. So the exporter's memory lives
-exactly as long as the last view of it.
+A consumer may rename the capsule, and then must free the memory itself. This module does not rename capsules. The
+arrays that it returns refer to the capsule, which frees the memory when it is garbage collected. So the exporter's
+memory lives exactly as long as the last view of it.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _export(x: Any) -> object:
-    """Return the DLPack capsule of x: a versioned one (DLPack 1.0) if x can make it, and otherwise an unversioned one.
+    """Return the DLPack capsule of x. It is versioned (DLPack 1.0) if x can make such a capsule, otherwise unversioned.
 
     Only a versioned capsule says whether its memory may be written, so this module treats unversioned capsules as
-    read-only. Errors of x.__dlpack__ are passed on, except a TypeError because of the argument max_version.
+    read-only. Raise the errors that x.__dlpack__ raises, except a TypeError for the argument max_version.
     """
     try:
         return x.__dlpack__(max_version=_VERSION)

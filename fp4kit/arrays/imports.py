@@ -187,7 +187,7 @@ def way_to_array(x: Any, variable: str) -> str:
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
     """Return the DLPack device type and device number of the memory of x.
 
-    Raises BufferError if the memory is on no device or on more than one.
+    Raises BufferError unless the memory is on exactly one device.
     """
     try:
         kind, index = x.__dlpack_device__()
@@ -295,7 +295,7 @@ def _detached(x: Any) -> Any:
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile traces the caller, or would trace the functions that the caller calls next.
+    """Return True if torch.compile traces the caller, or would trace the functions that the caller calls next.
 
     If so, the caller must call them through `untraced`. Requires that "torch._dynamo" is in sys.modules.
     """

@@ -66,7 +66,7 @@ def array_of(array: Any, device: Any = None) -> Any:
 def _device_array(array: Any) -> Any:
     """Return a JAX array on the memory of a CuPy array.
 
-    The transfer is by DLPack, which makes the stream of JAX wait for that of CuPy. The elements are exported as
+    DLPack transfers the array, and makes the stream of JAX wait for the stream of CuPy. The elements are exported as
     integers, because CuPy does not export every dtype.
     """
     jax: Any = sys.modules["jax"]

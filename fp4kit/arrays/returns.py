@@ -124,10 +124,10 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark_written(out: Any) -> Any:
-    """Tell PyTorch's autograd that `out` was written to, as PyTorch's own in-place functions do. Return `out`.
+    """Tell PyTorch's autograd that `out` was written to, as PyTorch's in-place functions do, and return `out`.
 
-    Without this, autograd would silently compute gradients from overwritten values that an earlier function had saved.
-    Arrays of other libraries need nothing.
+    Otherwise, autograd would silently compute gradients from overwritten values that an earlier function had saved. For
+    arrays of other libraries, nothing is done.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):

@@ -176,7 +176,7 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 
 
 def takes_block_amaxes(r: Recipe) -> bool:
-    """Return whether a recipe that computes block amaxes from x accepts other ones, which search_scales finds.
+    """Return whether a recipe accepts given block amaxes, such as those from search_scales, in place of those of x.
 
     These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with an amax rule and blocks of one row.
     """

@@ -256,7 +256,7 @@ def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
 
 
 def operand(op: str, name: str, x: Any) -> Operand:
-    """Return an argument of matmul as an Operand whose batch axes are those of the argument. name: such as "a".
+    """Return an argument of matmul as an Operand with the batch axes of the argument. name: its name, such as "a".
 
     Raise TypeError unless x is a Quantized or an array of float16, bfloat16 or a float8 dtype in _ARRAY_ELEMENTS. Raise
     ValueError if an array has less than two dimensions, or if no matrix unit multiplies a Quantized of this recipe.

@@ -55,7 +55,7 @@ class Call(NamedTuple):
         x: the array as the engine takes it, NumPy or CuPy; or an AbstractArray, if the call is only checked.
         recipe: the Recipe.
         axis: the quantized axis of x, not negative.
-        moved: x with that axis last.
+        moved: x with the quantized axis last.
         tensor_amax, block_amax: float32 in their canonical shapes, in the memory (host or device) of x; None if they
             are to be computed.
         grad: the gradient for fake_quantize_backward, in the shape of x.
@@ -214,7 +214,8 @@ def any_call(
 ) -> Call:
     """Check the arguments of an operation that accepts every recipe, and return its Call.
 
-    The errors are those of fake_quantize for a recipe that only fake-quantizes, and those of quantize for any other.
+    For a recipe that only fake-quantizes, raise the errors of fake_quantize. For any other recipe, raise the errors of
+    quantize.
     amaxes: tensor_amax and block_amax, as for quantize.
     """
     call = fake_call(op, x, recipe, axis, options, **amaxes)

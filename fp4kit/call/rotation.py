@@ -81,7 +81,7 @@ def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: 
 def check_hadamard_size(op: str, size: Any) -> int:
     """Return the size of a Hadamard transform as an int.
 
-    Raise TypeError if it is not an int, and ValueError unless it is 16, 32, 64, 128, 256 or 512.
+    Raise TypeError if the size is not an int, and ValueError unless it is 16, 32, 64, 128, 256 or 512.
     """
     size = as_index(op, "size", size)
     if size not in HADAMARD_SIZES:

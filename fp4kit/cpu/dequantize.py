@@ -84,7 +84,7 @@ def _decode(
 ) -> Iterator[tuple[slice, slice]]:
     """Decode a matrix by the library into out. Yield the rows and columns of each tile that the library cannot decode.
 
-    The caller decodes these tiles by the specification. The arguments are those of dequantize_matrix.
+    The caller decodes these tiles by the specification. The arguments are the same as for dequantize_matrix.
     """
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
     call = decode_call(out.shape, out.dtype, r, *steps)
@@ -149,8 +149,9 @@ def decode_call(
 ) -> DecodeCall:
     """Return a prototype, which is a DecodeCall without addresses, for a matrix of values under one tensor scale.
 
-    shape: that of the matrix of values. dtype: that of the values. out_step: elements from one row of values to the
-    next. packed_step, scales_step: bytes from one row of codes or block scales to the next; 0 without block scales.
+    shape: the shape of the matrix of values. dtype: the dtype of the values. out_step: elements from one row of values
+    to the next. packed_step, scales_step: bytes from one row of codes or block scales to the next; 0 without block
+    scales.
     """
     M, K = shape
     block = r.block_size if r.block else max(K, 1)

@@ -512,7 +512,7 @@ def bytes_of(columns: slice, r: Recipe) -> slice:
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the part of a matrix's tensor amaxes for some rows and blocks, or None for None. One amax is kept whole.
+    """Return the tensor amaxes of some rows and blocks of a matrix. A single amax, or None, is returned unchanged.
 
     amax: one amax per tensor, per row or per block; None for a recipe without a tensor scale.
     """

@@ -109,9 +109,10 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
-    """Return q in another recipe, how many values changed, and the largest change, as reference.requantize does.
+    """Convert q to another recipe. Return the new Quantized, the number of changed values, and the largest change.
 
-    Raise Declined if the library cannot decode one of the recipes, or cannot encode by the target.
+    The results equal those of host.engine.requantize. Raise Declined if the library cannot decode one of the recipes,
+    or cannot encode by the target.
     """
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))

@@ -153,7 +153,7 @@ def _bool(value: bool) -> str:
 def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
     """Return the definition of a C++ macro that calls the macro `entry` for every rule in `found`.
 
-    The macro's name is `name`. The arguments of each call are the key and the struct of the rule.
+    The macro is called `name`. Each call of `entry` has the key and the struct of the rule as arguments.
     """
     entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
     return f"#define {name} " + " ".join(entries)

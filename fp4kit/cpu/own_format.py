@@ -31,7 +31,7 @@ _UNUSED = 0x7FFFFFFF  # a bound above every key
 
 
 class Tables(NamedTuple):
-    """The tables of a recipe: the struct for the library, and the arrays to which it points.
+    """Hold the tables of a recipe: the struct for the library, and the arrays to which the struct points.
 
     element: the index of the compiled arithmetic of elements, which is faster than tables; 0 if there is none.
     """

@@ -99,6 +99,6 @@ def _block(q: Quantized) -> str:
 def _largest(q: Quantized) -> str:
     """Return the text of the magnitudes of the largest code, such as "6 or more".
 
-    The words "or more" are for integers in two's complement, whose negative range reaches one further.
+    Integers in two's complement have the words "or more", because their negative range reaches one further.
     """
     return f"{q.recipe.element.max:g} or more"

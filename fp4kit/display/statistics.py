@@ -147,7 +147,7 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
 
 
 def _binned(counts: dict[int, int], max_bars: int) -> Iterator[tuple[str, int]]:
-    """Yield a (label, count) bar per exponent of ``counts``, or per 2, 4, 8, ... exponents to limit their number.
+    """Yield one bar (label, count) per exponent of ``counts``, or per 2, 4, 8, ... exponents to limit the bars.
 
     Bars with a count of 0 between two others are included if the total stays within ``max_bars``.
     """

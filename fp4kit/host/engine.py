@@ -120,7 +120,7 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
     """Return the amax from which the tensor scale is made: float32 in its canonical shape (call/amaxes.py).
 
     For a recipe without a tensor scale, return the amax of the whole array, float32 (). An empty array gives zeros.
-    recipe.amax_nan decides about NaN elements.
+    recipe.amax_nan decides how NaN elements count.
 
     moved: the array with its quantized axis last.
     mask: sign mask of a Hadamard transform to apply first; None for no transform.

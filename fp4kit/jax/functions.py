@@ -223,7 +223,8 @@ def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, 
 def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, None]:
     """Return the gradients of _fake_quantize with respect to x and `given`.
 
-    For x it is grad, set to 0 where |x| > amax unless static.pass_through is set; for `given` it is None.
+    The gradient of x is grad, set to 0 where |x| > amax unless static.pass_through is set. The gradient of `given` is
+    None.
 
     residuals: what _forward returned: x and amax, or None under pass_through.
     """
@@ -235,7 +236,7 @@ _fake_quantize.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
-    """Return grad with 0 where |x| > amax or either is NaN. If amax is None, the limit is computed from x.
+    """Return grad, with 0 where |x| > amax or x or amax is NaN. If amax is None, compute the limit from x.
 
     When JAX differentiates this function again, it is linear in grad, and x and amax are constants.
     """

@@ -180,6 +180,6 @@ _KIND: dict[bool, Any] = {False: "matrix", True: "stack"}
 
 
 def _largest(w: Any, stack: bool) -> Any:
-    """Return the largest |w|, float32 (); of each expert, (E,), for a stack. It has no gradient."""
+    """Return the largest |w| as float32 (), or for a stack that of each expert as (E,). It has no gradient."""
     size = jax.numpy.abs(jax.lax.stop_gradient(w))
     return jax.numpy.max(size, axis=(1, 2) if stack else None, initial=0).astype("float32")

@@ -477,7 +477,7 @@ def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
 def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarray:
     """Return slots as a NumPy array of int64 (tokens,).
 
-    Raise TypeError unless they are integers. Raise ValueError unless they are 1-d and in range for a cache of this
+    Raise TypeError unless the slots are integers. Raise ValueError unless they are 1-d and in range for a cache of this
     shape. If `writes` is True, negative slots are allowed, and each other slot may occur once.
     """
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)

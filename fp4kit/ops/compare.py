@@ -230,7 +230,7 @@ def _reader(a: Any) -> Reader:
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return one number of elements per axis: the operands can be cut into boxes at the multiples of this number.
+    """Return one number of elements per axis. The operands can be cut into boxes at multiples of this number.
 
     A Quantized is cut between its blocks, so that box_of can slice it. An array can be cut anywhere.
     """
@@ -247,7 +247,7 @@ def _name(name: str, a: Any) -> str:
 
 
 def on_host(name: str, a: Any) -> Any:
-    """Return a Quantized that consists of NumPy arrays, or an array as a NumPy array. Copy arrays on a GPU to the host.
+    """Return an array as a NumPy array, or a Quantized with NumPy arrays. Copy arrays from a GPU to the host.
 
     name: the text that errors begin with, such as "compare: a".
     """

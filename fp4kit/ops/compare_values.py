@@ -25,8 +25,8 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
     Boxes are as long as possible along the last axes.
 
-    multiples: per axis, a number of elements; boxes begin at its multiples. None means 1 for all axes. The smallest
-        possible box has this length along every axis, even if it then has more than BOX_ELEMENTS elements.
+    multiples: one number of elements per axis. Boxes begin at multiples of this number. None means 1 for all axes. The
+        smallest possible box has this length along every axis, even if it then has more than BOX_ELEMENTS elements.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)

@@ -172,7 +172,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     all engines decline the call, raise NotImplementedError with the last engine's reason.
 
     op: the public function that error messages name. operation: the name of the engine's function. on_device: whether
-    the arrays are CuPy arrays. arguments: those of the engine's function.
+    the arrays are CuPy arrays. arguments: the arguments of the engine's function.
     """
     if on_device:
         return _first(op, operation, (_cuda(),), arguments)

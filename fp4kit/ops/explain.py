@@ -82,7 +82,10 @@ class Explanation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all steps. Steps that only a later recipe has follow the step after which it computes them."""
+        """The names of all steps.
+
+        If only a later recipe has a step, the step follows the one that this recipe computes before it.
+        """
         names: list[str] = []
         for steps in self.steps:
             at = 0
@@ -94,7 +97,7 @@ class Explanation:
 
     @property
     def parting(self) -> str | None:
-        """The name of the first step that all recipes have and whose bits differ; None if there is none."""
+        """The name of the first step that all recipes have and whose bits differ, or None if no step differs."""
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
     def __str__(self) -> str:
@@ -360,7 +363,8 @@ def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
     """Yield the steps with unique names, without numbers that only repeat the step before.
 
-    A decoded value is left out if the result has the same format, and an element value if it is that of the code.
+    A decoded value is left out if the result has the same format. An element value is left out if it equals the value
+    of the code.
     """
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}

@@ -285,8 +285,9 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
     """Return one match per candidate recipe, for a large array.
 
     All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that give the whole
-    sample are then compared on all bytes of `whole`, the arrays on the caller's device. If there are none, the best
-    MAX_PROVED (3) candidates are. The other matches have whole=False. Matches are sorted by equal bytes of the sample.
+    sample are then compared on all bytes of `whole`, the arrays on the caller's device. If no candidate gives the whole
+    sample, the best MAX_PROVED (3) candidates are compared. The other matches have whole=False. Matches are sorted by
+    equal bytes of the sample.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]

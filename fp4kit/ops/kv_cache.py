@@ -211,7 +211,7 @@ def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Quantized:
-    """Return x quantized under a given tensor scale: its block scales follow from the block amaxes and the scale.
+    """Quantize x under a given tensor scale. The block scales follow from the block amaxes and the tensor scale.
 
     If the recipe has no tensor scale, `scale` must be 1, which has no effect.
 

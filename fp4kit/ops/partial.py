@@ -143,9 +143,9 @@ def partial_cast(
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
     """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast are valid.
 
-    Shapes and dtypes are checked, and on a CPU also that `out` can be written in place and block_amax has no NaN.
+    Shapes and dtypes are checked. On a CPU, `out` must also be writable in place, and block_amax must not hold NaN.
 
-    shape: the shape (M, K) of the matrix. is_on_device: whether the arrays are on a GPU.
+    shape: the shape (M, K) of the matrix. is_on_device: True if the arrays are on a GPU.
     """
     out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:

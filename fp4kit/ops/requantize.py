@@ -21,8 +21,8 @@ class Requantized(NamedTuple):
 
     Attributes:
         quantized: the new Quantized.
-        exact: whether every value stayed the same, bit for bit.
-        changed: how many values changed.
+        exact: True if every value stayed the same, bit for bit.
+        changed: the number of values that changed.
         largest_error: the largest |new - old| of a value, float32 (); 0 if none changed, and NaN if a NaN became a
             number or a number became NaN.
 

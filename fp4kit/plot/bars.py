@@ -25,7 +25,7 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
         ax: the Axes to draw on.
 
     Returns:
-        The Axes, with one bar per value of the format. Its height is a share of all elements.
+        The Axes, with one bar per value of the format. The height of a bar is a share of all elements.
 
     Raises:
         TypeError: q is not a Quantized.

@@ -19,7 +19,7 @@ from fp4kit.types import RecipeId
 
 
 def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any:
-    """Draw the values of an element format on a line, and where given numbers are rounded to.
+    """Draw the values of an element format on a line, with arrows from given numbers to their rounded values.
 
     Args:
         element: the format, such as fp4kit.formats.E2M1.

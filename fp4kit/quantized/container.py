@@ -223,8 +223,8 @@ class Quantized:
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
         """Return a Quantized with every part replaced by convert(part), without further checks.
 
-        It moves the parts to another library or device, so convert must keep their bytes. Parts that are None stay
-        None.
+        Use it to move the parts to another library or device. convert must keep the bytes of the parts. Parts that are
+        None stay None.
         """
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
         return assembled({**vars(self), **parts})

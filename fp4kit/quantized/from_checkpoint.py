@@ -174,7 +174,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """Return the tensor scale that multiplies on decode: float32, on the device of packed; None if given is None.
+    """Return the tensor scale by which decoding multiplies, in float32 on the device of packed. None if given is None.
 
     Args:
         given: the stored tensor scale: float32, or another float dtype whose numbers are all float32 numbers.
@@ -184,7 +184,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
         divides: True if the stored scale divides on decode. Then the result is 1 / given, rounded to nearest even.
 
     Raises:
-        TypeError: given is not of a float dtype.
+        TypeError: given does not have a float dtype.
         ValueError: a number is not a float32 number; or divides is set, and given is None or holds 0.
     """
     if given is None:

@@ -97,7 +97,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
     Args:
         shape: the shape of the array.
-        axis: its quantized axis, which may be negative.
+        axis: the quantized axis, which may be negative.
         r: the recipe.
         layout: the layout of the block scales: "linear", "swizzled_128x4" or "swizzled_8x4".
 

@@ -1,8 +1,8 @@
 """Pickle a Quantized of PyTorch tensors, so that torch.load reads it with its default, weights_only=True.
 
-torch.load calls only functions that it was told to trust. Such a pickle names one function, and otherwise holds
-tensors, numbers and text. The function is called fp4kit.torch.rebuild_quantized there, so that PyTorch's error message
-says which module to import. pickle.load imports fp4kit.torch by itself.
+torch.load calls only functions that it was told to trust. A pickle of a Quantized names one function, and otherwise
+holds tensors, numbers and text. The pickle calls this function fp4kit.torch.rebuild_quantized, so that PyTorch's error
+message says which module to import. pickle.load imports fp4kit.torch by itself.
 """
 
 from __future__ import annotations

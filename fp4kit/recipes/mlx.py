@@ -103,7 +103,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
-    """Yield MLX's recipes for an MX format: the CPU back end, its older versions from new to old, and older Metal.
+    """Yield MLX's recipes for an MX format: first for the CPU back end, from new to old versions, then for older Metal.
 
     fmt: MXFP4, with three recipes; or MXFP8_E4M3, which has a fourth, for version 0.32.2.
     """

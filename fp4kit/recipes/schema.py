@@ -258,8 +258,8 @@ def has_tall_scales(r: Recipe) -> bool:
 def as_stored(r: Recipe, divides: bool) -> Recipe:
     """Return r with the decode rule by which loaders of a checkpoint decode its codes and scales.
 
-    Codes and scales stay those of r. The result has no fake rule, so fake_quantize gives the values that a loader
-    computes.
+    The result gives the same codes and scales as r. It has no fake rule, so fake_quantize gives the values that a
+    loader computes.
 
     Args:
         r: a recipe with codes.

@@ -145,7 +145,7 @@ def _check_types(r: Any) -> None:
 def _check_element(r: Any) -> None:
     """Raise an error unless the formats of elements and scales are supported and nan_code is a code of an element.
 
-    The error is TypeError for an object that is no ElementFormat, and otherwise ValueError.
+    The error is TypeError for an object that is not an ElementFormat, otherwise ValueError.
     """
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
@@ -245,8 +245,8 @@ def _check_block_rule(r: Any) -> None:
 def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
     """Raise ValueError unless the block rule writes the scale format, and accepts integer elements if there are some.
 
-    The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100 and that does not have the
-    name of another format of fp4kit. Integer elements are accepted only by amax rules. rule: the block rule.
+    The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100. The format must not have
+    the name of another format of fp4kit. Only amax rules accept integer elements. rule: the block rule.
     """
     f, bound = r.scale, MAX_MAGNITUDE_EXPONENT
     if rule.scale != rules.ANY_FORMAT:
@@ -304,7 +304,7 @@ def _check_tensor_rule(r: Any) -> None:
 
 
 def _check_amax_tensor_rule(r: Any) -> None:
-    """Raise ValueError unless tensor_rule is an amax rule, block_rule is one or None, and scale_max is 448.
+    """Raise ValueError unless tensor_rule is an amax rule, block_rule is an amax rule or None, and scale_max is 448.
 
     Block scales must be at most 2^100. With E8M0, the tensor scale would leave the range of float32.
 
@@ -378,9 +378,8 @@ def _check_four_over_six(r: Any) -> None:
 def _check_fake_rule(r: Any) -> None:
     """Raise ValueError unless the other fields fit the fake rule.
 
-    Without a fake rule, fake_only must be False. With one, these fields must fit: scale, element, tensor_rule,
-    scale_max, block, four_over_six, and the fields that _need_plain checks. Which of their values fit follows from
-    rules.FAKE_RULES.
+    Without a fake rule, fake_only must be False. With a fake rule, these fields must fit: scale, element, tensor_rule,
+    scale_max, block, four_over_six, and the fields that _need_plain checks. rules.FAKE_RULES says which values fit.
     """
     if r.fake_rule is None:
         if r.fake_only:

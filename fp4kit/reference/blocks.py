@@ -63,7 +63,7 @@ def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the amax of each block of float32 x (m, k), in the shape (ceil(m / block rows), k / block columns).
 
     If m is not a multiple of the block rows, the lowest blocks have fewer rows. If the recipe has no blocks, each row
-    is one. recipe.amax_nan decides about NaN elements (see reduce_amax).
+    is a block. recipe.amax_nan decides how NaN elements count (see reduce_amax).
     """
     rows, columns = recipe.block or (1, x.shape[1])
     m, k = x.shape

@@ -288,7 +288,7 @@ def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDo
 
 
 def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray | None) -> np.ndarray:
-    """Return sums (M, N) times the product of the tensor scales of a and b, in float32.
+    """Return sums (M, N), multiplied in float32 by the product of the tensor scales of a and b.
 
     total: the sums.
     factor_a, factor_b: the tensor scales (M,) and (N,). None stands for 1. If both are None, `total` itself is

@@ -73,7 +73,7 @@ def exp2(t: np.ndarray) -> np.ndarray:
 
 
 def polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
-    """Return c[0] + c[1] x + c[2] x^2 + ..., evaluated from the last coefficient to the first: a new float64 array.
+    """Return c[0] + c[1] x + c[2] x^2 + ... in a new float64 array, evaluated from the last coefficient to the first.
 
     There must be at least one coefficient.
     """

@@ -89,7 +89,7 @@ def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
 def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray | None:
     """Return the tensor amax from which target's tensor rule makes the scale 2^m for each of the given dtypes.
 
-    Return None if the amax is no float32 number, or if the rule makes another scale for one of the dtypes.
+    Return None if no float32 number is this amax, or if the rule makes another scale for one of the dtypes.
     """
     with np.errstate(over="ignore"):
         amax = np.asarray(np.ldexp(full_range(target), m), np.float32)

@@ -13,7 +13,10 @@ from fp4kit.reference.stochastic import stream_bytes
 
 
 def random_signs(size: int, seed: int) -> np.ndarray:
-    """Return the signs of a seed: int8 (size,), each 1 or -1. Sign i is -1 if byte i of stream_bytes is 128 or more."""
+    """Return the signs that a seed gives: int8 (size,), each 1 or -1.
+
+    Sign i is -1 if byte i of stream_bytes is at least 128.
+    """
     return np.where(stream_bytes(seed, 0, size) >= 128, np.int8(-1), np.int8(1))
 
 

@@ -80,7 +80,7 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms, columns: int) -> np.n
     x: float32, with the quantized axis last.
     values: x after fake quantization, in the same shape.
     terms: the power, and the weights (one per column of x) or None.
-    columns: the length of a part: that of a block, or of a whole row.
+    columns: the length of a part, which is a block or a whole row.
     """
     rows, quantized = (a.reshape(-1, columns) for a in (x, values))
     result, parts = np.empty(len(rows)), x.shape[-1] // columns

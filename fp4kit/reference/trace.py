@@ -49,7 +49,7 @@ def show(name: str, result: T, format: ElementFormat | None = None) -> T:
 
 @contextmanager
 def traced() -> Iterator[list[Step]]:
-    """Record what show() gets within a with block, in the current thread or task. Yield the list of steps."""
+    """Record the steps that show() receives within a with block, in the current thread or task. Yield their list."""
     steps: list[Step] = []
     token = _steps.set(steps)
     try:

@@ -158,7 +158,7 @@ def _check_not_fsdp(model: torch.nn.Module) -> None:
 
 
 def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original") -> list[str]:
-    """Undo fake_quantize_model: parameters and inputs of layers are no longer fake-quantized.
+    """Undo fake_quantize_model, so that parameters and inputs of layers are no longer fake-quantized.
 
     Parametrizations of other classes stay. A FakeQuantized parametrization that you registered yourself is removed too.
 

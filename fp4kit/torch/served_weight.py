@@ -42,8 +42,8 @@ class ServedWeight(torch.nn.Module):
 
     Args:
         name: the name of the parameter in the model.
-        form: how it is fake-quantized.
-        group: (module, name within the module) of every parameter that shares its amax, itself included.
+        form: the Form in which the parameter is fake-quantized.
+        group: (module, name within the module) of every parameter that shares the amax, this parameter included.
     """
 
     def __init__(self, name: str, form: Form, group: Sequence[tuple[torch.nn.Module, str]]) -> None:
@@ -123,10 +123,10 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
 
 
 def largest(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w|, float32 (); of each expert, (E,), for a stack. NaN propagates.
+    """Return the largest |w| as float32 (), or for a stack that of each expert as (E,). NaN propagates.
 
-    For a DTensor it is that of all shards, except for a stack whose experts are spread over ranks: then each rank
-    returns the amaxes of its own experts.
+    For a DTensor, the result covers all shards, with one exception. If the experts of a stack are spread over ranks,
+    each rank returns the amaxes of its own experts.
     """
     w = w.detach()
     if not is_distributed(w):

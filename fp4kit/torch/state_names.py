@@ -21,8 +21,8 @@ def _held(leaf: str) -> str:
 def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> None:
     """Add hooks to a module, so that its state dict does not change when its parameter `leaf` is parametrized.
 
-    When a state dict is made, the hooks give the parameter its plain name and its place. When one is loaded, they
-    accept the plain name. release_names removes the hooks.
+    When a state dict is made, the hooks give the parameter its plain name and its usual position. When a state dict is
+    loaded, the hooks accept the plain name. release_names removes the hooks.
 
     order: the names of the module's own parameters, in the order of its state dict.
     """

@@ -85,7 +85,7 @@ def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.quantized_values(*arguments), by the class QuantizedValues if a transform is active."""
+    """Call linear_operators.quantized_values(*arguments), through QuantizedValues if a transform is active."""
     return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
 
 

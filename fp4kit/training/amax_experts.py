@@ -19,9 +19,10 @@ from fp4kit.training.communicators import Communicator, check_communicator
 def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
-    """Return {base: N}: for each quantizer with numbered experts, how many it has. Names without a number are ignored.
+    """Return {base: N}, the number of experts of each quantizer. Quantizers without numbered experts are left out.
 
-    N is ``count``, or one more than the largest number if ``count`` is None. The result is {} if no name has a number.
+    N is ``count``, or one more than the largest expert number if ``count`` is None. If no name has a number, the result
+    is {}.
 
     Args:
         named: the amaxes. Their values matter only if ``same_shape`` is True.
@@ -30,8 +31,8 @@ def counts(
         same_shape: True to require that all experts of a quantizer have amaxes of one shape.
 
     Raises:
-        ValueError: naming the key, unless the experts are exactly 0 ... N - 1, and for a shape that differs from that
-            of expert 0.
+        ValueError: the experts are not exactly 0 ... N - 1, or an amax has another shape than that of expert 0. The
+            message names the key.
     """
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:

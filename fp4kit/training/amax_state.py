@@ -55,16 +55,16 @@ class AmaxCollector:
         self._grouped: dict[AmaxName, Any] = {}
 
     def collect(self, name: str, amax: Any) -> None:
-        """Include the amax of one call: the stored value becomes the elementwise maximum of all calls.
+        """Collect the amax of one call. The stored value becomes the elementwise maximum over all calls.
 
-        On a GPU this launches a few small kernels and does not wait.
+        On a GPU, this method launches a few small kernels and does not wait.
 
         Args:
             name: name of the quantizer, such as "m.weight_quantizer.3" or "m.weight_quantizer_3._amax".
             amax: float32, float16 or bfloat16, with the same shape and device in every call.
 
         Raises:
-            ValueError: if the name is not that of a quantizer, if shape or device change, or if the quantizer's experts
+            ValueError: if no quantizer has such a name, if the shape or device changes, or if the quantizer's experts
                 were collected with collect_grouped.
             TypeError: for an unsupported dtype.
         """
@@ -339,7 +339,8 @@ class AmaxState(Mapping[str, Any]):
             The AmaxState, with NumPy arrays.
 
         Raises:
-            ValueError: naming file and key, for a wrong size, missing or surplus experts, and two spellings of one key.
+            ValueError: a size is wrong, experts are missing or superfluous, or a key occurs in two spellings. The
+                message names the file and the key.
             ValueError: likewise for a dtype other than F32, F16 and BF16, for NaN and for negative values.
             ValueError: for a wildcard that matches nothing, for a file without an amax, and for a file that is not a
                 safetensors file.

@@ -47,7 +47,7 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
     """Set named[name] to the elementwise maximum of named[name] and ``value``, or to ``value`` if the name is new.
 
-    The maximum is that of the bit patterns, so a negative value or NaN stays. Raises ValueError, which begins with
+    The maximum is taken of the bit patterns, so a negative value or NaN stays. Raises ValueError, which begins with
     ``op``, if the shapes or devices differ.
     """
     old = named.get(name)

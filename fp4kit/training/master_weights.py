@@ -189,7 +189,7 @@ class MasterWeightsPlan:
 
     @returns_in_plan_library
     def cast(self) -> list[Any]:
-        """Quantize the current values of all shards. Return what cast_master_weights returns.
+        """Quantize the current values of all shards. Return the same kind of list as cast_master_weights.
 
         The plan owns the arrays of the result, and the next call overwrites them. Copy them to keep them. On a CPU,
         raises ValueError if a shard holds NaN.

@@ -86,7 +86,7 @@ def exchange_cuts(
 
 
 def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
-    """Exchange 1-d arrays of one length. Return those of all processes as the rows of a matrix.
+    """Exchange 1-d arrays of equal length. Return the arrays of all processes as the rows of a matrix.
 
     mine: the array of this process.
     """

@@ -95,7 +95,7 @@ class FakeQuantSettings:
             OPEN_TRAINING_INT4_GROUP_SIZE       block size, 128 by default
 
         Args:
-            environ: the variables. None: those of the process. Nothing else in fp4kit reads them.
+            environ: the environment variables. None: the variables of the process. Nothing else in fp4kit reads them.
             parameters: wildcards of the parameters to quantize. By default the weights of routed experts match.
             exclude: wildcards of parameters to leave unquantized.
             pass_through: True to pass gradients unchanged; False to set them to 0 where |w| > amax.
