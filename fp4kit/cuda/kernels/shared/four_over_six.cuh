@@ -1,5 +1,5 @@
 // 4over6: each block gets the better of two scales, which map its amax to the value 6 ("six") or to 4 ("four"). The
-// results of the functions are bit-identical to the results of reference/four_over_six.py.
+// scales and codes are bit-identical to the results of reference/four_over_six.py.
 //
 // The exact path adds errors as the reference does. Because only the comparison of the two sums matters, the fast path
 // adds approximate errors, in a few operations per element. If the two sums are too close, the block takes the exact
