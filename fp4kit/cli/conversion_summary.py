@@ -88,7 +88,7 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
 def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
     """Return the command line that serves or loads a model with the first engine that can; "" if there is none.
 
-    A model that does not generate text is loaded with transformers, in Python, if transformers is among the engines.
+    A model that does not generate text is loaded with transformers in Python if transformers is among the engines.
 
     config: the content of the model's config.json.
     path: the model.
@@ -184,7 +184,7 @@ def _recipe_line(plan: Plan) -> str:
 
 
 def _error_lines(error: SampledError) -> Iterator[str]:
-    """Yield the line about the error and, if some layers lose much more than the others, advice to keep them."""
+    """Yield the line about the error. If some layers lose much more than the others, yield advice to keep them too."""
     (worst, db), count = error.layers[0], len(error.layers)
     of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
     noise = 100 * 10 ** (-error.median / 20)

@@ -62,7 +62,7 @@ def register(subparsers: Any) -> None:
 def _verify(args: argparse.Namespace, out: Output) -> int:
     """Run the command verify. Return 0 if there are no errors, otherwise 1.
 
-    Raise CheckpointError for an option that needs --source and comes without it, and if the checkpoint cannot be read.
+    Raise CheckpointError if an option needs --source but comes without it, or if the checkpoint cannot be read.
     """
     for name in ("recipe", "scale_search", "column_weights", "imatrix"):
         if getattr(args, name) is not None and args.source is None:

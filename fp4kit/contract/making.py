@@ -1,4 +1,4 @@
-"""Find out how one side made the codes or values of a layer: recipe, tensor amax, and the order of its bytes."""
+"""Find out how one side made a layer's codes or values: the recipe, the tensor amax and the order of bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Making(NamedTuple):
 
     arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
     step, wrong: the step at which the stored bytes are wrong, and how; None and "" if they are right.
-    nearest: the nearest recipe in words, if arithmetic is None.
+    nearest: the nearest recipe in words, if arithmetic is None and recipes were compared; otherwise "".
     """
 
     arithmetic: Arithmetic | None

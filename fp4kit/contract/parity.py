@@ -559,7 +559,7 @@ def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
 
 
 def _operands(compared: Sequence[Compared]) -> str:
-    """Return the text about operands of products, if one side has values and the other codes; "" otherwise."""
+    """Return the text about operands of products if one side has values and the other has codes, otherwise ""."""
     a, b = compared
     if (a.part.q is None) == (b.part.q is None):
         return ""

@@ -187,7 +187,7 @@ def _swapped(codes: np.ndarray) -> np.ndarray:
 
 
 def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
-    """Return the codes in the order of the elements, if distant elements of a group share a byte.
+    """Return the codes in the order of the elements, for codes in which distant elements of a group share a byte.
 
     The group has 2 * half elements, and its elements j and j + half share a byte.
 
@@ -242,7 +242,7 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
     - rows shuffled for FlashInfer
 
     stored: the bytes of the block scales, of any shape.
-    declared: the layout that the container declares. It comes first, if it fits the number of bytes.
+    declared: the layout that the container declares. It is tried first if it fits the number of bytes.
     shape: the shape (N, B) of the scales in linear order.
     """
     for layout in sorted(SCALE_LAYOUTS, key=lambda layout: layout != declared):

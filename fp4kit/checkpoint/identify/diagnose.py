@@ -57,7 +57,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
 # If a recipe gives more than this share of the bytes, the remaining bytes count as damaged. The share is well below it,
-# 0.6 to 0.8, if block scales were searched.
+# 0.6 to 0.8 if block scales were searched.
 DAMAGED_SHARE = 0.95
 
 
@@ -306,10 +306,10 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
 
     1. The first layout, in which codes are read as declared and rows are in place.
     2. Searched block scales: a recipe gives all codes under the stored scales.
-    3. The other layouts, if step 1 explains nothing or needs several mishaps.
+    3. The other layouts if step 1 explains nothing or needs several mishaps.
     4. Codes that follow another rule than the recipe that gives the scales, as GPTQ's do.
     5. Columns that were multiplied by factors.
-    6. Orders without a name, if ``unnamed`` is True.
+    6. Orders without a name if ``unnamed`` is True.
     7. The nearest hypothesis.
     """
     trial, plain = SampleVerdict(), layouts[0]
@@ -579,7 +579,7 @@ def _unexplained(text: str, tally: MatchCount) -> Explanation:
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return "on a sample, " and the verdict of fp4kit.identify, if it finds a transform or stochastic rounding.
+    """Return "on a sample, " and the verdict of fp4kit.identify if it finds a transform or stochastic rounding.
 
     The sample is some rows and columns of the layer. Return None in these cases:
 

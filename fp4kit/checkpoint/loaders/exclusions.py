@@ -141,7 +141,7 @@ _IN_TRANSFORMERS = {
 
 
 def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[str]:
-    """Yield the names by which transformers looks up layers or subtrees, if they differ from the checkpoint's names.
+    """Yield the names by which transformers looks up layers or subtrees if they differ from the checkpoint's names.
 
     names: names of layers or prefixes of subtrees.
     roots: prefixes below which everything is excluded.
@@ -214,7 +214,7 @@ def exclusion_list(
     subtrees: prefixes below which nothing is quantized.
     converted: names of the quantized layers.
 
-    Raises ValueError for an unknown syntax, and if a quantized layer lies below one of ``subtrees``.
+    Raises ValueError if the syntax is unknown, or if a quantized layer lies below one of ``subtrees``.
     """
     if syntax not in _SYNTAXES:
         raise ValueError(f"exclusion_list: syntax {syntax!r}; one of {', '.join(_SYNTAXES)} is needed")

@@ -29,7 +29,7 @@ _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
-# Families whose linear layers have Hugging Face names. Rows for "dense" also hold for "llama", if it has no own row.
+# Families whose linear layers have Hugging Face names. Rows for "dense" also hold for "llama" if "llama" has no row.
 _HF = "dense moe deepseek_v3 vlm stacked_moe llama4"
 _NAMES = (
     "choice of method, exclusions, names, shapes and dtypes were tested, but not the values that the engine computes"

@@ -201,7 +201,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
     - codes and scales of quantized layers, and tensors whose names begin with the name of a quantized layer;
     - scales of the KV cache;
     - tensors of adapters, such as LoRA;
-    - tensors that may transform weights, if a layer is quantized;
+    - tensors that may transform weights if a layer is quantized;
     - tensors that look like codes or scales of an unknown format.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}

@@ -142,7 +142,7 @@ def check_shard_name(name: object) -> str:
 def index_name(root: Path) -> str | None:
     """Return the name of the index file in the directory ``root``, or None if there is no index.
 
-    This is the name that transformers uses or, if there is no such file, the name that Diffusers uses.
+    Return the name that transformers uses. If there is no such file, return the name that Diffusers uses.
     """
     return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
 
@@ -380,8 +380,8 @@ def open_source(root: Path) -> Source:
 def _is_part_of_model(path: Path) -> bool:
     """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
 
-    A file is part of a model if its name is numbered like a shard. It is too if its directory has a config.json, and if
-    it is one of the files of the model there. If these files cannot be determined, return False.
+    A file is part of a model if its name is numbered like a shard. It is also part of a model if its directory has a
+    config.json, and if it is one of the files of the model there. If these files cannot be determined, return False.
     """
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:

@@ -107,7 +107,7 @@ def tally(
     x: np.ndarray | None = None,
     column_scale: npt.NDArray[np.float32] | None = None,
 ) -> StoredCounts:
-    """Return counts about the codes and scales of stored rows and, if ``x`` is given, about their error.
+    """Return counts about the codes and scales of stored rows. If ``x`` is given, count their errors too.
 
     Args:
         form: the container that stores the layer.

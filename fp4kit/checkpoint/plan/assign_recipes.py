@@ -7,8 +7,8 @@ magnitudes are comparable. The error of an assignment is the sum over all operat
 by about a weighted sum of these ratios ("Pushing the Limits of Large Language Model Quantization via the Linearity
 Theorem", arXiv 2411.17525). The weights of that sum are not known here, so all operators weigh equally.
 
-An operator is what engines compute as one product: q, k and v; gate and up; one kind of layer of all experts of a
-decoder layer.
+An operator consists of the layers that engines compute as one product: q, k and v; gate and up; or one kind of layer
+of all experts of a decoder layer.
 """
 
 from __future__ import annotations

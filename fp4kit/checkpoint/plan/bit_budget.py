@@ -1,6 +1,6 @@
 """Choose a recipe for every layer so that the total error is smallest within a budget of bits.
 
-A unit is a set of layers that need one choice, because engines fuse them: q, k and v; gate and up; all experts of a
+A unit is a set of layers that need one choice, because engines fuse them: q, k and v; gate and up; or all experts of a
 decoder layer. Each unit has options, each with the bits that it stores and the error that it causes.
 
 This is the multiple-choice knapsack problem. ``solve`` solves it exactly.

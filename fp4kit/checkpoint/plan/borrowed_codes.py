@@ -200,9 +200,9 @@ class GgufNames:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """Return the reordering that may turn the other model's rows into those of ``weight``, if it is q or k.
+        """Return the reordering that may turn the other model's rows into the rows of ``weight``, a q or k layer.
 
-        Return None for all other layers, and if the number of heads is unknown.
+        Return None for all other layers. Return None too if the number of heads is unknown.
 
         Args:
             weight: the weight.

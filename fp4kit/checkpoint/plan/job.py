@@ -127,14 +127,14 @@ class Job:
         recipe: how new codes are computed; None for "copy".
         form: the container to write; None to write unquantized values.
         input_scale: the activation scale to write, as the user gave it; None if the user gave none. A layer that keeps
-            its codes also keeps its own input scale, if it has one.
+            its codes also keeps its own input scale if it has one.
         nonfinite: what to do with NaN and infinity, one of NONFINITE.
         transposed: True to write unquantized values as [K, N].
         device: the number of the CUDA device that computes; None for the CPU.
         search: the error that a search of block scales minimizes, such as "mse"; "" for no search.
         columns: where the column weights of that error are; None weights all columns equally.
         input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured.
-            A layer that keeps its codes also keeps its own input scale, if it has one.
+            A layer that keeps its codes also keeps its own input scale if it has one.
     """
 
     key: str

@@ -101,7 +101,7 @@ def missing_experts(names: Iterable[str]) -> Iterator[str]:
 
 
 def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning about matrices in float64, which are not quantized, if there are any.
+    """Yield a warning about matrices in float64, which are not quantized. Yield nothing if there are none.
 
     Args:
         others: the tensors of the model that store no weight, by name.
@@ -151,7 +151,7 @@ def doubtful_layers(
 
 
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning about layers that seem to be stored as [K, N], if there are any.
+    """Yield a warning about layers that seem to be stored as [K, N]. Yield nothing if there are none.
 
     Only the axis of the hidden state is checked. It is the last axis of a layer that reads the hidden state, and the
     first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the state.

@@ -1,4 +1,4 @@
-"""Choose the recipe and the container of every layer, if a conversion uses several recipes.
+"""Choose the recipe and the container of every layer in a conversion with several recipes.
 
 A conversion has a default recipe, and may have further recipes for the layers that match a pattern. Patterns are globs
 that must match a whole module name, as in --only and --keep. The first pattern that matches a layer decides.

@@ -1,4 +1,4 @@
-"""Decide about each weight of a model what a conversion does with it: the decisions that a plan is made from.
+"""Decide what a conversion does with each weight of a model. A plan is made from these decisions.
 
 A piece is a unit of work: some rows of one matrix of a weight (see model/layers.py). A group is a set of layers that
 share a tensor scale, because loaders fuse them.

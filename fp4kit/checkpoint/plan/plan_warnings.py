@@ -92,7 +92,7 @@ def _restored_layers(facts: PlanFacts) -> list[str]:
 
 
 def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
-    """Yield a warning about fused layers whose parts keep codes and tensor scales that differ, if there are any.
+    """Yield a warning about fused layers whose parts keep different tensor scales. Yield nothing if there are none.
 
     The tensor scales of the source are read, because vLLM uses one of them for the whole fused layer. Experts in stacks
     are not checked. Nothing is yielded for output formats other than modelopt and compressed-tensors.

@@ -152,7 +152,7 @@ class ScaleSearch:
     def of(
         cls, objective: str | None, columns: str | Path | None = None, imatrix: str | Path | None = None
     ) -> ScaleSearch | None:
-        """Return the search for an objective and, if given, a file of column weights.
+        """Return the search for an objective and an optional file of column weights.
 
         Args:
             objective: the error to minimize, or None for no search.

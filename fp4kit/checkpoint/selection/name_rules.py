@@ -419,7 +419,7 @@ def _sensitive(tensor: Candidate) -> str | None:
 def _ggml(tensor: Candidate) -> str | None:
     """Return the reason why a matrix that llama.cpp's quantizer never quantizes stays unquantized.
 
-    Return None for all other tensors, and if the model is not a GGUF file.
+    Return None for all other tensors. Return None too if the model is not a GGUF file.
     """
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 

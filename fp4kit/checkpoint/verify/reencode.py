@@ -106,7 +106,7 @@ class Settings:
     patterns: tuple[tuple[str, Recipe], ...] = ()
 
     def recipe_of(self, original: str) -> Recipe | None:
-        """Return the recipe of a layer; None if it is unknown.
+        """Return the recipe of a layer, or None if the recipe is unknown.
 
         original: the name of the source's layer that the layer is made from.
         """
@@ -447,7 +447,7 @@ def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int
 
 
 def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts:
-    """Count the stored values of some rows and, if their source ``x`` is given, the errors against it.
+    """Count the stored values of some rows. If their source ``x`` is given, count the errors against it too.
 
     The low-rank matrix of SVDQuant is subtracted from the source, because the codes store only the rest.
 

@@ -317,7 +317,7 @@ _SHAPES = (
 
 
 class _Mark(NamedTuple):
-    """Tell the lines of one kind of layer from others, also without color: by color, dashes, and shape of points."""
+    """Distinguish the lines of one kind of layer by color, dashes and shape of points, so that color is not needed."""
 
     color: str
     dash: str
