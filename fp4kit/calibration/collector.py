@@ -180,8 +180,8 @@ class Collector:
     def found(self, rule: Rule | Headroom = "max") -> dict[str, np.float32]:
         """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input.
 
-        Raises ValueError for an unknown rule, for a rule other than "max" without histograms, and if an input on a GPU
-        was NaN or infinite.
+        Raises ValueError if the rule is unknown, if it needs histograms that were not collected, or if an input on a
+        GPU was NaN or infinite.
         """
         chosen = rule_of("amaxes", rule)
         entries = self._entries("amaxes")

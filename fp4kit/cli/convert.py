@@ -272,7 +272,7 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workers(parser: Any) -> None:
-    """Add the options --workers, --dask and --device about where work is done, which convert and verify share."""
+    """Add the options --workers, --dask and --device, which tell convert and verify where work is done."""
     text = (
         "number of workers (default: depends on the machine). Workers are threads. They are processes if verify runs on"
         " the CPU, if there is no compiled engine, or if 4 or more workers convert a large model on the CPU"

@@ -80,7 +80,7 @@ def parity(
             contracts state the recipe of the KV cache. If the layouts of the pages differ too, arrays (tokens, heads,
             head_dim) are written in one layout and read in the other. None draws numbers.
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
-            several rows. The rows are evenly spaced. A tensor amax is always that of the whole layer.
+            several rows. The rows are evenly spaced. A tensor amax is always computed over the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
         seconds: begin no new layer after this time, but compare at least one. `notes` of the result names the layers
             that were left out. None for no limit.
@@ -194,8 +194,8 @@ class _Check:
     def _names(self) -> tuple[list[str], list[str]]:
         """Return the names of the layers to compare, and one text per layer that only one side has.
 
-        A layer is compared if every side with stored tensors has it. If no side has stored tensors, the layers are
-        those of the weights. If one side has stored tensors and the other quantizes the weights (`makes`), layers
+        A layer is compared if every side with stored tensors has it. If no side has stored tensors, the layers of the
+        weights are compared. If one side has stored tensors and the other quantizes the weights (`makes`), layers
         without an unquantized weight are left out, and self.notes names them.
 
         Raise ValueError if no layer is left.

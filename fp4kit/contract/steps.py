@@ -36,7 +36,7 @@ StepName: TypeAlias = Literal[
 and lie in the middle between two codes. "value": values differ, and nothing is known about the steps before."""
 
 _ORDER: tuple[StepName, ...] = ("amax", "tensor scale", "block scale", "quotient", "code", "decode")
-# beginning of a recorded name -> step; the first that fits decides
+# beginning of a recorded name -> step; the first entry that fits the name decides
 _STEPS = (
     ("tensor amax", "amax"),
     ("block amax", "amax"),

@@ -112,7 +112,7 @@ class SafetensorsWriter:
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
         """Append the bytes of ``data`` to the tensor ``name``. Chunks of one tensor must arrive in order.
 
-        Raise CheckpointError if they exceed the size of the tensor, and KeyError if there is no such tensor.
+        Raise CheckpointError if the bytes exceed the size of the tensor, and KeyError if there is no such tensor.
         """
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         position = self._next[name]

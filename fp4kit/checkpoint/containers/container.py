@@ -150,7 +150,7 @@ class Container:
     def _unit_bits(self) -> int:
         """The number of bits of one element of the codes tensor: 8 for U8, which holds two 4-bit codes.
 
-        If codes and scales share a tensor (in_blocks), it is the number of bits of one code, because that tensor has
+        If codes and scales share a tensor (in_blocks), return the number of bits of one code, because that tensor has
         the layer's shape.
         """
         return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]

@@ -221,8 +221,8 @@ class Scales(NamedTuple):
 
     mishap: the name of the mishap that was undone; None if the scales are in the declared layout.
     values: the block scales in linear order (N, B).
-    present: a mask (N, B) of the scales that the file has; None if it has all. Some are lost if padding was cut off in
-        the wrong place.
+    present: a mask (N, B) of the scales that the file has; None if the file has all scales. Some scales are lost if
+        padding was cut off in the wrong place.
     """
 
     mishap: str | None

@@ -184,7 +184,7 @@ def _check_files(paths: Iterable[Path]) -> None:
 
 
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
-    """Return whether a layer belongs to an expert, and at least one expert of the same layer was measured.
+    """Return whether a layer belongs to an expert, and at least one expert of its stack was measured.
 
     Args:
         layer: the name of the layer.

@@ -259,7 +259,7 @@ def _name_map() -> dict[str, tuple[str, ...]]:
 def gguf_names(module: str) -> tuple[str, ...]:
     """Return the names that a layer with a Hugging Face name may have in GGUF files; () if the name is unknown.
 
-    There may be several because the name map of no particular architecture is used. They do not end in ".weight".
+    There may be several names, because the name map covers all architectures. They do not end in ".weight".
     """
     module = module.replace("language_model.", "")
     number = _NUMBER.search(module)

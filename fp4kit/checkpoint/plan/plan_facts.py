@@ -146,8 +146,8 @@ class PlanFacts:
         If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
 
         name: the name of the tensor.
-        entry: the tensor's dtype and shape. If the tensor holds the values or codes of a weight, those of the weight
-            are used.
+        entry: the tensor's dtype and shape. If the tensor holds the values or codes of a weight, the weight's
+            dtype and shape are used.
         facts: the facts about the model, from model_facts.
         """
         weight = self.weights.get(name)

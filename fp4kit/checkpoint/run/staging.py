@@ -318,7 +318,7 @@ class Stage:
 
     folder: the partial directory.
     is_ours: True if this run may remove the content. A resumed run sets it to True once it has accepted the journal.
-    published: True once the directory, or the files in it that are the result, have been renamed to their final paths.
+    published: True once the directory, or the result files in it, have been renamed to their final paths.
     """
 
     def __init__(self, folder: Path, is_ours: bool) -> None:

@@ -141,7 +141,7 @@ class Selector:
     def decide(self, tensor: Candidate) -> Decision:
         """Return the decision on one tensor.
 
-        The first of these that applies decides:
+        These rules are tried in order, and the first rule that applies decides:
 
         1. the rules of name_rules.py, --keep-first and --keep-last, and the length of a row;
         2. the --keep and --only patterns;
@@ -188,7 +188,7 @@ class Selector:
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
         """Return the decision to leave a tensor unquantized if --keep-first or --keep-last covers its layer.
 
-        Return None if neither does, or if the tensor is in no decoder layer.
+        Return None if neither option covers the layer, or if the tensor is in no decoder layer.
         """
         place = tensor.decoder_layer
         if place is None:

@@ -274,9 +274,9 @@ class _Repaired:
 def _rescaled(
     form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
 ) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of block_scale * (scale / shared). Nothing overflows, because scale <= shared.
+    """Return the E4M3 codes of block_scale * (scale / shared). NaN stays NaN.
 
-    NaN stays NaN.
+    Nothing overflows, because scale <= shared.
 
     form: the container of the layer.
     codes: the E4M3 codes of the block scales.
