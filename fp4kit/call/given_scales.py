@@ -35,7 +35,8 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
 def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
     """Return the caller's block_scale as uint8 in the layout `layout`; None if the recipe has no block scales.
 
-    Raise TypeError unless its dtype is uint8 or the recipe's float8 type. Raise ValueError if its shape does not fit.
+    Raise TypeError unless the dtype of block_scale is uint8 or the recipe's float8 type. Raise ValueError if its shape
+    does not fit.
 
     given: the block_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
     axis last.

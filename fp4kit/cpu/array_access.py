@@ -99,7 +99,7 @@ def _torch() -> ArrayAccess:
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the ArrayAccess for JAX. JAX arrays are read-only, so results are NumPy arrays that are handed to JAX.
+    """Return the ArrayAccess for JAX. Results are NumPy arrays that are passed to JAX, whose arrays are read-only.
 
     like: a JAX array, on whose device results are placed.
     """

@@ -119,7 +119,7 @@ class Tiles(NamedTuple):
     def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
         """Yield the slabs of the matrix. A slab consists of whole tiles, and is the work of one call of the library.
 
-        cost: the time per element relative to encoding. The slabs of an expensive operation are smaller.
+        cost: the time per element relative to encoding. Expensive operations have smaller slabs.
         """
         max_elements = ELEMENTS_PER_CALL // cost
         across = max(max_elements // self.tile_rows // self.tile_columns, 1) * self.tile_columns

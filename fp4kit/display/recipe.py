@@ -24,7 +24,7 @@ _DESCRIBED = (
 def panel(r: Recipe) -> Panel:
     """Return the panel of a recipe: its aliases, formats, rules and sources, and all other fields that are not default.
 
-    A row for `formulas` says how to see the rules applied. It is there only if the recipe is in the table.
+    If the recipe is in the table, a row for `formulas` says how to see the rules applied.
     """
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"

@@ -300,7 +300,7 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 
 
 def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
-    """Return the pair (differing, compared): how many entries of two arrays differ, and how many there are.
+    """Return the pair (differing, compared): the number of entries that differ, and the number of all entries.
 
     NaN equals NaN. Return (0, 0) if both arrays are None. If one is None or the shapes differ, all entries of the
     larger array count as differing.

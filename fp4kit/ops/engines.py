@@ -275,8 +275,8 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
     """Return a cached call that saves only the parsing of arguments, for calls that new_cached_call does not support.
 
-    The function that is returned takes (x, amax, out) and runs `operation` by the first engine that supports the call.
-    Return None if x, the array as the caller passed it, is not a NumPy array, or if the caller passed tensor_amax.
+    The returned function takes (x, amax, out), and runs `operation` by the first engine that supports the call. Return
+    None if the caller passed tensor_amax, or if x is not a NumPy array. x: the array as the caller passed it.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

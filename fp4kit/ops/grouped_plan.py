@@ -197,12 +197,12 @@ class GroupedPlan:
         return f"GroupedPlan({len(self._inputs['xs'].entries)} arrays, {self.recipe.id})"
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
-        """Make the plan again for the current entries of its sequences. Results of earlier calls stay unchanged.
+        """Make the plan again for the current entries of its sequences. Results of earlier calls are not overwritten.
 
         Args:
-            xs: a new sequence or stacked array; None keeps the plan's.
-            tensor_amax: new tensor amaxes; None keeps the plan's.
-            block_amax: new block amaxes; None keeps the plan's.
+            xs: a new sequence or stacked array; None keeps the current one.
+            tensor_amax: new tensor amaxes; None keeps the current ones.
+            block_amax: new block amaxes; None keeps the current ones.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as for GroupedPlan.

@@ -118,8 +118,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
     Raises:
         TypeError: the scales are not uint8.
-        ValueError: the array's size is not that of `shape` with its padding; the layout is unknown; layout or shape is
-            missing for an array, or given for a Quantized; or a Quantized has no block scales.
+        ValueError: the size of the array does not fit `shape` with its padding; the layout is unknown; layout or shape
+            is missing for an array, or given for a Quantized; or a Quantized has no block scales.
 
     Examples:
         >>> import fp4kit, numpy as np

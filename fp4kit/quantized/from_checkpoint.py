@@ -240,7 +240,7 @@ def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
     """Return the shape of x, the array that was quantized, from the shape of its packed codes.
 
-    The last axis of packed is the quantized one. axis: the position of the quantized axis in x, which may be negative.
+    The last axis of packed is the quantized axis. axis: the position of the quantized axis in x, which may be negative.
     Raise ValueError if x has no such axis.
     """
     ndim = packed.ndim

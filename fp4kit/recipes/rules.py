@@ -239,7 +239,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """Describe which recipes can use a search for block amaxes, that is a value of Recipe.search.
+    """Describe which recipes can use a search for block amaxes, which is a value of Recipe.search.
 
     A search usually tries several amaxes and compares errors. The search "quest" computes one amax from the standard
     deviation of the block.

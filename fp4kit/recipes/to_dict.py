@@ -1,6 +1,6 @@
 """Convert a recipe to JSON data and back: the id of a recipe in the table, or all fields of a variant.
 
-Files that fp4kit saves contain this data. It may come from an untrusted file, so from_data checks all of it.
+Files that fp4kit saves contain this data. from_data checks all of the data, because a file may be untrusted.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _mxfp8() -> Iterator[Recipe]:
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
     """Return the recipe of torchao 0.19 dev's to_mx for a format and a scale mode.
 
-    The recipe for 0.18.0, which _to_mx_018 returns, has the id followed by "-018".
+    _to_mx_018 returns the recipe for 0.18.0, whose id ends in "-018".
 
     fmt: an MX format.
     mode: "floor", "rceil", "ceil" or "even".

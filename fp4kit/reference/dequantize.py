@@ -286,8 +286,8 @@ def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16.
 
-    So a scale s of 2^16 or more is infinite, and one below 2^-24 is 0. Scale code 255 is infinite too. Under an
-    infinite scale, zeros become NaN. tensor and recipe are not used. Source: MLX mx.dequantize of float16 on a CPU;
+    A scale s of 2^16 or more becomes infinite, and a scale below 2^-24 becomes 0. Scale code 255 is infinite too. With
+    an infinite scale, zeros become NaN. tensor and recipe are not used. Source: MLX mx.dequantize of float16 on a CPU;
     fouroversix dequantize, for every dtype.
     """
     scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))

@@ -215,8 +215,8 @@ def quantize_four_over_six(
     """Return the element codes (m, blocks, 16) and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
 
     With base = amax / 6 * tensor.encode, the two candidate scales are E4M3(min(base, 448)), which puts amax at 6, and
-    E4M3(min(base * 1.5, 448)), which puts it at 4. The second scale is taken only if its error is strictly smaller, so
-    not if an error is NaN.
+    E4M3(min(base * 1.5, 448)), which puts it at 4. The second scale is taken only if its error is strictly smaller. If
+    an error is NaN, the first scale is taken.
 
     amax: the block amaxes (rows of blocks, blocks).
     """

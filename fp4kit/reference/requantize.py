@@ -56,8 +56,8 @@ class KeptCodes(NamedTuple):
 def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
     """Return q cast from MXFP4 to the NVFP4 recipe target, with the codes of q.
 
-    The tensor scale is 2^m, where m is the largest exponent of a block with a nonzero code, minus 8; m is 0 if all
-    codes are zero. The result has the shape, dtype and scale layout of q.
+    The tensor scale is 2^m. m is the largest scale exponent among blocks with a nonzero code, minus 8. If all codes are
+    zero, m is 0. The result has the shape, dtype and scale layout of q.
 
     Return None in three cases:
 
@@ -114,7 +114,7 @@ def with_encoded_blocks(kept: KeptCodes, encoded: Quantized) -> Quantized:
 def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float32]:
     """Return how many values of two float32 arrays differ, and the largest magnitude of their differences.
 
-    Values differ if their bits do, so -0 differs from +0, with a difference of 0. Every NaN equals every NaN. The
+    Values differ if their bits differ. So -0 differs from +0, with a difference of 0. All NaNs count as equal. The
     magnitude is 0 if no value differs, and NaN if a NaN became a number or a number became NaN.
     """
     same = (before.view(np.uint32) == after.view(np.uint32)) | (np.isnan(before) & np.isnan(after))

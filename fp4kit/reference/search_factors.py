@@ -177,10 +177,11 @@ def search_quest(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
         std = sqrt(mean(x^2) - mean(x)^2)
         amax = 2^(floor(log2(QUEST_FACTOR * std + 1e-8)) + emax)
 
-    emax is the exponent of the largest element value. log2 and every other operation are rounded to float32. Sums are
-    those of summation_order.sum_halves. If std or the amax is infinite or NaN, the result is NaN. That is also so if
-    rounding makes the difference negative, which happens only in blocks of nearly equal elements. x holds float32
-    elements. amax, tensor and dtype are not used. Source: FP-Quant, Triton pseudo-quantizer of MXFP4, method quest.
+    emax is the exponent of the largest element value. log2 and every other operation are rounded to float32.
+    summation_order.sum_halves computes the sums. If std or the amax is infinite or NaN, the result is NaN. The result
+    is also NaN if rounding makes the difference negative, which happens only in blocks of nearly equal elements. x
+    holds float32 elements. amax, tensor and dtype are not used. Source: FP-Quant, Triton pseudo-quantizer of MXFP4,
+    method quest.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     count = np.float32(recipe.block_size)

@@ -37,7 +37,7 @@ _steps: ContextVar[list[Step] | None] = ContextVar("steps", default=None)
 
 
 def show(name: str, result: T, format: ElementFormat | None = None) -> T:
-    """Return result. If steps are being recorded, first append it to them under the given name.
+    """Return result unchanged. If steps are being recorded, first append result to them under the given name.
 
     format: the format of the codes that result consists of; None for numbers.
     """

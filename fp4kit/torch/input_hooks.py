@@ -222,10 +222,10 @@ class _Products(TorchFunctionMode):
 
 
 def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return both factors of a call of F.linear, torch.matmul or torch.mm, each None if it is not found.
+    """Return both factors of a call of F.linear, torch.matmul or torch.mm. A factor that is not found is None.
 
-    The first is the first positional argument, or `input`. The second is the second positional argument, or `weight`,
-    `other` or `mat2`.
+    The first factor is the first positional argument, or `input`. The second factor is the second positional argument,
+    or `weight`, `other` or `mat2`.
 
     args, kwargs: the arguments of the call.
     """

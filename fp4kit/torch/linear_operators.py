@@ -137,7 +137,7 @@ def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
-    """Raise NotImplementedError, always: gradients from quantized operands are not differentiable themselves."""
+    """Always raise NotImplementedError, because gradients from quantized operands have no gradients themselves."""
     raise NotImplementedError(NO_SECOND_GRADIENT)
 
 

@@ -178,7 +178,7 @@ def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
 
 @contextmanager
 def _naming_the_way_out(parameter: str) -> Iterator[None]:
-    """Append to every ValueError raised in the with block how to exclude the parameter from the settings.
+    """Extend every ValueError raised in the with block by advice how to exclude the parameter from the settings.
 
     Advice to pad the array is removed from the message. Other exceptions pass unchanged.
     """

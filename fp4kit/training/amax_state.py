@@ -230,14 +230,14 @@ class AmaxState(Mapping[str, Any]):
 
         Args:
             comm: the group of processes.
-            experts: wildcard of quantizers whose number is that of a local expert. Any other quantizer is the same on
-                every rank, and its largest value is kept.
+            experts: a wildcard for the names of quantizers that are numbered by local expert. Any other quantizer is
+                the same on every rank, and its largest value is kept.
             numbers: global numbers of the local experts 0 ... n - 1, in any order. None: each rank holds consecutive
                 experts, beginning with rank 0.
             count: the number of experts that must be present. None: as many as the largest number implies.
 
         Raises:
-            ValueError: on every rank alike, naming the key, for a missing, surplus or duplicate expert.
+            ValueError: on every rank, for a missing, superfluous or duplicate expert. The message names the key.
             ValueError: likewise for a local expert without a global number, for different shapes, for NaN and for
                 negative values.
             ValueError: if ``count`` is given and no expert matches ``experts``.

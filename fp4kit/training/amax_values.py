@@ -73,9 +73,9 @@ def _where(value: Any) -> str:
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
-    """Return a dict of ``named`` with NumPy arrays. All GPU arrays of a device are copied to the host in one copy.
+    """Return ``named`` as a dict of NumPy arrays. The arrays on each GPU are copied to the host in one transfer.
 
-    NumPy arrays are not copied. GPU arrays come after them, so the order of keys may change.
+    NumPy arrays are not copied. In the dict, arrays from GPUs come after NumPy arrays, so the order of keys may change.
     """
     found = {name: value for name, value in named.items() if not imports.on_device(value)}
     devices: dict[int, list[AmaxName]] = defaultdict(list)

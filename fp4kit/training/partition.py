@@ -21,7 +21,7 @@ _REFUSED = -1  # sent in place of the number of matrices by a process whose shar
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """If the body of the ``with`` statement raises an exception, tell the other processes, then raise it again.
+    """If the body of the ``with`` statement raises an exception, tell the other processes, and raise it again.
 
     The other processes wait in exchange_cuts, which then raises ValueError in each of them. With one process, nothing
     is sent.

@@ -195,9 +195,9 @@ def _word(env: Mapping[str, str], name: str) -> str:
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Return whether the environment variable ``name`` of ``env`` is "1"; False if it is 0, empty or missing.
+    """Return True if the environment variable ``name`` of ``env`` is "1", and False if it is "0", empty or missing.
 
-    Raises ValueError for any other value, and TypeError if it is not a string.
+    Raises ValueError for any other string, and TypeError for a value that is not a string.
     """
     value = _word(env, name)
     if value not in ("", "0", "1"):
