@@ -451,7 +451,7 @@ class _Check:
     def _input(self, name: str, columns: int) -> np.ndarray:
         """Return the inputs of a layer (tokens, K): the caller's, or normally distributed numbers in bfloat16.
 
-        Raise ValueError if those of the caller are not floats of `columns` columns.
+        Raise ValueError if the caller's inputs are not floats of `columns` columns.
         """
         if self.inputs is not None and name in self.inputs:
             x = array_of(f"inputs: {name}", self.inputs[name])

@@ -183,7 +183,7 @@ class Contract:
 
     @classmethod
     def of(cls, path: str | Path, *, source: str | Path | None = None) -> Contract:
-        """Return the contract of a checkpoint: the one that lies in it, or one that is inferred from it.
+        """Return the contract that is stored in a checkpoint, or infer the contract from the checkpoint.
 
         Without a contract file, settings are inferred from fp4kit's record in the config, from the names of tensors
         and from tensor scales. If fp4kit recorded no recipe and `source` is given, the recipe is identified from the
@@ -243,7 +243,7 @@ class Contract:
         to the weights of routed experts.
 
         Args:
-            environ: the variables. None: those of the process.
+            environ: the variables; None for the variables of this process.
 
         Returns:
             The Contract, with `patterns` for routed experts.

@@ -1,7 +1,7 @@
 """Convert the fields of a Contract to JSON data and back, and write and read contract files.
 
 A recipe of the table is written as its id, its versions and its facts: the values of the fields that determine bits
-and differ from their defaults. On reading, the facts must be those of this version of fp4kit, so a contract never
+and differ from their defaults. On reading, the facts must agree with this version of fp4kit, so a contract never
 changes its meaning silently. A file may come from an untrusted source, so all of it is checked.
 """
 
@@ -124,7 +124,7 @@ def _facts(r: Recipe) -> dict[str, Any]:
 def _recipe_from(name: str, data: Any) -> Recipe:
     """Return the recipe that JSON data describes: an id, an id with facts, or all fields.
 
-    Raise ValueError if the facts differ from those of this version of fp4kit.
+    Raise ValueError if this version of fp4kit has other facts.
 
     name: the field that holds the recipe, for messages.
     """

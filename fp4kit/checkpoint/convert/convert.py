@@ -198,7 +198,8 @@ def convert(
 
     An exception leaves no incomplete ``destination``.
 
-    Exact: codes and scales equal those of fp4kit.quantize for the whole tensor, called with the largest amax of the
+    Exact: codes and scales equal the result of fp4kit.quantize for the whole tensor, called with the largest amax of
+        the
     layers that share its tensor scale. Only all-zero tensors and groups differ: their tensor scale is 1.
     """
     plan = make_plan(

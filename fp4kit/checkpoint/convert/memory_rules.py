@@ -87,7 +87,7 @@ class Rules:
         return self._request.mixture_for(self.config)
 
     def of_layer(self, module: str) -> Rules:
-        """Return rules with one recipe, that of a layer.
+        """Return rules whose only recipe is the recipe of one layer.
 
         Args:
             module: the name that the model gives the layer or the stack of experts.

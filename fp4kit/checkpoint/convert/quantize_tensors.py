@@ -90,8 +90,8 @@ def _parts(
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
     """Return the number that the container stores as tensor scale: the scale of ``q``, or a divisor.
 
-    The divisor is the one that the recipe computes, otherwise the reciprocal of the scale. Raise CheckpointError if the
-    scale or the divisor is not a positive normal float32, because no loader could use it.
+    The recipe computes the divisor if it can. Otherwise, the divisor is the reciprocal of the scale. Raise
+    CheckpointError if the scale or the divisor is not a positive normal float32, because no loader could use it.
 
     module: the name of the layer, for the message.
     q: the quantized layer.

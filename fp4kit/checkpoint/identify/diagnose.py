@@ -408,7 +408,7 @@ def _other_codes_under_scales(
 
     - No recipe gives all scales.
     - Only a few bytes differ, which means that they are damaged.
-    - The signs of the codes are not those of the source.
+    - The signs of the codes differ from the signs of the source.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

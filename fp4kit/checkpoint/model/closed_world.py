@@ -182,7 +182,7 @@ _REFUSED_TENSORS = {
     "qzeros": "zero points, which no 4-bit float format has",
     "biases": "offsets of an integer format (MLX affine), which is not supported",
 }
-# A part of a tensor's name by which adapters are recognized: those of PEFT, of kohya's scripts and of LyCORIS.
+# A part of a tensor's name by which adapters of PEFT, of kohya's scripts and of LyCORIS are recognized.
 _ADAPTER = re.compile(
     r"(lora|ia3|vera|boft|oft|hada|lokr|hra|fourierft|vblora|randlora|shira|waveft)_\w+"
     r"|dora_scale|bone_block|miss_block|c3a_kernel|trainable_tokens_\w+|modules_to_save"

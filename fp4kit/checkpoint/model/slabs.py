@@ -398,7 +398,7 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
 
 
 def _swizzled(readers: Readers, place: Located, line: int, start: int, count: int) -> np.ndarray:
-    """Read swizzled block scales and return those of ``count`` rows in linear order, (count, line).
+    """Read swizzled block scales, and return the scales of ``count`` rows in linear order, (count, line).
 
     Whole tiles of 128 rows are read, and then cut to the requested rows.
 

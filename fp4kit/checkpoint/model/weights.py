@@ -219,7 +219,7 @@ def weights_of(
         tensors: tensor name -> (its file, its header entry).
         config: the content of config.json.
         damaged: True to accept also quantized layers whose block scales have the wrong shape or whose tensor scale is
-            missing. False treats their tensors like those of an unknown format.
+            missing. False treats their tensors like tensors of an unknown format.
 
     Raises:
         CheckpointError: if ComfyUI's metadata in a file is not a JSON object.
@@ -264,7 +264,9 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Return the containers to try for the layers of a checkpoint: those of the declared ``quant_method`` first.
+    """Return the containers to try for the layers of a checkpoint.
+
+    Containers of the declared ``quant_method`` come first.
 
     The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors. A
     container that needs a certain ``quant_algo`` is left out if the config does not declare it.

@@ -93,7 +93,7 @@ def _grains(error: float) -> int:
 def _hull(options: Sequence[Option]) -> list[int]:
     """Return the indices of the options on the lower convex hull of (bits, error), by increasing bits.
 
-    The first is the smallest option, and the last is the one with the smallest error.
+    The first is the smallest option, and the last has the smallest error.
     """
     found: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: (options[i].bits, options[i].error)):
@@ -111,7 +111,7 @@ def _hull(options: Sequence[Option]) -> list[int]:
 
 
 def _steps(units: Sequence[Unit], hulls: Sequence[list[int]]) -> list[_Step]:
-    """Return the steps along the hulls of all units, those with the largest gain per bit first."""
+    """Return the steps along the hulls of all units. The steps with the largest gain per bit come first."""
     found = []
     for number, hull in enumerate(hulls):
         for low, high in pairwise(hull):

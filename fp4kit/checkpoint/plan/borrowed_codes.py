@@ -157,7 +157,7 @@ def _in_order(
 
 
 class GgufNames:
-    """Translate layer names of a model directory to those of a GGUF file, with the gguf package's name map.
+    """Translate layer names of a model directory to names in a GGUF file, with the gguf package's name map.
 
     Args:
         file: the one of the two models that is a GGUF file. Its architecture selects the name map.
@@ -214,7 +214,7 @@ class GgufNames:
 
 
 def recorded_recipe(source: Source) -> str:
-    """Return the id of the fp4kit recipe that a model records as the one that made its codes, or "" if it records none.
+    """Return the id of the fp4kit recipe that made a model's codes according to its record; "" if there is no record.
 
     The id is in ``quantization_config`` of the config. If the config has no ``quantization_config``, as in ComfyUI
     files, the metadata of the model's safetensors files is searched.

@@ -106,7 +106,7 @@ def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> d
 def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
     """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight.
 
-    Yield nothing for a weight whose name is not that of an expert or of a stack of experts.
+    Yield nothing for a weight that is neither an expert nor a stack of experts, according to its name.
     """
     rows = (0, weight.shape[-2])
     if len(weight.shape) == 2:

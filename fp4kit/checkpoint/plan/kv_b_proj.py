@@ -5,7 +5,7 @@ mlx-lm reads kv_b_proj [H * (nope + v), K] for H heads as [H, nope + v, K], and 
 - embed_q [H, K, nope]: the first ``nope`` rows of each head, transposed;
 - unembed_out [H, v, K]: the other rows of each head.
 
-The blocks of a quantized embed_q therefore run along another axis than those of kv_b_proj, so kv_b_proj is written
+The blocks of a quantized embed_q therefore run along another axis than the blocks of kv_b_proj, so kv_b_proj is written
 unquantized. Source: mlx-lm 0.32.2, sanitize in models/deepseek_v3.py, deepseek_v32.py, glm4_moe_lite.py, kimi_k3.py,
 kimi_linear.py, longcat_flash.py, mistral4.py, bailing_hybrid.py and bailing_moe_v3.py.
 """

@@ -58,7 +58,7 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
 
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if a stack of experts does not fit the one beside it; "" if it does or there is none.
+    """Return an error message if a stack of experts does not fit the stack beside it. Return "" otherwise.
 
     Args:
         name: the module of one stack.

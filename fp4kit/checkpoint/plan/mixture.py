@@ -55,7 +55,7 @@ class Mixture:
         self._found: dict[str, Choice] = {}  # module -> its choice
 
     def of(self, module: str) -> Choice:
-        """Return the choice for a layer: that of the first pattern that matches, or the default if none matches.
+        """Return the choice of the first pattern that matches a layer, or the default if no pattern matches.
 
         Args:
             module: the layer's name in the source. A stack of experts is one layer.

@@ -21,8 +21,8 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str, Origin, Origin]] | None:
     """Return (name in the directory, rows in a, rows in b) for every layer that a directory and a GGUF file share.
 
-    Rows of q and k in the GGUF file are reordered if that brings their values closer to those of the directory. Layers
-    of other shapes, and layers whose names the gguf package does not map, are left out.
+    Rows of q and k in the GGUF file are reordered if that brings their values closer to the values in the directory.
+    Layers of other shapes, and layers whose names the gguf package does not map, are left out.
 
     Return None unless one of a and b is a GGUF file and the other is not.
 

@@ -154,7 +154,7 @@ class Check:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the source rows of the matrix; without source rows, that of the stored matrix."""
+        """The size in bytes of the source rows of the matrix, or of the stored matrix if there are no source rows."""
         if self.origin is None:
             return self.stored.nbytes // self.stored.experts
         source = self.origin.weight

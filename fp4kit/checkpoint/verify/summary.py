@@ -17,7 +17,7 @@ DECIBELS = (
 
 
 def worst_first(report: VerifyReport) -> list[LayerReport]:
-    """Return the layers of a report: those with errors, then warnings, then the others, each by increasing SQNR."""
+    """Return the layers with errors, then the layers with warnings, then all others, each by increasing SQNR."""
     ranks: dict[str, int] = {}
     for issue in report.issues:
         rank = 0 if issue.severity == "error" else 1
