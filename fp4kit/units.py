@@ -62,9 +62,9 @@ class FloorDotAdd:
     """Describe one step of a matrix unit of AMD's CDNA3.
 
     The products are divided into `sums` sums: product k belongs to sum k % sums. The products of a sum are shifted to
-    their largest exponent, truncated toward zero to fraction_bits bits after the point, and added exactly. The sums
-    are then added to C, each rounded down (floor): the sum of products keeps sum_bits + 1 bits after the point, C
-    fraction_bits, and their total sum_bits. The total is rounded to float32, to nearest even.
+    their largest exponent, truncated toward zero to fraction_bits bits after the point, and added exactly. The sums are
+    then added to C. Each number is rounded down (floor): a sum of products keeps sum_bits + 1 bits after the point, C
+    keeps fraction_bits, and their total keeps sum_bits. The total is rounded to float32, to nearest even.
 
     Args:
         k: number of products per step.

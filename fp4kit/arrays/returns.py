@@ -43,7 +43,7 @@ JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 def library_of(a: Any) -> ArrayLibrary | None:
     """Return TORCH or JAX if an array belongs to that library; return None for NumPy, CuPy and every other library.
 
-    The library of a list or tuple is that of its first array. The library of a Quantized is that of its codes.
+    For a list or tuple, the first array decides. For a Quantized, the codes decide.
     """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None

@@ -341,8 +341,8 @@ def step_of(
 ) -> DotAdd | FloorDotAdd | None:
     """Return the step of a unit for two operands; None if the unit has an order.
 
-    Raise ValueError, naming what the unit has, if it has no step for them. The unit "float32-blocks" accepts only E2M1
-    operands with block scales of equal blocks. names: the operands in the message.
+    Raise ValueError if the unit has no step for them. The message names the kinds that the unit has. The unit
+    "float32-blocks" accepts only E2M1 operands with block scales of equal blocks. names: the operands in the message.
     """
     given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (

@@ -53,8 +53,8 @@ def dequantize_matrix(
 ) -> None:
     """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out.
 
-    The arguments and the result are those of reference.dequantize.dequantize_matrix. scales: the codes of the linear
-    block scales; None for a recipe without block scales. tensor: the tensor scale.
+    The arguments and the result are the same as for reference.dequantize.dequantize_matrix. scales: the codes of the
+    linear block scales; None for a recipe without block scales. tensor: the tensor scale.
     """
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)

@@ -1,8 +1,8 @@
-"""The compiled CPU engine: the functions of host/engine.py, computed by a C++ library.
+"""Provide the functions of host/engine.py, computed by a compiled C++ library: the CPU engine.
 
-Its results equal the specification's in every bit. Codes, scales and values are computed by the rules that the CUDA
-kernels use, too (cuda/kernels/rules). The specification computes tiles that hold NaN or infinities. For calls that the
-library does not support, the functions raise Declined. In this file, `reference` is host/engine.py.
+The results equal the results of the specification in every bit. The library computes codes, scales and values by the
+rules that the CUDA kernels also use (cuda/kernels/rules). The specification computes tiles that hold NaN or infinities.
+For calls that the library does not support, the functions raise Declined. In this file, `reference` is host/engine.py.
 """
 
 from __future__ import annotations

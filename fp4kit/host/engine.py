@@ -184,7 +184,8 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
 def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
     """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
 
-    An empty array gives a Quantized of empty arrays. Its tensor scale, if any, is that of an amax of 0.
+    An empty array gives a Quantized of empty arrays. If the recipe has a tensor scale, the tensor scale is computed
+    from an amax of 0.
 
     functions: the functions of the engine that computes the codes.
     """

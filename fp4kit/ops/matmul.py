@@ -100,7 +100,7 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
     """Return an operand in the form that the engines take. Arrays other than Quantized are returned unchanged.
 
     Block scales are in the linear layout. For the unit "dequantized", a Quantized is decoded to bfloat16, with the
-    quantized axis last; raise ValueError unless that axis is one of the last two.
+    quantized axis last. In this case, raise ValueError unless the quantized axis is one of the last two.
 
     op, name: the public function and the operand, as the message names them.
     """

@@ -144,8 +144,8 @@ def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
         seed: an int from 0 to 2^64 - 1.
 
     Returns:
-        int8 (size,), each 1 or -1. Sign i is -1 if byte i of the random stream of the seed is 128 or more. The stream
-        is that of stochastic rounding (Philox4x32-10).
+        int8 (size,), each 1 or -1. Sign i is -1 if byte i of the random stream of the seed is 128 or more. Stochastic
+        rounding uses the same stream (Philox4x32-10).
 
     Raises:
         TypeError: size or seed is not an int.

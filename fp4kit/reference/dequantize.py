@@ -107,8 +107,8 @@ def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (e4m3(scales) * tensor.decode), with the scale codes 0x7F and 0xFF read as 480 and -480.
 
-    e4m3() decodes scale codes, of which these two are usually NaN. recipe is not used. Source: MLX mx.dequantize on a
-    CPU, up to 0.32.2.
+    e4m3() decodes scale codes. These two codes usually stand for NaN. recipe is not used. Source: MLX mx.dequantize on
+    a CPU, up to 0.32.2.
     """
     numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
     return values * (numbers[..., None] * tensor.decode)

@@ -133,7 +133,7 @@ def is_zero_block(amax: np.ndarray) -> np.ndarray:
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks.
 
-    If it does not skip them (see leaves_zero_blocks), return codes unchanged.
+    If the producer does not skip zero blocks (see leaves_zero_blocks), return codes unchanged.
 
     codes: the element codes (m, blocks, 16).
     amax: the block amaxes (m, blocks). A block is zero if its amax is 0 or subnormal.

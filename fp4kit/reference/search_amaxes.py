@@ -1,10 +1,11 @@
 """Search amaxes: try a grid of multiples of each amax and keep the best.
 
-It serves recipes without block scales, and recipes with amax rules. The best multiple gives the smallest loss, that is
-the sum of a power of the errors of fake quantization. An amax may cover a tensor, an expert, a row or a block.
+This search is for recipes without block scales, and for recipes with amax rules. The best multiple gives the smallest
+loss. The loss is the sum of a power of the errors of fake quantization. An amax may cover a tensor, an expert, a row or
+a block.
 
-The grid and the choice are those of Model-Optimizer 0.47, torch/quantization/calib/mse.py MseCalibrator. That class
-sums float32 errors in PyTorch's order. Here the errors are exact and are summed in float64.
+The grid and the choice come from Model-Optimizer 0.47, torch/quantization/calib/mse.py MseCalibrator. MseCalibrator
+sums float32 errors in PyTorch's order. This search computes exact errors and sums them in float64.
 """
 
 from __future__ import annotations

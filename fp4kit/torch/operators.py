@@ -43,7 +43,7 @@ def seed_outline(seed: Tensor | None) -> Any:
 def empty(like: Tensor, call: Call) -> Tensor:
     """Return an uninitialized tensor for the result of a call, with the dtype and device of `like`.
 
-    Its memory layout is the one that fp4kit's engines return: contiguous when the quantized axis is last.
+    The tensor has the memory layout of the engines' results, which are contiguous when the quantized axis is last.
     """
     return like.new_empty(call.moved.shape).movedim(-1, call.axis)
 

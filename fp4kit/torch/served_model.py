@@ -60,7 +60,7 @@ def fake_quantize_served(
 def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatPlan) -> None:
     """Parametrize the parameters of a plan.
 
-    places: {name: place} of all parameters. forms: {name: how it is fake-quantized} of those in the plan.
+    places: {name: place}, for all parameters. forms: {name: Form}, for the parameters in the plan.
     """
     orders: dict[int, list[str]] = defaultdict(list)
     for place in places.values():
@@ -85,7 +85,7 @@ def _form(place: Place, plan: QatPlan, pass_through: bool) -> Form:
 def _check(place: Place, form: Form, plan: QatPlan) -> None:
     """Raise ValueError or TypeError if the parameter of a place cannot be fake-quantized, before the model is changed.
 
-    form: how it is to be fake-quantized by the plan.
+    form: the Form in which the plan fake-quantizes the parameter.
     """
     name, shape = place.weight.name, place.weight.shape
     for part in parts_of(place.module, place.leaf):
@@ -120,7 +120,7 @@ def _parameter(place: Place) -> Any:
 def _check_shards(name: str, parameter: Any, place: Place, recipe: Recipe) -> None:
     """Raise ValueError if a shard of a DTensor would hold a part of a block, or of a row with one scale of its own.
 
-    Raise ValueError also if the DTensor consists of partial sums.
+    Also raise ValueError if the DTensor consists of partial sums.
 
     name: the name of the parameter, for the message. parameter: the DTensor.
     """

@@ -137,7 +137,8 @@ class MasterWeightsPlan:
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool, layout: ScaleLayout) -> None:
         """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast.
 
-        The arguments are those of cast_master_weights. If they are invalid, the other processes raise an error, too.
+        The arguments are the same as for cast_master_weights. If they are invalid, the other processes also raise an
+        error.
         """
         comm = self._comm
         with refusing(comm):

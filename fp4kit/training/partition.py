@@ -46,8 +46,8 @@ def exchange_cuts(
 ) -> Partition:
     """Return the Partition: where the shards of every process begin and end in each matrix.
 
-    Called by every process once per plan; it waits for the others. If it raises an error, every process raises the
-    same.
+    Every process calls this function once per plan, and waits for the others. If one process raises an error, every
+    process raises the same error.
 
     Args:
         shapes: (rows, columns) of each matrix.

@@ -131,7 +131,7 @@ class FakeQuantSettings:
         return found if self.block_size is None else replace(found, block=(1, operator.index(self.block_size)))
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether the parameter with this name is quantized. Always False if the recipe is None.
+        """Return True if the parameter with this name is quantized. If the recipe is None, always return False.
 
         Raises TypeError if ``name`` is not a string.
         """
