@@ -48,7 +48,7 @@ def test_every_recipe_is_covered():
 
 
 # Left out are recipes whose blocks of zeros have NaN products, which the specification encodes.
-NAN_OF_ZEROS = ("mxfp4-fouroversix", "nvfp4-aiter-triton")
+NAN_OF_ZEROS = ("mxfp4-fouroversix", "nvfp4-aiter-triton", "nvfp4-comfy-kitchen", "nvfp4-nunchaku")
 
 
 @pytest.mark.parametrize("name", [name for name in COVERED if not name.startswith(NAN_OF_ZEROS)])
