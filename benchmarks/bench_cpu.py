@@ -147,7 +147,7 @@ class Peers:
         self.process.stdout.close()
 
 
-class Bench:
+class CpuBench:
     """Hold one run of the benchmark.
 
     `args` are the options of the command line, `peers` the other libraries (or None), `rows` the rows so far, and
@@ -211,7 +211,7 @@ class Bench:
         self.rows.append(row)
 
 
-def recipes(bench: Bench) -> None:
+def recipes(bench: CpuBench) -> None:
     """Time every recipe on bfloat16. Those in SEVEN are timed next to the other libraries."""
     x = normal((bench.args.size, bench.args.size))
     for recipe in bench.args.recipes:
@@ -219,7 +219,7 @@ def recipes(bench: Bench) -> None:
             bench.row("recipes", case, recipe, x, beside=recipe in SEVEN)
 
 
-def operations(bench: Bench) -> None:
+def operations(bench: CpuBench) -> None:
     """Time, for the recipes in SEVEN, the operations and dtypes that `recipes` does not time."""
     shape = (bench.args.size, bench.args.size)
     x = normal(shape)
@@ -233,7 +233,7 @@ def operations(bench: Bench) -> None:
     bench.row("operations", CpuCase("amax", lambda: fp4kit.amax(x), x.nbytes), "", x)
 
 
-def small(bench: Bench) -> None:
+def small(bench: CpuBench) -> None:
     """Time quantize, dequantize and fake_quantize of 64 x 4096 arrays, where the fixed cost of a call dominates."""
     x = normal(SMALL)
     for recipe in _seven(bench):
@@ -245,7 +245,7 @@ def small(bench: Bench) -> None:
             bench.row("small", case, recipe, x)
 
 
-def _seven(bench: Bench) -> Iterator[str]:
+def _seven(bench: CpuBench) -> Iterator[str]:
     """Return an iterator over the recipes of SEVEN (the recipes for which there are targets) that this run times."""
     return (recipe for recipe in SEVEN if recipe in bench.args.recipes)
 
@@ -259,7 +259,7 @@ def touch() -> None:
     memory[::4096] = 1
 
 
-def sizes(bench: Bench) -> None:
+def sizes(bench: CpuBench) -> None:
     """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over as many bytes.
 
     Sizes that do not fit in memory are left out and recorded in bench.extra.
@@ -302,7 +302,7 @@ def sizes(bench: Bench) -> None:
             del case, loops, passes, targets  # frees the large arrays that they hold
 
 
-def ggml(bench: Bench) -> None:
+def ggml(bench: CpuBench) -> None:
     """Time ggml on float32 with one thread, next to fp4kit on bfloat16 and float32 with one thread.
 
     Does nothing without --ggml.
@@ -338,7 +338,7 @@ def ggml(bench: Bench) -> None:
                     )
 
 
-def searches(bench: Bench) -> None:
+def searches(bench: CpuBench) -> None:
     """Time searches of block scales, next to a NumPy loop over the candidates.
 
     Also count the blocks for which all candidates are tried.
@@ -365,14 +365,14 @@ def searches(bench: Bench) -> None:
     print(f"blocks for which all candidates were tried: {bench.extra['unproven']:.3%}", flush=True)
 
 
-def loops(bench: Bench) -> None:
+def loops(bench: CpuBench) -> None:
     """Measure memory throughput with streaming loops over as many bytes as the large matrix has."""
     nbytes = max(2 * bench.args.size**2 // (32 * bench.threads), 1) * 32 * bench.threads
     bench.extra["loops"] = cpu_loops.streaming(nbytes, bench.threads, bench.args.repeat)
     print(f"loops, GB/s: {bench.extra['loops']}", flush=True)
 
 
-def first(bench: Bench) -> None:
+def first(bench: CpuBench) -> None:
     """Measure the time of the first calls in a fresh process, and the peak memory of large calls."""
     bench.extra["first use, ms"] = cpu_loops.first_use(1 if bench.args.quick else bench.args.repeat)
     nbytes = SIZES[1 if bench.args.quick else 2]
@@ -380,14 +380,14 @@ def first(bench: Bench) -> None:
     print(f"first use, ms: {bench.extra['first use, ms']}; MiB beyond: {bench.extra['MiB beyond']}", flush=True)
 
 
-def sweeps(bench: Bench) -> None:
+def sweeps(bench: CpuBench) -> None:
     """Run the sweep of cpu_sweep.py, which looks for calls that are slower than the specification."""
     bench.extra["sweep"] = sweep(bench.args.recipes, SHAPES[:3] if bench.args.quick else SHAPES)
     found = bench.extra["sweep"]
     print(f"sweep: {found['cases']} cases, {len(found['slower'])} slower; smallest {found['smallest'][:3]}", flush=True)
 
 
-GROUPS: dict[str, Callable[[Bench], None]] = {
+GROUPS: dict[str, Callable[[CpuBench], None]] = {
     "first": first,
     "small": small,
     "loops": loops,
@@ -414,7 +414,7 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def describe(bench: Bench) -> dict[str, Any]:
+def describe(bench: CpuBench) -> dict[str, Any]:
     """Return the head of the record: machine, engine, versions, commit, date, and the load when the run began."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     about = {} if bench.peers is None else bench.peers.about
@@ -474,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = args.output or (HERE / "results" if whole else None)
     quiet = args.no_peers or (args.only and not {"recipes", "operations"} & set(args.only))
     peers = None if quiet else Peers(args.peers, args.size, fp4kit.num_threads(), args.quick)
-    bench = Bench(args, peers)
+    bench = CpuBench(args, peers)
     about = describe(bench)
     for name in args.only or GROUPS:
         start = time.perf_counter()

@@ -46,7 +46,7 @@ def shapes_of(experts: int, hidden: int, width: int) -> list[tuple[int, int]]:
     return [(2 * width, hidden)] * experts + [(hidden, width)] * experts
 
 
-class Layer(Rank):
+class RefitRank(Rank):
     """Hold the communicator and the weights of one process, and time the calls.
 
     Args:
@@ -185,7 +185,7 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
 
     cupy.cuda.Device(rank).use()
     comm = SingleProcess() if processes == 1 else Nccl.from_file(path, rank, processes)
-    layer = Layer(comm, args)
+    layer = RefitRank(comm, args)
     calls = [layer.masters()]
     if processes == 1:
         calls.append(layer.grouped())

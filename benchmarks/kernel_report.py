@@ -37,7 +37,7 @@ REPORT = re.compile(
 OTHER_INPUTS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt")
 
 
-class Kernel(NamedTuple):
+class ReportedKernel(NamedTuple):
     """Describe one instantiation of a kernel.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 
 def quantize_kernel(
     r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object
-) -> Kernel:
+) -> ReportedKernel:
     """Return the kernel that quantizes arrays of `dtype` to a recipe.
 
     Args:
@@ -72,22 +72,22 @@ def quantize_kernel(
     names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
     names += ["hadamard" if name == "sign_mask" else name for name in options]
     source = instantiation(file, struct, Input=TYPES[dtype], kAligned=aligned)
-    return Kernel(f"{file}_kernel", r.id, str(dtype), ", ".join(names), source)
+    return ReportedKernel(f"{file}_kernel", r.id, str(dtype), ", ".join(names), source)
 
 
-def table_kernel(r: Recipe) -> Kernel:
+def table_kernel(r: Recipe) -> ReportedKernel:
     """Return the kernel that quantizes large bfloat16 matrices to a 4over6 recipe."""
     source = instantiation("quantize_table", recipe_struct(r), Input=TYPES[BF16], kAligned=True)
-    return Kernel("quantize_table_kernel", r.id, str(BF16), "", source)
+    return ReportedKernel("quantize_table_kernel", r.id, str(BF16), "", source)
 
 
-def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
+def dequantize_kernel(r: Recipe, dtype: np.dtype) -> ReportedKernel:
     """Return the kernel that decodes a recipe's codes to `dtype`."""
     source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
-    return Kernel("dequantize_kernel", r.id, str(dtype), "", source)
+    return ReportedKernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 
-def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
+def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> ReportedKernel:
     """Return the kernel that quantizes along columns, in both directions, and in square blocks.
 
     Args:
@@ -96,18 +96,18 @@ def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
         mask: the sign mask of the Hadamard transform, or None for no transform
     """
     source = instantiation("quantize_columns", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
-    return Kernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
+    return ReportedKernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
 
 
-def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
+def amax_kernel(dtype: np.dtype, hadamard: bool) -> ReportedKernel:
     """Return the kernel that computes the amax of a tensor, after a Hadamard transform if `hadamard` is true."""
     transform = f"struct Transform {{ static constexpr bool kHadamard = {str(hadamard).lower()}; "
     transform += f"static constexpr u32 kSignMask = {TE_SIGN_MASK}u; }};"
     source = instantiation("amax", transform, Input=TYPES[dtype], kCounted="AmaxInput::all", kAligned=True)
-    return Kernel("amax_kernel", "", str(dtype), "hadamard" * hadamard, source)
+    return ReportedKernel("amax_kernel", "", str(dtype), "hadamard" * hadamard, source)
 
 
-def kernels() -> Iterator[Kernel]:
+def kernels() -> Iterator[ReportedKernel]:
     """Yield the kernels of the report.
 
     Every recipe except fake quantizers has its bfloat16 kernel. A few recipes also have kernels for other dtypes and
@@ -135,32 +135,34 @@ def kernels() -> Iterator[Kernel]:
     yield from (amax_kernel(dtype, hadamard) for dtype in (F32, BF16) for hadamard in (False, True))
     for id in ("nvfp4-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-4over6-mse-256"):
         source = instantiation("quantize_with_scales", recipe_struct(RECIPES[id]), Input=TYPES[BF16], kAligned=True)
-        yield Kernel("quantize_with_scales_kernel", id, str(BF16), "", source)
+        yield ReportedKernel("quantize_with_scales_kernel", id, str(BF16), "", source)
     yield from partial_kernels()
     yield from layout_kernels()
 
 
-def partial_kernels() -> Iterator[Kernel]:
+def partial_kernels() -> Iterator[ReportedKernel]:
     """Yield the kernels of partial_amax and partial_cast, which work on shards of a matrix."""
     for id in ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d"):
         for dtype in (F32, BF16):
             for file in ("partial_amax", "partial_cast"):
                 source = instantiation(file, recipe_struct(RECIPES[id]), Input=TYPES[dtype])
-                yield Kernel(f"{file}_kernel", id, str(dtype), "", source)
+                yield ReportedKernel(f"{file}_kernel", id, str(dtype), "", source)
 
 
-def layout_kernels() -> Iterator[Kernel]:
+def layout_kernels() -> Iterator[ReportedKernel]:
     """Yield the kernels that only move codes and scales: transpose, swizzle, pack and unpack."""
     for id in ("nvfp4-te-2d", "mxfp8-te-2d"):
         bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
         for layout in SCALE_LAYOUTS:
-            yield Kernel("transpose_kernel", id, f"{bits} bits", layout, transpose.source(bits, size, layout))
+            yield ReportedKernel("transpose_kernel", id, f"{bits} bits", layout, transpose.source(bits, size, layout))
         words = transpose.source(bits, size, "linear", False, False)
-        yield Kernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
+        yield ReportedKernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
     for layout in SCALE_LAYOUTS[1:]:
-        yield Kernel("swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.source("linear", layout))
-        yield Kernel("swizzle_kernel", "", "scales", f"{layout} to linear", swizzle.source(layout, "linear"))
-    yield from (Kernel(f"{name}_codes_kernel", "", "4 bits", "", pack_codes.source()) for name in ("pack", "unpack"))
+        yield ReportedKernel("swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.source("linear", layout))
+        yield ReportedKernel("swizzle_kernel", "", "scales", f"{layout} to linear", swizzle.source(layout, "linear"))
+    yield from (
+        ReportedKernel(f"{name}_codes_kernel", "", "4 bits", "", pack_codes.source()) for name in ("pack", "unpack")
+    )
 
 
 class Usage(NamedTuple):
@@ -188,7 +190,7 @@ class Usage(NamedTuple):
         return min(blocks * THREADS, 2048)
 
 
-def usage(kernel: Kernel, arch: str) -> Usage:
+def usage(kernel: ReportedKernel, arch: str) -> Usage:
     """Compile a kernel for an architecture, and return the resources that the assembler reports.
 
     arch: the architecture, such as "sm_90".
@@ -208,7 +210,7 @@ def usage(kernel: Kernel, arch: str) -> Usage:
     return Usage(registers, stores + loads, stack, shared)
 
 
-def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
+def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
     """Return the report as a Markdown table with one line per kernel.
 
     rows: the kernels with the resources that they use.

@@ -78,7 +78,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-class _Memory:
+class _ExportedMemory:
     """Describe an exporter's memory by NumPy's array interface, so that np.asarray makes an array on it.
 
     The object refers to the capsule, which keeps the memory alive.
@@ -139,7 +139,7 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
         raise BufferError(
             f"{name} exports no memory, only a shape, as a tensor does while it is traced; needs an array of values"
         )
-    return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
+    return np.asarray(_ExportedMemory(capsule, tensor, dtype, read_only)).view(dtype)
 
 
 def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:

@@ -11,7 +11,7 @@ import numpy as np
 from fp4kit.arguments import as_entries, as_flag, as_index, as_path, as_word
 from fp4kit.arrays import imports
 from fp4kit.arrays.imports import import_arrays, on_device
-from fp4kit.calibration.collector_file import Entry, decode, encode
+from fp4kit.calibration.collector_file import CollectedInputs, decode, encode
 from fp4kit.calibration.expert_names import expert_name, expert_of
 from fp4kit.calibration.headroom import BLOCK, Headroom
 from fp4kit.calibration.scales import input_scale
@@ -358,16 +358,17 @@ class Collector:
             places[device] = Totals.empty(experts, self.histogram, np if device is None else imports.cupy())
         return places[device]
 
-    def _entries(self, op: str) -> dict[str, Entry]:
-        """Return {layer: Entry}, sorted by name, of all that was collected. Each expert is an entry of its own.
+    def _entries(self, op: str) -> dict[str, CollectedInputs]:
+        """Return {layer: CollectedInputs} of all that was collected, sorted by name.
 
-        If a layer was collected both as one of several experts and by itself, both are added up in one entry.
+        Each expert is an entry of its own. If a layer was collected both as one of several experts and by itself, both
+        are added up in one entry.
 
         Raises ValueError if an input on a GPU was NaN or infinite, or if such a layer has two numbers of columns.
 
         op: the name of the calling method, with which error messages begin.
         """
-        found: dict[str, Entry] = {}
+        found: dict[str, CollectedInputs] = {}
         for (name, experts), places in self._totals.items():
             whole = Totals.empty(experts or 1, self.histogram)
             for totals in places.values():
@@ -377,14 +378,16 @@ class Collector:
             for i in range(experts or 1):
                 layer = name if experts is None else expert_name(op, name, i)
                 histogram = None if whole.histogram is None else whole.histogram[i]
-                one = Entry(self._columns[name], whole.amax[i].view(np.float32), int(whole.tokens[i]), histogram)
+                one = CollectedInputs(
+                    self._columns[name], whole.amax[i].view(np.float32), int(whole.tokens[i]), histogram
+                )
                 found[layer] = one if layer not in found else found[layer].plus(one, f"{op}: {layer}")
         return dict(sorted(found.items()))
 
-    def _include(self, entries: Mapping[str, Entry], op: str) -> None:
+    def _include(self, entries: Mapping[str, CollectedInputs], op: str) -> None:
         """Add the entries of another collector or of a saved file to this collector.
 
-        entries: {layer: Entry}. They have histograms if this collector has them.
+        entries: {layer: CollectedInputs}. They have histograms if this collector has them.
         op: the beginning of the error message if a layer has another number of columns here.
         """
         for name, entry in entries.items():

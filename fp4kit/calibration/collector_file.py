@@ -30,7 +30,7 @@ ENTRY, VERSION = "fp4kit_activations", 1
 _DTYPES = {"amax": np.float32, "tokens": np.int64, "columns": np.int64, "bins": np.int32, "counts": np.int64}
 
 
-class Entry(NamedTuple):
+class CollectedInputs(NamedTuple):
     """Hold what was collected of one layer or expert.
 
     Attributes:
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
         histogram = None if self.histogram is None else self.histogram[None]
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 
-    def plus(self, other: Entry, op: str) -> Entry:
+    def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
         """Return the entry for the inputs of this entry and of ``other`` together.
 
         The result has no histogram if one of the entries has none. Raises ValueError, which begins with ``op``, if the
@@ -63,13 +63,13 @@ class Entry(NamedTuple):
         histogram = None
         if self.histogram is not None and other.histogram is not None:
             histogram = self.histogram + other.histogram
-        return Entry(self.columns, max(self.amax, other.amax), self.tokens + other.tokens, histogram)
+        return CollectedInputs(self.columns, max(self.amax, other.amax), self.tokens + other.tokens, histogram)
 
 
-def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
+def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
     """Return the bytes of a file, equal for equal input.
 
-    entries: {layer: Entry}, sorted by name. It may be empty.
+    entries: {layer: CollectedInputs}, sorted by name. It may be empty.
     histogram: True if every entry has a histogram, False if none has.
     """
     found = list(entries.values())
@@ -87,8 +87,8 @@ def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
     return save(arrays, {ENTRY: json.dumps(facts, sort_keys=True)})
 
 
-def decode(data: bytes, label: str) -> tuple[dict[str, Entry], bool]:
-    """Return ({layer: Entry}, True if there are histograms) from the bytes of a file.
+def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
+    """Return ({layer: CollectedInputs}, True if there are histograms) from the bytes of a file.
 
     If there are no histograms, every entry has None instead.
 
@@ -159,8 +159,8 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
     return "" if (with_blocks == (amax > 0)).all() else "its histograms do not belong to its amaxes"
 
 
-def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return {layer: Entry} from the contents of a file that have been checked.
+def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
+    """Return {layer: CollectedInputs} from the contents of a file that have been checked.
 
     Entries have no histogram if the file has none.
 
@@ -171,7 +171,7 @@ def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -
     if table is not None:
         table[tuple(arrays["bins"].T)] = arrays["counts"]
     return {
-        name: Entry(
+        name: CollectedInputs(
             int(arrays["columns"][i]), arrays["amax"][i], int(arrays["tokens"][i]), None if table is None else table[i]
         )
         for i, name in enumerate(facts["layers"])

@@ -41,7 +41,7 @@ def _refuse(op: str, out: str, other: str) -> None:
     raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
 
 
-class _Memory(NamedTuple):
+class _OccupiedMemory(NamedTuple):
     """Hold which memory a Quantized occupies.
 
     arrays: its arrays. spans: on a device, the span of each array; empty on the host. whole: on a device, the span that
@@ -55,18 +55,21 @@ class _Memory(NamedTuple):
 
 
 # The memory of each Quantized that cached calls have written to or read from.
-_MEMORIES: WeakKeyDictionary[Quantized, _Memory] = WeakKeyDictionary()
+_MEMORIES: WeakKeyDictionary[Quantized, _OccupiedMemory] = WeakKeyDictionary()
 
 
-def _memory_of(q: Quantized) -> _Memory:
-    """Return the _Memory of a Quantized. It is computed at the first call with q, and then read from _MEMORIES."""
+def _memory_of(q: Quantized) -> _OccupiedMemory:
+    """Return the _OccupiedMemory of a Quantized.
+
+    It is computed at the first call with q, and then read from _MEMORIES.
+    """
     memory = _MEMORIES.get(q)
     if memory is None:
         arrays = tuple(part for part in q.parts().values() if part is not None)
         disjoint = not any(shares_memory(*pair) for pair in combinations(arrays, 2))
         spans = () if isinstance(q.packed, np.ndarray) else tuple(map(_span, arrays))
         whole = min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
-        memory = _MEMORIES[q] = _Memory(arrays, spans, whole, disjoint)
+        memory = _MEMORIES[q] = _OccupiedMemory(arrays, spans, whole, disjoint)
     return memory
 
 

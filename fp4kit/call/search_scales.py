@@ -34,7 +34,7 @@ MAX_POWER = 16  # higher powers would overflow float32 sums
 _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
-class Terms(NamedTuple):
+class SearchTerms(NamedTuple):
     """Hold the loss and the candidates of a search of scales for an array x of shape (..., K).
 
     Attributes:
@@ -52,7 +52,7 @@ class Terms(NamedTuple):
     grid: tuple[float, float, float] | None = None
 
 
-DEFAULT_TERMS = Terms()
+DEFAULT_TERMS = SearchTerms()
 
 
 class SearchRequest(NamedTuple):
@@ -71,7 +71,7 @@ class Search(NamedTuple):
     """
 
     call: Call
-    terms: Terms = DEFAULT_TERMS
+    terms: SearchTerms = DEFAULT_TERMS
 
     @property
     def searches_e8m0(self) -> bool:
@@ -120,7 +120,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     for name, array in zip(("weights", "hessian"), arrays, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, Terms(*arrays, offsets, power, grid))
+    return Search(call, SearchTerms(*arrays, offsets, power, grid))
 
 
 def is_searchable(r: Recipe) -> bool:

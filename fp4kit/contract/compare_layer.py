@@ -19,7 +19,7 @@ _SIGNS = " with signs "  # what stands between the size and the signs in the tex
 _SHOWN = 4  # smallest number of signs that texts show
 
 
-class Compared(NamedTuple):
+class ComparedRows(NamedTuple):
     """Hold the compared rows of one layer on one side.
 
     label: the name of the side.
@@ -37,7 +37,7 @@ class Compared(NamedTuple):
 def compare_layer(
     name: str,
     kind: Literal["weight", "input", "kv cache", "tensor"],
-    sides: tuple[Compared, Compared],
+    sides: tuple[ComparedRows, ComparedRows],
     rows: np.ndarray,
     total: int,
 ) -> LayerParity:
@@ -101,7 +101,7 @@ def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarra
 
 def _explained(
     found: LayerParity,
-    sides: tuple[Compared, Compared],
+    sides: tuple[ComparedRows, ComparedRows],
     rows: np.ndarray,
     affected: np.ndarray,
     values: tuple[np.ndarray, np.ndarray],
@@ -228,7 +228,7 @@ def _whose(one: Arithmetic) -> str:
     return ", its own" if one.layers else ", which its tensor scale implies"
 
 
-def _worked(sides: tuple[Compared, Compared], at: tuple[int, int], row: int) -> Explanation | None:
+def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
     """Return the steps of one element on both sides, under the element's index in the layer.
 
     Return None if a recipe or the unquantized elements are unknown.

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
-from fp4kit.contract.compare_layer import Compared, compare_layer
+from fp4kit.contract.compare_layer import ComparedRows, compare_layer
 from fp4kit.contract.kv_layouts import compare_layouts
 from fp4kit.contract.making import Making, making_of, rows_of
 from fp4kit.contract.products import products, why_no_products, with_products
@@ -288,7 +288,7 @@ class _Check:
         """Compare tensors that are not matrices, such as logits of three axes, as one row of values."""
         flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
         making = Making(None)
-        sides = [Compared(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
+        sides = [ComparedRows(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
         size = _values(flat[0]).size
         return compare_layer(name, "tensor", (sides[0], sides[1]), np.zeros(1, np.intp), size)
 
@@ -310,7 +310,7 @@ class _Check:
         x: np.ndarray | None,
         rows: np.ndarray,
         recipes: Sequence[Recipe | None],
-    ) -> Compared:
+    ) -> ComparedRows:
         """Return the compared rows of side i, and how that side made them.
 
         Args:
@@ -325,14 +325,14 @@ class _Check:
         if whole is None:
             assert x is not None
             if recipe is None:
-                return Compared(side.label, Weights(None, x), Making(None), x)
+                return ComparedRows(side.label, Weights(None, x), Making(None), x)
             one = self._arithmetic(side, name, recipe, self._group(side, name), rows)
-            return Compared(side.label, made(x, one.recipe, one.amax), Making(one), x)
+            return ComparedRows(side.label, made(x, one.recipe, one.amax), Making(one), x)
         if whole.q is not None:
             whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)
         part = rows_of(whole, rows)
         if x is None or (whole.q is None and recipe is None and side.function is None and side.contract is not None):
-            return Compared(side.label, part, self._order_without_source(i, name, whole))
+            return ComparedRows(side.label, part, self._order_without_source(i, name, whole))
         likely = [r for r in (recipe, recipes[1 - i]) if r is not None]
 
         def candidates(r: Recipe) -> Iterator[Arithmetic]:
@@ -340,7 +340,7 @@ class _Check:
             for group in dict.fromkeys((groups[0], (name,), groups[1])):
                 yield self._arithmetic(side, name, r, group, rows)
 
-        return Compared(side.label, part, making_of(whole, x, rows, likely, candidates), x)
+        return ComparedRows(side.label, part, making_of(whole, x, rows, likely, candidates), x)
 
     def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
         """Return a Making that says in which wrong order the rollout stores the trainer's bytes.
@@ -404,7 +404,7 @@ class _Check:
         self,
         found: LayerParity,
         name: str,
-        compared: Sequence[Compared],
+        compared: Sequence[ComparedRows],
         recipes: Sequence[Recipe | None],
         shape: tuple[int, ...],
     ) -> LayerParity:
@@ -529,7 +529,7 @@ class _Check:
         return f"compared {elements:,} of {total:,} elements in {layers}"
 
 
-def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> Compared:
+def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> ComparedRows:
     """Return some rows of activations, keys or values as a side quantizes them; unquantized if r is None.
 
     Activations are transformed before they are quantized; keys and values are not, because `side` then has no
@@ -541,13 +541,13 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
         x, rows: the whole array (tokens, K), and the indices of the rows to return.
     """
     if r is None:
-        return Compared(side.label, Weights(None, x[rows]), Making(None), x[rows])
+        return ComparedRows(side.label, Weights(None, x[rows]), Making(None), x[rows])
     x = side.transformed(x)
     static = side.input_amax(name, r, x.dtype)
     amax = amax_of(x, r) if static is None else static
     one = Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], (name,), side.transform)
     part = np.ascontiguousarray(x[rows])
-    return Compared(side.label, made(part, r, one.amax), Making(one), part)
+    return ComparedRows(side.label, made(part, r, one.amax), Making(one), part)
 
 
 def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
@@ -558,7 +558,7 @@ def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
     return part.values is not None and (x is None or _equal(part.values, x))
 
 
-def _operands(compared: Sequence[Compared]) -> str:
+def _operands(compared: Sequence[ComparedRows]) -> str:
     """Return the text about operands of products if one side has values and the other has codes, otherwise ""."""
     a, b = compared
     if (a.part.q is None) == (b.part.q is None):

@@ -100,7 +100,7 @@ class FirstStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Result:
+class _RecordedStep:
     """Hold a recorded result as one entry per element: bits (m, k), the name of their format, and the numbers."""
 
     bits: np.ndarray
@@ -161,7 +161,7 @@ def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice
                     return
 
 
-def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _Result]:
+def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:
     """Return {name: result} of the steps by which a part of x is quantized and decoded, in the order of the steps.
 
     Results without one entry per element, row, block or tensor are left out.
@@ -176,13 +176,13 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
         q, _ = made(part, one.recipe, amax)
         if q is not None:
             dequantize(q, part.dtype)
-    found: dict[str, _Result] = {}
+    found: dict[str, _RecordedStep] = {}
     for step in steps:
         spread = _per_element(step.result, part.shape, one.recipe)
         name = "scaled element" if step.name in _QUOTIENTS else step.name
         if spread is not None and (name not in found or name == "code"):
             format = step.result.dtype.name if step.format is None else step.format.name
-            found[name] = _Result(_bits(spread), format, _numbers(spread, step.format))
+            found[name] = _RecordedStep(_bits(spread), format, _numbers(spread, step.format))
     return found
 
 
@@ -224,7 +224,7 @@ def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 
 
 def _differing(
-    a: dict[str, _Result], b: dict[str, _Result], affected: np.ndarray
+    a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], affected: np.ndarray
 ) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
     """Yield (order, step, name, mask) for each result that differs. No element is in two masks.
 
@@ -256,7 +256,7 @@ def _differing(
             return
 
 
-def _is_missing(step: str, a: dict[str, _Result], b: dict[str, _Result]) -> bool:
+def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> bool:
     """Return whether one side has a tensor scale or block scales, and the other side does not.
 
     step: the step to look at; False is returned for all other steps.
@@ -266,7 +266,7 @@ def _is_missing(step: str, a: dict[str, _Result], b: dict[str, _Result]) -> bool
     return any(_step(name) == step for name in a) != any(_step(name) == step for name in b)
 
 
-def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> Any:
+def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:
     """Return a mask (m, k) of the elements for which one recorded result differs between the sides.
 
     The result is the first of `names` that both sides recorded. Return None if there is none.
@@ -289,7 +289,7 @@ def _step(name: str) -> str:
     return next((step for start, step in _STEPS if name.startswith(start)), "")
 
 
-def _ties(a: dict[str, _Result], b: dict[str, _Result]) -> np.ndarray:
+def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarray:
     """Return a mask (m, k) of ties: both sides have equal quotients, in the middle between the values of their codes.
 
     All entries are False if the sides recorded no quotient in a common format.

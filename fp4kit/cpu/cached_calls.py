@@ -35,7 +35,7 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeCall:
+class CpuQuantizeCall:
     """A cached call of quantize with nearest rounding and linear scales.
 
     Calling it with (x, tensor_amax, out) returns the result, or None if the library cannot compute it.
@@ -75,7 +75,7 @@ def _is_whole(*arrays: Any) -> bool:
 
 
 class _MatrixCall(NamedTuple):
-    """Hold the fields that QuantizeCall and FakeQuantizeCall share.
+    """Hold the fields that CpuQuantizeCall and CpuFakeQuantizeCall share.
 
     prototype: the arguments that the C library takes, with all addresses still unset.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
@@ -129,8 +129,8 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
     return _MatrixCall(prototype, tensor_rule)
 
 
-def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return a QuantizeCall that repeats a parsed call of quantize.
+def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
+    """Return a CpuQuantizeCall that repeats a parsed call of quantize.
 
     Return None if the scales are not linear, if an array of `out` is empty, not contiguous or not aligned, or in the
     cases in which _matrix_call returns None. Raise Declined if the library does not support the recipe, or if elements
@@ -155,11 +155,11 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     new = {name: access.maker(made, kinds[name], False) for name, made in shapes.items() if made is not None}
     fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
     fields |= {name: None for name in shapes if name not in new}
-    return QuantizeCall(*matrix_call, call.x.size, access, new, fields, functions().fp4kit_quantize)
+    return CpuQuantizeCall(*matrix_call, call.x.size, access, new, fields, functions().fp4kit_quantize)
 
 
 @dataclass(frozen=True, slots=True)
-class FakeQuantizeCall:
+class CpuFakeQuantizeCall:
     """A cached call of fake_quantize with nearest rounding, for recipes without a fake_rule.
 
     Calling it with (x, tensor_amax) returns the values, or None if the library cannot compute them.
@@ -198,8 +198,8 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
     return moved if access.result is None else access.result(moved)
 
 
-def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize.
+def fake_quantize(call: Call, x: Any) -> CpuFakeQuantizeCall | None:
+    """Return a CpuFakeQuantizeCall that repeats a parsed call of fake_quantize.
 
     Return None if the recipe has a fake_rule, or in the cases in which _matrix_call returns None. Raise Declined if the
     library does not support the recipe, or if elements are not aligned.
@@ -213,13 +213,13 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     found, K = functions().fp4kit_fake_quantize, shape[-1]
     decode = decode_call((call.x.size // K, K), call.x.dtype, faking(r), K, 0, 0)
     access = access_to(x)
-    return FakeQuantizeCall(
+    return CpuFakeQuantizeCall(
         *matrix_call, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
     )
 
 
 @dataclass(frozen=True, slots=True)
-class DequantizeCall:
+class CpuDequantizeCall:
     """A cached call of dequantize for linear scales.
 
     Calling it with (q, out) returns the values, or None if the library cannot compute them.
@@ -252,8 +252,8 @@ class DequantizeCall:
         return _result(access, values, self.axis) if out is None else out
 
 
-def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> DequantizeCall | None:
-    """Return a DequantizeCall that repeats a call of dequantize.
+def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> CpuDequantizeCall | None:
+    """Return a CpuDequantizeCall that repeats a call of dequantize.
 
     Return None if the call cannot be cached: there are too many elements or tensor scales for one call of the library,
     the scales are not linear, an array is not contiguous and aligned, or the recipe's rules are the amax rules.
@@ -271,7 +271,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
     call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // rows, 1)}.get(r.tensor_scaling, (0, 0))
     access = access_to(given.packed)
     new = access.maker(q.moved_shape, dtype, True)
-    return DequantizeCall(call, access, new, q.axis, size, are_looked_up(r), found)
+    return CpuDequantizeCall(call, access, new, q.axis, size, are_looked_up(r), found)
 
 
 def _not_cached(*arguments: Any) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import BLOCK_COLUMNS, Search, Terms
+from fp4kit.call.search_scales import BLOCK_COLUMNS, Search, SearchTerms
 from fp4kit.cpu import search_factors
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.encode import INPUTS, Tiles, source
@@ -114,7 +114,7 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     return rule
 
 
-def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
+def _candidates(amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
     """Return the tables of a search, indexed by scale code, float32 (3, 128).
 
     The rows are the block amaxes, the scales, and approximate reciprocals of the scales, with which the search

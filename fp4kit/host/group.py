@@ -23,7 +23,7 @@ from fp4kit.recipes import Recipe
 Run = Callable[..., Any]
 
 
-class Group:
+class HostGroup:
     """Hold N parsed calls on NumPy arrays with their amaxes and outputs, prepared once and run as often as needed.
 
     Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
@@ -102,7 +102,7 @@ class Group:
         return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, amaxes)
 
 
-class ClipGroup:
+class HostClipGroup:
     """Hold N calls of fake_quantize_backward on NumPy arrays, and the clip limit of each.
 
     A limit that is None is computed from x.

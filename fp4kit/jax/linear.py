@@ -19,7 +19,7 @@ from fp4kit.call.parse import check_seed as check_seed_range
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.codes import dequantize, quantize
 from fp4kit.jax.functions import as_jax, check_seed
-from fp4kit.ops.linear import Operations, gradient_of_w, gradient_of_x, product
+from fp4kit.ops.linear import LinearOperations, gradient_of_w, gradient_of_x, product
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import FACTS, flatten, unflatten
 from fp4kit.recipes import Recipe
@@ -182,7 +182,7 @@ def _transpose(q: Quantized) -> Quantized:
     return unflatten(arrays, (names, *facts.values()))
 
 
-_OPERATIONS = Operations(quantize, _transpose, _matmul)
+_OPERATIONS = LinearOperations(quantize, _transpose, _matmul)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,7 +9,7 @@ import jax
 
 from fp4kit.arguments import as_flag
 from fp4kit.jax.functions import fake_quantize
-from fp4kit.qat.plan import Choice, QatPlan, TrainedWeight, make_plan
+from fp4kit.qat.plan import QatChoice, QatPlan, TrainedWeight, make_plan
 from fp4kit.qat.table import table
 from fp4kit.recipes import Recipe
 from fp4kit.training.settings import naming
@@ -148,7 +148,7 @@ def fake_quantize_model(
     pass_through = as_flag(_OP, "pass_through", pass_through)
     leaves = [_leaf(path, array) for path, array in jax.tree_util.tree_flatten_with_path(params)[0]]
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
-    choice = Choice.of(_OP, recipe, format, config, **wildcards)
+    choice = QatChoice.of(_OP, recipe, format, config, **wildcards)
     served = ServedParams(leaves, make_plan(_OP, [leaf.weight for leaf in leaves], choice), pass_through)
     jax.eval_shape(served, params)
     return served

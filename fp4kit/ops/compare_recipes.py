@@ -142,7 +142,7 @@ def compare_recipes(
     array: np.ndarray = to_host(imported)
     for r in chosen:
         any_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
-    results = [_Result(array, r, axis, tensor_amax) for r in chosen]
+    results = [_RecipeResult(array, r, axis, tensor_amax) for r in chosen]
     n = len(chosen)
     shares = np.zeros((4, n, n))
     first = np.full((n, n), None, object)
@@ -154,7 +154,7 @@ def compare_recipes(
     return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
 
 
-class _Result:
+class _RecipeResult:
     """Hold the codes, scales and values of one recipe, as arrays on the host. None stands for a part that is missing.
 
     codes: the element codes, in the shape of x. values: the bits of the values, with one pattern for all NaN.
@@ -180,7 +180,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
 
 
-def _shares(a: _Result, b: _Result) -> tuple[float, float, float, float]:
+def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, float]:
     """Return the differing shares of codes, block scales, tensor scales and values. NaN: they are not comparable."""
     same_element = a.recipe.element == b.recipe.element
     same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
@@ -202,7 +202,7 @@ def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) 
     return np.count_nonzero(a != b) / max(a.size, 1)
 
 
-def _first(a: _Result, b: _Result) -> tuple[int, ...] | None:
+def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
     """Return the index of the first element whose code differs, or None.
 
     If all codes are equal, or if they cannot be compared, compare the values instead.

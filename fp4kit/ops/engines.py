@@ -227,23 +227,27 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return a Group object, which runs N parsed calls in one launch on a GPU, or in a loop on the host.
+    """Return a CudaGroup, which runs N parsed calls in one launch, or a HostGroup, which runs them in a loop.
 
     op: the public function that error messages name. stack: the stacked array on a GPU whose items are the arrays of
     the calls; None if they are separate arrays.
     """
-    return _cuda().Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
+    return (
+        _cuda().CudaGroup(calls, stack)
+        if calls and calls[0].on_device
+        else host_group.HostGroup(op, calls, r, _run_call)
+    )
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return a ClipGroup object, which clips N gradients in one launch on a GPU, or in a loop on the host.
+    """Return a CudaClipGroup, which clips N gradients in one launch, or a HostClipGroup, which loops over them.
 
     calls: the parsed calls, each with the array x that was fake-quantized. amaxes: one clip limit per call, or None to
     compute it from the x of the call.
     """
     if calls and calls[0].on_device:
-        return _cuda().ClipGroup(calls, amaxes)
-    return host_group.ClipGroup(calls, amaxes, _run_call)
+        return _cuda().CudaClipGroup(calls, amaxes)
+    return host_group.HostClipGroup(calls, amaxes, _run_call)
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:

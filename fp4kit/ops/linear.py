@@ -12,7 +12,7 @@ from fp4kit.call.linear import LinearSettings
 from fp4kit.quantized.container import Quantized
 
 
-class Operations(NamedTuple):
+class LinearOperations(NamedTuple):
     """Hold the operations quantize, transpose and matmul of one framework.
 
     They take the arguments of fp4kit's public functions. fp4kit.torch and fp4kit.jax pass operations that their
@@ -24,7 +24,7 @@ class Operations(NamedTuple):
     matmul: Callable[..., Any]
 
 
-def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
+def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
     """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
 
     If w is a Quantized, it is not quantized again. Both operands are rounded to nearest: s.rounding is not used here.
@@ -34,7 +34,7 @@ def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
     return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
 
 
-def gradient_of_x(ops: Operations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
+def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
     """Return grad w (M, K) in dtype, from grad (M, N) and w (N, K), both quantized along N.
 
     seed and s.rounding apply to the quantization of grad only. w is rounded to nearest. If w is a Quantized, it is
@@ -45,7 +45,7 @@ def gradient_of_x(ops: Operations, s: LinearSettings, grad: Any, w: Any, seed: A
     return ops.matmul(rows, columns, unit=s.unit, out_dtype=dtype)
 
 
-def gradient_of_w(ops: Operations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
+def gradient_of_w(ops: LinearOperations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
     """Return grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
 
     seed and s.rounding apply to the quantization of grad only; x is rounded to nearest. s.hadamard applies to both

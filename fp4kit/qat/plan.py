@@ -52,7 +52,7 @@ class TrainedWeight:
 
 
 @dataclass(frozen=True)
-class Choice:
+class QatChoice:
     """Hold the user's choice for a plan.
 
     Attributes:
@@ -72,8 +72,8 @@ class Choice:
     config: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, op: str, recipe: str | Recipe, format: str | None, config: Any, **patterns: Any) -> Choice:
-        """Return a Choice of checked arguments. The arguments are those of fp4kit.torch.fake_quantize_model.
+    def of(cls, op: str, recipe: str | Recipe, format: str | None, config: Any, **patterns: Any) -> QatChoice:
+        """Return a QatChoice of checked arguments. The arguments are those of fp4kit.torch.fake_quantize_model.
 
         Raises:
             TypeError: if wildcards are one string, or hold something other than strings, or if config is no mapping.
@@ -93,7 +93,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterPlan:
     """Say what happens to one parameter.
 
     Attributes:
@@ -118,14 +118,14 @@ class QatPlan:
     Attributes:
         recipe: the recipe that gives the served values in fake_quantize.
         format: the format of `fp4kit convert` for which the values hold; "" if no format stores the recipe.
-        rows: one Row per parameter of the model.
+        rows: one ParameterPlan per parameter of the model.
         shares: True if every parameter of a group needs the largest amax of the group.
         note: why there is no format; "" if there is one.
     """
 
     recipe: Recipe
     format: str
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterPlan, ...]
     shares: bool
     note: str = field(default="", repr=False)
 
@@ -140,7 +140,7 @@ class QatPlan:
         return [row.name for row in self.rows if group and row.group == group] or [name]
 
 
-def make_plan(op: str, weights: Sequence[TrainedWeight], choice: Choice) -> QatPlan:
+def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> QatPlan:
     """Return the plan for the parameters of a model.
 
     Args:
@@ -172,7 +172,9 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: Choice) -> QatP
     groups = fused_layers.shared_amax_groups(map(_module, selected)) if shares else {}
     _warn_of_halves(op, weights, selected)
     rows = tuple(
-        Row(w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), groups.get(_module(w), "") * d.converted)
+        ParameterPlan(
+            w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), groups.get(_module(w), "") * d.converted
+        )
         for w, d in ((w, decisions[w.name]) for w in weights)
     )
     return QatPlan(stored, "" if form is None else form.format, rows, shares, note)
@@ -183,7 +185,7 @@ def _module(weight: TrainedWeight) -> str:
     return unwrapped(weight.saved).removesuffix(".weight")
 
 
-def _form_for(choice: Choice) -> tuple[Container | None, str]:
+def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
     """Return the container that the converter would write, and "".
 
     If no format is asked for and the converter refuses the recipe or the model, return None and its message.
@@ -199,7 +201,7 @@ def _form_for(choice: Choice) -> tuple[Container | None, str]:
 
 
 def _decisions(
-    op: str, weights: Sequence[TrainedWeight], choice: Choice, form: Container | None
+    op: str, weights: Sequence[TrainedWeight], choice: QatChoice, form: Container | None
 ) -> Iterable[tuple[TrainedWeight, Decision]]:
     """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's."""
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
@@ -239,7 +241,7 @@ def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
         raise ValueError(f"{op}: include= names {weight.name}, whose {no_multiple(weight.shape, multiple)}")
 
 
-def _check_stack(op: str, weight: TrainedWeight, choice: Choice, form: Container | None) -> None:
+def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Container | None) -> None:
     """Raise ValueError if fake quantization of a stack of experts cannot give the values that the converter stores.
 
     That is so if gate and up alternate in its rows, or if a block would hold rows of both.
@@ -255,7 +257,7 @@ def _check_stack(op: str, weight: TrainedWeight, choice: Choice, form: Container
         )
 
 
-def _check_patterns(op: str, names: Sequence[str], choice: Choice) -> None:
+def _check_patterns(op: str, names: Sequence[str], choice: QatChoice) -> None:
     """Raise ValueError if a wildcard matches no parameter. The message lists the most similar names."""
     for argument in ("parameters", "exclude", "include"):
         for pattern in getattr(choice, argument):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from fp4kit.qat.plan import QatPlan, Row
+from fp4kit.qat.plan import ParameterPlan, QatPlan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -51,7 +51,7 @@ def _head(plan: QatPlan) -> str:
     return f"{count} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ParameterPlan) -> tuple[str, ...]:
     """Return the cells of a row of the table, without the count."""
     shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
     shape = " x ".join(map(str, row.shape)) or "1"

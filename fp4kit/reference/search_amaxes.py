@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.parse import Call
-from fp4kit.call.search_scales import Search, Terms
+from fp4kit.call.search_scales import Search, SearchTerms
 from fp4kit.reference.pow import power
 
 CHUNK = 1 << 18  # elements whose losses are computed at once, to limit memory
@@ -72,7 +72,7 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
     return np.asarray(amax * factors[best], np.float32)
 
 
-def _loss(x: np.ndarray, values: np.ndarray, terms: Terms, columns: int) -> np.ndarray:
+def _loss(x: np.ndarray, values: np.ndarray, terms: SearchTerms, columns: int) -> np.ndarray:
     """Return the loss of each part of every row of x: the sum of weight * |x - values|^power.
 
     The result is float64 in one dimension. If power is infinite, the loss is the maximum of weight * |x - values|.

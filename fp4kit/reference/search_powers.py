@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fp4kit.call.search_scales import AROUND_FLOOR, Search, Terms
+from fp4kit.call.search_scales import AROUND_FLOOR, Search, SearchTerms
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import block_amax, tiles
@@ -40,7 +40,7 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
         out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
 
 
-def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: Terms) -> np.ndarray:
+def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: SearchTerms) -> np.ndarray:
     """Return for each block the amax * 2^j with the smallest loss. Among equal losses, the lowest j is taken.
 
     A candidate counts only if the block rule makes the block's scale exactly 2^j times as large. If no candidate
@@ -79,7 +79,7 @@ def _codes(scales: np.ndarray | None) -> np.ndarray:
     return scales.astype(np.int32)
 
 
-def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
+def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: SearchTerms) -> Iterator[np.ndarray]:
     """Yield the exponents j to try, for candidates amax * 2^j, as int32 arrays with one exponent per block.
 
     If terms.offsets is None, the candidates' scales are the scale of the rule e8m0_floor, one below it and one above

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.call.search_scales import DEFAULT_TERMS, Search, Terms
+from fp4kit.call.search_scales import DEFAULT_TERMS, Search, SearchTerms
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_full, fma
@@ -43,7 +43,7 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
         out[first : first + rows] = np.repeat(chosen, r.block_rows, axis=0)[: len(part)]
 
 
-def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAULT_TERMS) -> np.ndarray:
+def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms = DEFAULT_TERMS) -> np.ndarray:
     """Return, for each block of float32 x, the candidate amax with the smallest loss: one float32 number per block.
 
     Among equal losses, the smallest amax is taken. If every loss is NaN or infinite, it is the smallest candidate that
@@ -62,7 +62,7 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAU
     return candidates[code - 1]
 
 
-def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
+def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> tuple[np.ndarray, np.ndarray]:
     """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
 
     By default every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code
@@ -90,7 +90,7 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
     return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
 
 
-def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
+def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
     """Return, for each candidate amax, the float32 scale by which elements are divided.
 
     It is candidate * fp32(1 / 6), or 1 if that is 0. If the loss uses a Hessian, the scales are first rounded to E4M3
@@ -119,7 +119,7 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 # ---- losses ----
 
 
-def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
+def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
     """Return the loss of each block of float32 x (M, K), if every block has the scale `scale`.
 
     The result is float32 (ceil(M / block rows), K / 16).

@@ -119,10 +119,10 @@ def read_gguf(path: Path, name: str | None = None) -> GgufFile:
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{shown(name)}: not a regular file; a GGUF file is needed")
     with path.open("rb") as stream:
-        return _Reader(stream, path, name).file()
+        return _HeaderReader(stream, path, name).file()
 
 
-class _Reader:
+class _HeaderReader:
     """Read the header of an open GGUF file from its beginning to its end. Call file() once."""
 
     def __init__(self, stream: BinaryIO, path: Path, name: str) -> None:

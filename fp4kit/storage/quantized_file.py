@@ -47,7 +47,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader, read_header
 from fp4kit.storage.whole_file import whole_file
-from fp4kit.storage.writer import SafetensorsWriter
+from fp4kit.storage.writer import NewTensor, SafetensorsWriter
 
 ENTRY, SUMS = "fp4kit_quantized", "fp4kit_crc32"
 VERSION = 1
@@ -56,14 +56,6 @@ _CHUNK = 2 << 20  # bytes per CRC-32 step: they are still in the cache while the
 _STORED = {"packed": "U8", "block_scale": "U8", "tensor_scale": "F32", "tensor_amax": "F32"}
 _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 _FIELDS = ("recipe", "shape", "dtype", "axis", "scale_layout", "parts")
-
-
-class _Spec(NamedTuple):
-    """Describe one tensor of the file, a part of a Quantized, for SafetensorsWriter."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
@@ -99,7 +91,9 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     for name, q in arrays.items():
         _check_array(name, q)
     facts = {"version": VERSION, "arrays": {name: _facts(q) for name, q in arrays.items()}}
-    specs = [_Spec(f"{name}.{part}", _STORED[part], tuple(getattr(q, part).shape)) for name, q, part in _parts(arrays)]
+    specs = [
+        NewTensor(f"{name}.{part}", _STORED[part], tuple(getattr(q, part).shape)) for name, q, part in _parts(arrays)
+    ]
     entry = json.dumps(facts)
     header, sums = _header_sum(entry, specs), dict.fromkeys((spec.name for spec in specs), _digits(0))
     metadata = {ENTRY: entry, SUMS: _sums_entry(header, sums)}
@@ -132,7 +126,7 @@ def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
     return json.dumps({"header": header, "tensors": tensors})
 
 
-def _header_sum(entry: str, specs: Iterable[TensorEntry | _Spec]) -> str:
+def _header_sum(entry: str, specs: Iterable[TensorEntry | NewTensor]) -> str:
     """Return the CRC-32 of a file's header as 8 hexadecimal digits.
 
     The CRC-32 covers ``entry``, the metadata of the arrays, and the names, dtypes and shapes in ``specs``.

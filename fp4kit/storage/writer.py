@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,14 @@ class TensorSpec(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+class NewTensor(NamedTuple):
+    """Hold the name, safetensors dtype and shape of a tensor to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}

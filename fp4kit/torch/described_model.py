@@ -15,7 +15,7 @@ _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Say where a parameter is in a model.
 
     Attributes:
@@ -80,7 +80,7 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
     return config if isinstance(config, Mapping) else None
 
 
-def places_of(model: torch.nn.Module) -> list[Place]:
+def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
     """Return the places of all parameters of a model. A parameter with several names has one, under its first name.
 
     A parameter that a checkpoint stores as several tensors gets its own name as the name of its tensor.
@@ -94,7 +94,7 @@ def places_of(model: torch.nn.Module) -> list[Place]:
     return list(found.values())
 
 
-def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Place:
+def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterPlace:
     """Return the place of one parameter. saved: the name of its tensor in a checkpoint."""
     shape, kind, transposed = tuple(parameter.shape), _kind(name, module, leaf, parameter), False
     if kind == "convolution":
@@ -103,7 +103,7 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
         transposed = _is_transposed(module)
         shape = (shape[0], shape[2], shape[1]) if transposed else shape
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return Place(module, leaf, TrainedWeight(name, saved, shape, dtype, kind), transposed)
+    return ParameterPlace(module, leaf, TrainedWeight(name, saved, shape, dtype, kind), transposed)
 
 
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Kind:

@@ -18,7 +18,7 @@ from torch import Tensor
 import fp4kit
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.call.linear import NO_SECOND_GRADIENT, OP, LinearSettings, check_linear, settings_from_text
-from fp4kit.ops.linear import Operations, gradient_of_w, gradient_of_x, product
+from fp4kit.ops.linear import LinearOperations, gradient_of_w, gradient_of_x, product
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.to_string import from_spec, to_spec
@@ -26,7 +26,7 @@ from fp4kit.torch import codes
 from fp4kit.torch.operators import loop_over, seed_of
 from fp4kit.torch.tensors import TORCH, check_devices, copy_if_shared, detached, outline
 
-_EAGER = Operations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
+_EAGER = LinearOperations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ quantized_values.register_autograd(values_backward, setup_context=save_dtype)
 quantized_values.register_vmap(loop_over(quantized_values))
 
 
-class Parts(NamedTuple):
+class BackwardOperators(NamedTuple):
     """Hold the functions that `backward` calls: operators, or versions that are differentiable inside transforms."""
 
     values: Callable[..., Tensor] = quantized_values
@@ -220,7 +220,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
+def backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperators()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
     """Return the gradient of each argument of linear: None for all arguments except x and a float w.
 
     If autograd does not need a gradient, the result is None as well. If the setting `backward` is "quantized", the
@@ -251,7 +251,7 @@ def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:
 
 
 def _weight_values(
-    parts: Parts, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
+    parts: BackwardOperators, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
 ) -> Tensor:
     """Return the values of a weight after quantization as float32 (N, K); w itself for "high-precision".
 

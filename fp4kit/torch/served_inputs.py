@@ -14,7 +14,7 @@ from fp4kit.calibration.collector import Collector
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.to_string import from_spec, to_spec
-from fp4kit.torch.described_model import Place
+from fp4kit.torch.described_model import ParameterPlace
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.served_weight import largest
 
@@ -63,7 +63,7 @@ class Inputs:
     layers: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: str, places: Sequence[Place], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
+    def of(cls, op: str, places: Sequence[ParameterPlace], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
         """Return the hooks for the torch.nn.Linear layers among places. There are none if the recipe is None.
 
         Args:

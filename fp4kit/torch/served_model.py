@@ -11,11 +11,11 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.qat.plan import Choice, QatPlan, make_plan
+from fp4kit.qat.plan import QatChoice, QatPlan, make_plan
 from fp4kit.qat.table import QuantizedNames
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
-from fp4kit.torch.described_model import Place, config_of, parameters_of, places_of
+from fp4kit.torch.described_model import ParameterPlace, config_of, parameters_of, places_of
 from fp4kit.torch.fake_quantized import FakeQuantized
 from fp4kit.torch.operators import check_fake
 from fp4kit.torch.served_inputs import Inputs, add_hook, remove_hook
@@ -45,7 +45,7 @@ def fake_quantize_served(
     _check_not_fsdp(model)
     config = config_of(model) if config is None else config
     places = {place.weight.name: place for place in places_of(model)}
-    choice = Choice.of(OP, recipe, format, config, **patterns)
+    choice = QatChoice.of(OP, recipe, format, config, **patterns)
     plan = make_plan(OP, [place.weight for place in places.values()], choice)
     forms = {name: _form(places[name], plan, pass_through) for name in plan.names}
     for name, form in forms.items():
@@ -57,7 +57,7 @@ def fake_quantize_served(
     return QuantizedNames(plan, quantized_inputs.layers)
 
 
-def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatPlan) -> None:
+def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], plan: QatPlan) -> None:
     """Parametrize the parameters of a plan.
 
     places: {name: place}, for all parameters. forms: {name: Form}, for the parameters in the plan.
@@ -73,7 +73,7 @@ def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatP
         parametrize.register_parametrization(place.module, place.leaf, ServedWeight(name, form, group), unsafe=True)
 
 
-def _form(place: Place, plan: QatPlan, pass_through: bool) -> Form:
+def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool) -> Form:
     """Return the Form in which a plan fake-quantizes the parameter of a place.
 
     pass_through: True if the gradient passes unchanged.
@@ -82,7 +82,7 @@ def _form(place: Place, plan: QatPlan, pass_through: bool) -> Form:
     return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through)
 
 
-def _check(place: Place, form: Form, plan: QatPlan) -> None:
+def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
     """Raise ValueError or TypeError if the parameter of a place cannot be fake-quantized, before the model is changed.
 
     form: the Form in which the plan fake-quantizes the parameter.
@@ -103,7 +103,7 @@ def _check(place: Place, form: Form, plan: QatPlan) -> None:
         _check_shards(name, parameter, place, plan.recipe)
 
 
-def _parameter(place: Place) -> Any:
+def _parameter(place: ParameterPlace) -> Any:
     """Return the parameter of a place, before any parametrization.
 
     If parametrizations store it as several tensors, return the first of them.
@@ -117,7 +117,7 @@ def _parameter(place: Place) -> Any:
     )
 
 
-def _check_shards(name: str, parameter: Any, place: Place, recipe: Recipe) -> None:
+def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:
     """Raise ValueError if a shard of a DTensor would hold a part of a block, or of a row with one scale of its own.
 
     Also raise ValueError if the DTensor consists of partial sums.

@@ -149,4 +149,4 @@ class LinearGradientOfW(torch.autograd.Function):
         return linear_operators.linear_gradient_of_w(grad, x, seed, settings, dtype)
 
 
-_PARTS = linear_operators.Parts(quantized_values, linear_gradient_of_x, linear_gradient_of_w)
+_PARTS = linear_operators.BackwardOperators(quantized_values, linear_gradient_of_x, linear_gradient_of_w)

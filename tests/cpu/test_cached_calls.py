@@ -51,8 +51,8 @@ def arrays(dtype):
 def kept(op):
     """Return the types of the cached calls of an operation, in the order in which they were made.
 
-    op: the name of the operation. A cached call is one of the library (such as QuantizeCall), or a function that tries
-    one engine after the other.
+    op: the name of the operation. A cached call is one of the library (such as CpuQuantizeCall), or a function that
+    tries one engine after the other.
     """
     return [type(call) for key, call in call_cache._CALLS.items() if key[0] == op]
 
@@ -73,9 +73,9 @@ def test_other_values(name, dtype):
         assert fp4kit.dequantize(q, np.float32, out=values) is values
         assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
     covered = name in COVERED and RECIPES[name].tensor_scaling != "block" and not RECIPES[name].search
-    assert kept("quantize") == [cached_calls.QuantizeCall if covered else FunctionType] * 2
+    assert kept("quantize") == [cached_calls.CpuQuantizeCall if covered else FunctionType] * 2
     by_library = covered and RECIPES[name].fake_rule is None
-    assert kept("fake_quantize") == [cached_calls.FakeQuantizeCall if by_library else FunctionType]
+    assert kept("fake_quantize") == [cached_calls.CpuFakeQuantizeCall if by_library else FunctionType]
 
 
 def check_repeated(x, name, **options):
@@ -92,7 +92,7 @@ def check_repeated(x, name, **options):
 
 def are_by_library(name):
     """Return True if the cached calls are one library call per operation, or if the library lacks the recipe `name`."""
-    kinds = {cached_calls.QuantizeCall, cached_calls.FakeQuantizeCall, cached_calls.DequantizeCall}
+    kinds = {cached_calls.CpuQuantizeCall, cached_calls.CpuFakeQuantizeCall, cached_calls.CpuDequantizeCall}
     kept = {type(call) for call in call_cache._CALLS.values()}
     return kept == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
 

@@ -70,14 +70,14 @@ def quantize_call(recipe, arguments, row, column, amax):
 
     arguments: the kernel's arguments.
     row, column: True to write rowwise and columnwise results.
-    amax: the step that computes the tensor amax, or None, as for QuantizeCall.of.
+    amax: the step that computes the tensor amax, or None, as for CudaQuantizeCall.of.
     """
     launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
     axes = ((1, row), (0, column))
     results = (
         cached_calls.QuantizedResult.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes
     )
-    return cached_calls.QuantizeCall.of(on, amax, launch, arguments, *results)
+    return cached_calls.CudaQuantizeCall.of(on, amax, launch, arguments, *results)
 
 
 def addresses(q, prefix=""):
@@ -157,7 +157,7 @@ def test_fake_quantize_and_dequantize():
     x, on = tensor(), cached_calls.library_of(tensor())
     launch = Launched((*ROWS.pointers, *ROWS.words))
     arrays = [NewArray(SHAPE, BF16), NewArray((), FLOAT32)]
-    fake = cached_calls.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, arrays)
+    fake = cached_calls.CudaFakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, arrays)
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
@@ -166,7 +166,7 @@ def test_fake_quantize_and_dequantize():
     decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
     out = tensor()
     for target in (None, out):
-        values = cached_calls.DequantizeCall(on, decode, on.maker([NewArray(SHAPE, BF16)]))(q, target)
+        values = cached_calls.CudaDequantizeCall(on, decode, on.maker([NewArray(SHAPE, BF16)]))(q, target)
         assert target is None or values is out
         assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
 

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from drawn_groups import Drawn, groups
+from drawn_groups import DrawnGroup, groups
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16
@@ -69,7 +69,7 @@ def test_any_group(name, data) -> None:
 
 @examples(1000)
 @given(drawn=groups(FEW, DRAWN), axis=st.sampled_from((-1, 0)), pass_through=st.booleans(), by_plan=st.booleans())
-def test_gradients(drawn: Drawn, axis: int, pass_through: bool, by_plan: bool) -> None:
+def test_gradients(drawn: DrawnGroup, axis: int, pass_through: bool, by_plan: bool) -> None:
     axis = axis if all(x.shape[axis] % RECIPES[drawn.recipe].length_multiple == 0 for x in drawn.xs) else -1
     amaxes = drawn.options.get("tensor_amax") if axis == -1 else None
     grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]

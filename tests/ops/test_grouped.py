@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_groups import POOL, Drawn, groups
+from drawn_groups import POOL, DrawnGroup, groups
 from exhaustive import sampled
 from hypothesis import strategies as st
 from inputs import BF16
@@ -24,13 +24,13 @@ RNG = np.random.default_rng(8)
 XS = [RNG.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (0, 64), (3, 128), (1, 32))]
 
 
-def loop(operation: Any, drawn: Drawn) -> list[Any]:
+def loop(operation: Any, drawn: DrawnGroup) -> list[Any]:
     amaxes = drawn.options.get("tensor_amax") or [None] * len(drawn.xs)
     return [operation(x, drawn.recipe, tensor_amax=a) for x, a in zip(drawn.xs, amaxes, strict=True)]
 
 
 @sampled(50, 300, drawn=groups())
-def test_any_group_equals_the_loop(drawn: Drawn) -> None:
+def test_any_group_equals_the_loop(drawn: DrawnGroup) -> None:
     plan = fp4kit.GroupedPlan(drawn.xs, drawn.recipe, **drawn.options)
     codes, values = loop(fp4kit.quantize, drawn), loop(fp4kit.fake_quantize, drawn)
     for found in (fp4kit.quantize_grouped(drawn.xs, drawn.recipe, **drawn.options), plan.quantize(), plan.quantize()):
@@ -48,7 +48,7 @@ def test_any_group_equals_the_loop(drawn: Drawn) -> None:
 
 
 @sampled(50, 300, drawn=groups(), pass_through=st.booleans())
-def test_gradients_equal_the_loop(drawn: Drawn, pass_through: bool) -> None:
+def test_gradients_equal_the_loop(drawn: DrawnGroup, pass_through: bool) -> None:
     amaxes = drawn.options.get("tensor_amax")
     grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]
     options = {"amax": amaxes, "pass_through": pass_through}

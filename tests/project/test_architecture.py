@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 
 from package_modules import FILES, MODULES, PACKAGE, ROOT, module_name
@@ -40,6 +41,7 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
+HELPERS = ("tests/support", "tools", "benchmarks")  # folders of code outside the package
 LAYER = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -121,6 +123,17 @@ def test_imports_have_no_cycles():
         leaves = {module for module, others in graph.items() if not others & graph.keys()}
         assert leaves, f"a cycle among {sorted(graph)}"
         graph = {module: others for module, others in graph.items() if module not in leaves}
+
+
+def test_a_class_name_stands_for_one_class():
+    """No two modules define classes of one name, so that a reader who meets a name finds one definition."""
+    helpers = [file for folder in HELPERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    found = defaultdict(list)
+    for path in FILES + helpers:
+        for name in re.findall(r"^ *class (\w+)[(:]", path.read_text(encoding="utf-8"), re.MULTILINE):
+            found[name].append(str(path.relative_to(ROOT)))
+    assert found["Recipe"] == ["fp4kit/recipes/schema.py"]
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
 def top_level_imports(path):

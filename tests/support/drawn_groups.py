@@ -30,7 +30,7 @@ GROUPS = (
 POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.dtype, (np.float32, np.float16, BF16))}
 
 
-class Drawn(NamedTuple):
+class DrawnGroup(NamedTuple):
     """Describe one call of a grouped operation.
 
     Attributes:
@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
 
 
 @st.composite
-def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> Drawn:
+def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> DrawnGroup:
     """Draw a list of tensors with different shapes, or one stacked array, with or without given amaxes.
 
     Tensors have one to three dimensions. Some have no rows, and some are not contiguous.
@@ -64,12 +64,12 @@ def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dt
     else:
         xs = [tensor(draw, (*draw(lead), draw(wide)), draw(st.sampled_from(dtypes))) for _ in range(n)]
     if r.tensor_scaling in ("none", "block") or draw(st.booleans()):
-        return Drawn(xs, name, {})
+        return DrawnGroup(xs, name, {})
     sizes = st.floats(0, 2**20, width=32)
     shapes = [x.shape[:-1] if r.tensor_scaling == "row" else () for x in xs]
     if r.tensor_scaling == "row" and draw(st.booleans()):
         shapes = [(*shape, 1) for shape in shapes]
-    return Drawn(xs, name, {"tensor_amax": [np.full(shape, draw(sizes), np.float32) for shape in shapes]})
+    return DrawnGroup(xs, name, {"tensor_amax": [np.full(shape, draw(sizes), np.float32) for shape in shapes]})
 
 
 def tensor(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

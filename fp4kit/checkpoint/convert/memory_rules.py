@@ -12,7 +12,7 @@ from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.model.weights import stack_shape
 from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.mixture import Choice, Mixture
+from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide, no_multiple
@@ -94,7 +94,7 @@ class Rules:
         """
         return self._of_choice(self.mixture.of(module)) if self.recipes else self
 
-    def _of_choice(self, choice: Choice) -> Rules:
+    def _of_choice(self, choice: LayerQuantization) -> Rules:
         """Return rules with the recipe and the container of a choice.
 
         Input scales are left out if this recipe has no tensor scale but another recipe of the rules has one.

@@ -33,7 +33,7 @@ from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.safetensors_file import SafetensorsFile
 from fp4kit.storage.whole_file import whole_file
-from fp4kit.storage.writer import SafetensorsWriter
+from fp4kit.storage.writer import NewTensor, SafetensorsWriter
 
 _GAP = 16  # differing bytes at most this far apart are in one run, because a run costs 16 bytes by itself
 _ITEM_BYTES = {COUNTS: 8, STARTS: 8, LENGTHS: 8, BYTES: 1}  # bytes per element of a part
@@ -79,14 +79,6 @@ class PatchReport:
     whole: int
     changed_bytes: int
     layers: tuple[LayerFlips, ...]
-
-
-class _Spec(NamedTuple):
-    """Hold the name, dtype and shape of a tensor for the header of the patch file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | None = None) -> PatchReport:
@@ -281,12 +273,12 @@ def _write(path: Path, stored: list[_Stored], new: Mapping[str, Path], metadata:
     specs, sources = [], {}
     for one in stored:
         if one.kind == "whole":
-            specs.append(_Spec(f"{one.name}/{WHOLE}", "U8", (one.result.nbytes,)))
+            specs.append(NewTensor(f"{one.name}/{WHOLE}", "U8", (one.result.nbytes,)))
             sources[specs[-1].name] = new[one.name]
         for part in PARTS if one.kind == "changed" else ():
             count = _part(one.spool, part).stat().st_size // _ITEM_BYTES[part]
             shape = (count // 2, 2) if part == COUNTS else (count,)
-            specs.append(_Spec(f"{one.name}/{part}", "U8" if part == BYTES else "I64", shape))
+            specs.append(NewTensor(f"{one.name}/{part}", "U8" if part == BYTES else "I64", shape))
             sources[specs[-1].name] = _part(one.spool, part)
     with SafetensorsWriter(path, specs, metadata) as writer:
         for name, source in sources.items():

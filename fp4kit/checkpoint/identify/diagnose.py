@@ -73,7 +73,7 @@ GIVEN_SCALES = "searched scales: codes are right under the stored scales, which 
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Diagnosis:
     """Say what made the bytes of a layer.
 
     recipe: the first of ``recipes``; None if no recipe gives every byte.
@@ -154,7 +154,7 @@ def explain(
     heads: tuple[int, ...] = (),
     amaxes: tuple[float, ...] = (),
     unnamed: bool = True,
-) -> Explanation:
+) -> Diagnosis:
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
     A mishap is a fault between the quantizer and the file, such as swapped nibbles. Each mishap in corruptions.py is
@@ -179,7 +179,7 @@ def explain(
             rounding.
 
     Returns:
-        An Explanation. Its ``recipe`` is None if nothing gives every byte, for example because the number of block
+        A Diagnosis. Its ``recipe`` is None if nothing gives every byte, for example because the number of block
         scales fits no layout.
 
     Raises:
@@ -223,7 +223,7 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
         yield saturated(x, amax)[0], None if other is None else saturated(other, amax)[0]
 
 
-def _better_explained(found: Explanation, again: Explanation) -> Explanation:
+def _better_explained(found: Diagnosis, again: Diagnosis) -> Diagnosis:
     """Return the better of two explanations of a layer whose source has NaN or infinities.
 
     - If ``again`` does not give every byte, return ``found``.
@@ -255,10 +255,10 @@ def _explain_source(
     heads: tuple[int, ...],
     amaxes: tuple[float, ...],
     unnamed: bool,
-) -> Explanation:
+) -> Diagnosis:
     """Explain a layer from the source as it is given, without replacing NaN and infinities.
 
-    Return an Explanation whose ``recipe`` is None if nothing gives every byte.
+    Return a Diagnosis whose ``recipe`` is None if nothing gives every byte.
 
     layer: the layer as its file stores it.
     x: the source (N, K) of the layer.
@@ -301,7 +301,7 @@ def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
     return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
-def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
+def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Diagnosis:
     """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
 
     1. The first layout, in which codes are read as declared and rows are in place.
@@ -339,7 +339,7 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
     return nearest
 
 
-def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
+def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
     The explanation applies if a recipe gives all codes under the stored scales. It does not apply if the nearest
@@ -369,12 +369,12 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
         text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
     fit = fit_of(evidence.layer, evidence.x)
     method = "searched scales" if fit is not None and fit.has_signal else None
-    return Explanation(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES, method=method)
+    return Diagnosis(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES, method=method)
 
 
 def _search_family(
     evidence: LayerEvidence, plain: Layout, nearest: Hypothesis, found: tuple[Recipe, ...]
-) -> Explanation | None:
+) -> Diagnosis | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
     evidence: the stored layer and its source.
@@ -388,20 +388,20 @@ def _search_family(
         name = name_of(nearest.recipe)
         text = f"{name} made these bytes; in {count:,} blocks it chose another scale with an equal error"
         scales = tally.scales - count
-        return Explanation(name, None, tally.codes, scales, tally.total, text, (name,))
+        return Diagnosis(name, None, tally.codes, scales, tally.total, text, (name,))
     if STATIC_4OVER6 in names and is_four_over_six(evidence, plain):
         sentence = f"{FOUR_OVER_SIX} made these bytes"
-        return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence, rules=(FOUR_OVER_SIX,))
+        return Diagnosis(None, None, tally.codes, tally.scales, tally.total, sentence, rules=(FOUR_OVER_SIX,))
     if AUTO_ROUND in names and is_weighted_search(evidence, plain):
         text = f"searched scales: {IMPORTANCE}"
         method = "searched scales"
-        return Explanation(None, None, tally.codes, 0, tally.total, text, searched=True, cause=text, method=method)
+        return Diagnosis(None, None, tally.codes, 0, tally.total, text, searched=True, cause=text, method=method)
     return None
 
 
 def _other_codes_under_scales(
     evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool
-) -> Explanation | None:
+) -> Diagnosis | None:
     """Return the explanation that a recipe gives all scales, but an unknown rule such as GPTQ gives the codes.
 
     If the codes were rounded stochastically, the explanation says so instead. Return None in these cases:
@@ -440,7 +440,7 @@ def _other_codes_under_scales(
     return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=cause, method=method)
 
 
-def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | None:
+def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
     """Return the explanation that columns were multiplied by factors before the layer was quantized.
 
     The explanation has no recipe if no recipe gives every byte under the factors that were tried. Return None if the
@@ -469,7 +469,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | Non
     return replace(unknown, sentence=text, cause=SCALED_CAUSE, method=method)
 
 
-def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
+def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     """Return an explanation if rows, block scales or whole blocks are permuted, otherwise None.
 
     evidence: the stored layer and its source.
@@ -499,10 +499,10 @@ def _all_bytes(evidence: LayerEvidence) -> MatchCount:
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 
 
-def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Explanation:
-    """Return the Explanation for hypotheses that give every byte, which all have equally many mishaps.
+def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Diagnosis:
+    """Return the Diagnosis for hypotheses that give every byte, which all have equally many mishaps.
 
-    The Explanation reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps.
+    The Diagnosis reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps.
 
     tally: the counts of the layer's bytes.
     blank: True if the layer is all zeros.
@@ -515,12 +515,12 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
     texts = ["; ".join(names) for names in mishaps]
     if texts[0]:
         sentence += f"; then: {texts[0]}" + "".join(f" (or: {text})" for text in texts[1:2])
-    return Explanation(recipes[0], texts[0] or None, tally.codes, tally.scales, tally.total, sentence, recipes, blank)
+    return Diagnosis(recipes[0], texts[0] or None, tally.codes, tally.scales, tally.total, sentence, recipes, blank)
 
 
 def _with_four_over_six(
-    explained: Explanation, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
-) -> Explanation:
+    explained: Diagnosis, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
+) -> Diagnosis:
     """Add the rule FOUR_OVER_SIX to an explanation if the rule gives every byte too, and return the result.
 
     If the rule does not give every byte, return the explanation unchanged. Only recipes that choose scales like the
@@ -539,21 +539,21 @@ def _with_four_over_six(
     return replace(explained, rules=(FOUR_OVER_SIX,)) if codes else explained
 
 
-def _zeros(layer: StoredLayer) -> Explanation:
-    """Return the Explanation for an all-zero layer with an all-zero source. Every recipe of its format explains it.
+def _zeros(layer: StoredLayer) -> Diagnosis:
+    """Return the Diagnosis for an all-zero layer with an all-zero source. Every recipe of its format explains it.
 
     The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
     """
     recipes = tuple(name_of(r) for r in candidates_of(layer.recipe))
     codes, scales = layer.codes.size, layer.block_scale.size
-    return Explanation(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
+    return Diagnosis(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
 
 
-def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
-    """Return the Explanation for a layer if no hypothesis gives all of its bytes.
+def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Diagnosis:
+    """Return the Diagnosis for a layer if no hypothesis gives all of its bytes.
 
     If a sample shows a Hadamard transform or stochastic rounding, and ``unnamed`` is True, the sentence of the
-    Explanation names it. Otherwise, the sentence names the hypothesis that fits the sample best, with its share of the
+    Diagnosis names it. Otherwise, the sentence names the hypothesis that fits the sample best, with its share of the
     layer's bytes.
 
     evidence: the stored layer and its source.
@@ -569,13 +569,13 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
     return _unexplained((_variation(evidence, plain) if unnamed else None) or text, tally)
 
 
-def _unexplained(text: str, tally: MatchCount) -> Explanation:
-    """Return an Explanation without a recipe: "nothing explains these bytes: " and ``text``.
+def _unexplained(text: str, tally: MatchCount) -> Diagnosis:
+    """Return a Diagnosis without a recipe: "nothing explains these bytes: " and ``text``.
 
     tally: the counts of the bytes that the nearest hypothesis gives.
     """
     sentence = f"nothing explains these bytes: {text}"
-    return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence)
+    return Diagnosis(None, None, tally.codes, tally.scales, tally.total, sentence)
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:

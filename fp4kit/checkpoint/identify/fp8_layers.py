@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.identify.calibrated import LEAST_DB
-from fp4kit.checkpoint.identify.diagnose import Explanation
+from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.hypotheses import CHUNK
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.formats import E4M3
@@ -66,10 +66,10 @@ class Fp8Layer:
         return np.repeat(np.repeat(scales, 128, axis=0)[:rows], 128, axis=1)[:, :columns]
 
 
-def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Explanation:
+def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
     """Find the recipe or the rule that gives every code and scale of an FP8 layer.
 
-    If none does, the sentence of the Explanation says what the layer is. It also says one of three things: that the
+    If none does, the sentence of the Diagnosis says what the layer is. It also says one of three things: that the
     scales are not amax / 448, that the scales are reciprocals, or which share of the codes is nearest to the source
     under the stored scales. If the codes and the source differ in shape, the sentence says only this.
 
@@ -95,17 +95,15 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     if recipes or rules:
         sentence = f"{either(recipes)} made these bytes" if recipes else f"{either(rules)}; no recipe has this rule"
         first = recipes[0] if recipes else None
-        return Explanation(first, None, layer.codes.size, layer.scales.size, total, sentence, recipes, rules=rules)
+        return Diagnosis(first, None, layer.codes.size, layer.scales.size, total, sentence, recipes, rules=rules)
     if quotients:
         text = f"{name} under given scales, which are not amax / 448; codes nearest to the quotient in {quotients[0]}"
         cause = f"{name} under given scales: codes are nearest, and scales are not amax / 448"
         method = "given scales" if _has_signal(layer, x) else None
-        return Explanation(
-            None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause, method=method
-        )
+        return Diagnosis(None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause, method=method)
     if _are_reciprocals(layer, x):
         cause = f"{name}: scales are inverted, because their reciprocals decode to the source"
-        return Explanation(None, None, equal_codes, equal_scales, total, cause, cause=cause)
+        return Diagnosis(None, None, equal_codes, equal_scales, total, cause, cause=cause)
     share = min(100 * equal_codes / max(layer.codes.size, 1), 99.99)
     text = f"nothing explains these bytes: {name}; {share:.2f}% of codes are nearest under the stored scales"
     return _unexplained(text, equal_codes, equal_scales, total)
@@ -146,14 +144,14 @@ def _rule(name: str, scales: str, quotient: str) -> str:
     return f"{name} (amax / 448{rounded}, codes nearest to the quotient in {quotient})"
 
 
-def _unexplained(text: str, codes: int, scales: int, total: int) -> Explanation:
-    """Return an Explanation without a recipe.
+def _unexplained(text: str, codes: int, scales: int, total: int) -> Diagnosis:
+    """Return a Diagnosis without a recipe.
 
     text: its sentence.
     codes, scales: the number of codes and of scales that the nearest rule gives.
     total: the number of all codes and scales.
     """
-    return Explanation(None, None, codes, scales, total, text)
+    return Diagnosis(None, None, codes, scales, total, text)
 
 
 def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.checkpoint.identify.calibrated import fit_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import SCALED, SCALING, Explanation, explain, kind
+from fp4kit.checkpoint.identify.diagnose import SCALED, SCALING, Diagnosis, explain, kind
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.search_families import TUNED, TUNED_BY_AUTO_ROUND
 from fp4kit.ops.identify import either
@@ -77,7 +77,7 @@ class LayerVerdict:
     """
 
     name: str
-    explanation: Explanation
+    explanation: Diagnosis
     format: str = ""
     producer: str = ""
     recorded: str = ""
@@ -289,7 +289,7 @@ def with_producer(id: str) -> str:
     return f"{id} ({name})" if name else id
 
 
-def _summary(found: Explanation) -> str:
+def _summary(found: Diagnosis) -> str:
     """Return the start of a clause about layers with this explanation, such as "nvfp4-te made".
 
     The caller appends the number of layers. Return "" if there is no recipe without a mishap and no known cause.
@@ -372,7 +372,7 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
         yield LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded, layer.scaling)
 
 
-def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
+def _explained(layer: LayerPair, unnamed: bool) -> Diagnosis:
     """Explain one layer with ``explain`` or ``explain_fp8``.
 
     unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
@@ -427,7 +427,7 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
     return fit is not None and fit.is_sound
 
 
-def _of_rest(layer: LayerPair, found: Explanation) -> Explanation:
+def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
     """Return the explanation of a layer whose codes store only the rest of its weight, without a low-rank part.
 
     If recipes give every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share of

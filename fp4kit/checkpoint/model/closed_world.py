@@ -43,7 +43,7 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, Tenso
 Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
 
-class Model(Protocol):
+class OpenedModel(Protocol):
     """Describe the properties of an opened model that ``items_of`` reads. Source and Checkpoint have them."""
 
     @property
@@ -59,7 +59,7 @@ class Model(Protocol):
         """The content of hf_quant_config.json; None if there is no such file."""
 
 
-def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
+def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
     """Return every item of an opened model, refused ones included (see ``account``).
 
     Args:
@@ -70,7 +70,7 @@ def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] 
     return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
 
 
-def check_model(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
+def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
     """Return every item of an opened model, after checking that none is refused.
 
     Args:

@@ -49,7 +49,7 @@ class _NotUndone(Exception):
     """Say why a transform is not undone. The text is a predicate, such as "has the location output"."""
 
 
-def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
+def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
     """Return a model with its transforms undone. A model without transforms is returned unchanged.
 
     Args:
@@ -207,7 +207,7 @@ def _matches(weight: Weight, targets: list[str]) -> bool:
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))
 
 
-def _check_matrix(model: closed_world.Model, name: str, size: int) -> None:
+def _check_matrix(model: closed_world.OpenedModel, name: str, size: int) -> None:
     """Raise CheckpointError unless a stored matrix is Sylvester's Hadamard matrix of this size.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE, action_of, target_of
-from fp4kit.checkpoint.plan.mixture import Choice
+from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -15,7 +15,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 def actions_of(
     selected: Mapping[str, Weight],
     groups: Mapping[str, Collection[str]],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, LayerQuantization],
     requantize: bool,
 ) -> dict[str, str]:
     """Choose one of the actions in job.py for each weight to convert. Return a dict from tensor name to action.
@@ -47,7 +47,7 @@ def actions_of(
     return found
 
 
-def _written(choice: Choice) -> Container:
+def _written(choice: LayerQuantization) -> Container:
     """Return the container of a choice, which must be quantized."""
     assert choice.form is not None
     return choice.form

@@ -31,10 +31,10 @@ from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.plan.bit_budget import Option, Point, Unit, curve, solve
+from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point, curve, solve
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.plan.mixture import Choice
+from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, shared_amax_groups, split_module
@@ -63,7 +63,7 @@ class Assignment:
     """
 
     budget: float
-    units: tuple[Unit, ...]
+    units: tuple[LayerGroup, ...]
     chosen: Point
     curve: tuple[Point, ...]
 
@@ -181,7 +181,7 @@ class _Candidates:
         request = Request(first, format, wishes, recipes=pairs)
         # FP8 of Model-Optimizer needs input scales only when it is written.
         mixture = request.mixture_for(self.source.config)
-        self.forms: dict[str, Choice] = {first.id: mixture.default}
+        self.forms: dict[str, LayerQuantization] = {first.id: mixture.default}
         self.forms |= {choice.recipe.id: choice for _, choice in mixture.choices}
         self.weights: dict[str, Weight] = {}
         self.fits: dict[str, set[str]] = {}
@@ -217,7 +217,7 @@ class _Sums(NamedTuple):
 
 def _measured(
     found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
-) -> tuple[Unit, ...]:
+) -> tuple[LayerGroup, ...]:
     """Return the units of a model (layers that need one choice of recipe), with the errors of their options.
 
     Args:
@@ -338,7 +338,7 @@ def _unit(
     found: _Candidates,
     sums: Mapping[str, _Sums],
     keeps: bool,
-) -> Unit:
+) -> LayerGroup:
     """Return one unit with its options: the candidates that can quantize all of its layers, then "keep".
 
     Args:
@@ -364,7 +364,7 @@ def _unit(
     if not options:
         raise CheckpointError(f"{shown(name)}: fits no candidate as a whole; add {KEEP} to --candidates")
     layers = tuple(dict.fromkeys(found.weights[tensor].name for tensor in tensors))
-    return Unit(name, layers, sum(prod(found.weights[tensor].shape) for tensor in tensors), tuple(options))
+    return LayerGroup(name, layers, sum(prod(found.weights[tensor].shape) for tensor in tensors), tuple(options))
 
 
 def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:

@@ -35,7 +35,7 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
+class LayerGroup:
     """Describe layers that need one choice.
 
     Attributes:
@@ -110,7 +110,7 @@ def _hull(options: Sequence[Option]) -> list[int]:
     return found
 
 
-def _steps(units: Sequence[Unit], hulls: Sequence[list[int]]) -> list[_Step]:
+def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Step]:
     """Return the steps along the hulls of all units. The steps with the largest gain per bit come first."""
     found = []
     for number, hull in enumerate(hulls):
@@ -121,13 +121,13 @@ def _steps(units: Sequence[Unit], hulls: Sequence[list[int]]) -> list[_Step]:
     return sorted(found, key=lambda step: -step.gain / step.cost)
 
 
-def _point(units: Sequence[Unit], choices: Sequence[int]) -> Point:
+def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
     """Return the assignment that takes option ``choices[i]`` for unit i, with its total bits and total error."""
     chosen = [unit.options[choice] for unit, choice in zip(units, choices, strict=True)]
     return Point(sum(one.bits for one in chosen), sum(one.error for one in chosen), tuple(choices))
 
 
-def curve(units: Sequence[Unit]) -> list[Point]:
+def curve(units: Sequence[LayerGroup]) -> list[Point]:
     """Return assignments of decreasing error, from the smallest possible size on.
 
     Each assignment has the smallest error that is possible in its own number of bits, because it minimizes
@@ -142,7 +142,7 @@ def curve(units: Sequence[Unit]) -> list[Point]:
     return found
 
 
-def solve(units: Sequence[Unit], budget: int) -> Point:
+def solve(units: Sequence[LayerGroup], budget: int) -> Point:
     """Return the assignment with the smallest total error of all that take at most ``budget`` bits.
 
     The method is a dynamic program over the units with pruning by a Lagrangian bound. It is exact:
@@ -196,7 +196,7 @@ def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> in
     return min(hull.index(choices[step.unit]) + 1, len(hull) - 1)
 
 
-def _branch(units: Sequence[Unit], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
+def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
     """Return the option per unit of an optimal assignment. See ``solve`` for the method and its proof.
 
     Args:

@@ -60,7 +60,7 @@ class ChannelWeights(NamedTuple):
         return np.asarray(values / np.float32(self.divisor), np.float32)
 
 
-class Entry(NamedTuple):
+class ImatrixEntry(NamedTuple):
     """Locate the values of one weight (a matrix or a stack of experts) in an imatrix file.
 
     Attributes:
@@ -81,13 +81,13 @@ class Imatrix:
     Attributes:
         path: the file.
         sha256: the SHA-256 of the file, in hexadecimal.
-        entries: weight -> Entry with the place of its values. The key is the weight's name in a GGUF file, without
-            ".weight".
+        entries: weight -> ImatrixEntry with the place of its values. The key is the weight's name in a GGUF file,
+            without ".weight".
     """
 
     path: Path
     sha256: str
-    entries: Mapping[str, Entry] = field(repr=False)
+    entries: Mapping[str, ImatrixEntry] = field(repr=False)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Imatrix:
                 return found, index
         return None
 
-    def _matrix(self, entry: Entry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
+    def _matrix(self, entry: ImatrixEntry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
         """Return the place of the column weights of one matrix of an entry.
 
         Args:
@@ -286,7 +286,7 @@ def read_imatrix(path: str | Path) -> Imatrix:
     return Imatrix(path, file_digest(path), {name.removesuffix(".weight"): entry for name, entry in entries.items()})
 
 
-def _gguf_entries(path: Path) -> dict[str, Entry]:
+def _gguf_entries(path: Path) -> dict[str, ImatrixEntry]:
     """Return the entries of an imatrix file in GGUF form, by weight name; {} if it has no entries.
 
     Raises:
@@ -307,11 +307,11 @@ def _gguf_entries(path: Path) -> dict[str, Entry]:
         divisors = np.fromfile(path, "<f4", counts.nbytes // 4, offset=counts.start)
         if not divisors.size or not (np.isfinite(divisors) & (divisors >= 0)).all():
             raise CheckpointError(f"imatrix {name}: counts of {shown(weight)} are invalid; make the imatrix again")
-        found[weight] = Entry(sums.start, sums.nbytes // 4, tuple(map(float, divisors)))
+        found[weight] = ImatrixEntry(sums.start, sums.nbytes // 4, tuple(map(float, divisors)))
     return found
 
 
-def _legacy_entries(path: Path) -> dict[str, Entry]:
+def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
     """Return the entries of a legacy imatrix file, by weight name.
 
     Raises:
@@ -337,7 +337,7 @@ def _legacy_entries(path: Path) -> dict[str, Entry]:
             if name in found:
                 raise _damaged(path, f"{shown(name)} occurs twice")
             stream.seek(4 * nvalues, 1)
-            found[name] = Entry(position, nvalues, (float(max(calls, 1)),))
+            found[name] = ImatrixEntry(position, nvalues, (float(max(calls, 1)),))
     return found
 
 

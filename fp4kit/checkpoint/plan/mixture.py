@@ -29,7 +29,7 @@ def first_match(patterns: Iterable[str], module: str) -> int | None:
     return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
 
 
-class Choice(NamedTuple):
+class LayerQuantization(NamedTuple):
     """Describe how a layer is quantized.
 
     Attributes:
@@ -49,12 +49,12 @@ class Mixture:
         choices: (pattern, choice) pairs; the first pattern that matches a layer decides.
     """
 
-    def __init__(self, default: Choice, choices: Sequence[tuple[str, Choice]]) -> None:
+    def __init__(self, default: LayerQuantization, choices: Sequence[tuple[str, LayerQuantization]]) -> None:
         self.default, self.choices = default, tuple(choices)
         self._patterns = [pattern for pattern, _ in self.choices]
-        self._found: dict[str, Choice] = {}  # module -> its choice
+        self._found: dict[str, LayerQuantization] = {}  # module -> its choice
 
-    def of(self, module: str) -> Choice:
+    def of(self, module: str) -> LayerQuantization:
         """Return the choice of the first pattern that matches a layer, or the default if no pattern matches.
 
         Args:

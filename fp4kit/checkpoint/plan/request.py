@@ -17,7 +17,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan import gguf
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
-from fp4kit.checkpoint.plan.mixture import Choice, Mixture
+from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -136,7 +136,7 @@ class Request:
                 containers; or if there are recipes with patterns and the model is a GGUF file.
         """
         if not self.recipes:
-            return Mixture(Choice(self.recipe, self.form_for(config)), ())
+            return Mixture(LayerQuantization(self.recipe, self.form_for(config)), ())
         if gguf.is_gguf_config(config):
             raise CheckpointError(
                 f"--recipe {shown(self.recipes[0][0])}=...: a GGUF file records one recipe; give one --recipe without a"
@@ -145,12 +145,14 @@ class Request:
         common = replace(self, format=self._common_format(config))
         ids = (self.recipe, *(one for _, one in self.recipes))
         some = any(one.tensor_scaling == "tensor" for one in ids)
-        default = Choice(self.recipe, replace(common, **self._input_scales_of(self.recipe, some)).form_for(config))
+        default = LayerQuantization(
+            self.recipe, replace(common, **self._input_scales_of(self.recipe, some)).form_for(config)
+        )
         choices = []
         for pattern, one in self.recipes:
             search = self.search if self.search is not None and self.search.supports(one) else None
             form = replace(common, recipe=one, search=search, **self._input_scales_of(one, some)).form_for(config)
-            choices.append((pattern, Choice(one, form)))
+            choices.append((pattern, LayerQuantization(one, form)))
         forms = {choice.form.name: choice for choice in (default, *(one for _, one in choices)) if choice.form}
         if len(forms) > 1 and common.format not in MIXED:
             a, b, *_ = forms.values()

@@ -109,7 +109,7 @@ def _role(part: str) -> Role | None:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFacts:
     """Hold the facts from config.json that the selection rules use.
 
     Attributes:
@@ -146,7 +146,7 @@ class Candidate:
     module: str
     dtype: str
     shape: tuple[int, ...]
-    model: Model
+    model: ModelFacts
 
     @lazy_property
     def parts(self) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class Candidate:
         return "dense MLP" if "mlp" in self.roles else "linear layer"
 
 
-def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
+def candidate(name: str, dtype: str, shape: tuple[int, ...], model: ModelFacts) -> Candidate:
     """Return the Candidate, by which the name rules judge a tensor, for an unquantized tensor.
 
     Args:
@@ -268,7 +268,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield config
 
 
-def model_facts(config: Mapping[str, Any]) -> Model:
+def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Return the facts that the selection rules use, from the content of config.json.
 
     Sections such as text_config are searched too. The first section with a number of layers counts; the number is None
@@ -281,7 +281,7 @@ def model_facts(config: Mapping[str, Any]) -> Model:
     has_encoder = any(
         section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
     )
-    return Model(
+    return ModelFacts(
         counts[0] if counts else None,
         str(config.get("model_type", "")),
         has_encoder,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 
-from fp4kit.checkpoint.selection.name_rules import FIRST_RULES, RULES, Candidate, Kind, Model, Rule
+from fp4kit.checkpoint.selection.name_rules import FIRST_RULES, RULES, Candidate, Kind, ModelFacts, Rule
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 # Preset -> the kinds of layers that it quantizes.
@@ -136,7 +136,7 @@ class Selector:
         self._converted = {kind: Decision(True, f"{kind} (preset {wishes.preset})") for kind in PRESETS[wishes.preset]}
         self._keep, self._only = _Patterns(wishes.keep), _Patterns(wishes.only)
         self._cache: dict[Hashable, tuple[Decision | None, Decision]] = {}
-        self._model: Model | None = None  # the model that _cache belongs to
+        self._model: ModelFacts | None = None  # the model that _cache belongs to
 
     def decide(self, tensor: Candidate) -> Decision:
         """Return the decision on one tensor.

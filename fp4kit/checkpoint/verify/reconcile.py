@@ -321,15 +321,6 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
         write_file(stage.folder / MANIFEST, dump_object(manifest_of(digests, facts)))
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """Hold the name, dtype and shape of a tensor for the header of a safetensors file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def _write_file(
     file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
 ) -> None:
@@ -340,8 +331,7 @@ def _write_file(
     readers: where to read its tensors from.
     tick: called with the number of bytes of each chunk after it is written.
     """
-    specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
-    with SafetensorsWriter(folder / file.name, specs, file.metadata) as writer:
+    with SafetensorsWriter(folder / file.name, file.entries, file.metadata) as writer:
         for entry in file.entries:
             for chunk in _chunks(file, entry, new, readers):
                 writer.write(entry.name, chunk)

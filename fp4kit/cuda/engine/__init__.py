@@ -12,10 +12,10 @@ There is one module per operation. The other modules are shared:
 """
 
 from fp4kit.cuda.engine.amax import amax, clip_amax, plain_amax
-from fp4kit.cuda.engine.clip_group import ClipGroup
+from fp4kit.cuda.engine.clip_group import CudaClipGroup
 from fp4kit.cuda.engine.dequantize import dequantize
 from fp4kit.cuda.engine.fake_quantize import clip, fake_quantize
-from fp4kit.cuda.engine.group import Group, amax_group, plain_amax_group
+from fp4kit.cuda.engine.group import CudaGroup, amax_group, plain_amax_group
 from fp4kit.cuda.engine.layouts import pack, swizzle, transpose, unpack
 from fp4kit.cuda.engine.master_weights import DeviceStages
 from fp4kit.cuda.engine.matmul import matmul
@@ -27,9 +27,9 @@ from fp4kit.cuda.engine.rotate import rotate
 from fp4kit.cuda.engine.search_scales import search_scales
 
 __all__ = [
-    "ClipGroup",
+    "CudaClipGroup",
+    "CudaGroup",
     "DeviceStages",
-    "Group",
     "amax",
     "amax_group",
     "clip",

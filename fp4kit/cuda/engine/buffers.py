@@ -33,7 +33,7 @@ class NewArray(NamedTuple):
     zeros: bool = False
 
 
-class ArrayLibrary(NamedTuple):
+class DeviceArrayAccess(NamedTuple):
     """Hold the functions with which a cached call handles arrays of CuPy or of PyTorch.
 
     Functions that are implemented in C are used where possible, because a call of a Python function takes 0.25 us (host
@@ -52,19 +52,19 @@ class ArrayLibrary(NamedTuple):
     stream: Callable[[], Any]
 
 
-def library_of(a: Any) -> ArrayLibrary:
-    """Return the ArrayLibrary of a CuPy array or a PyTorch tensor."""
+def library_of(a: Any) -> DeviceArrayAccess:
+    """Return the DeviceArrayAccess of a CuPy array or a PyTorch tensor."""
     return _cupy_library() if type(a).__module__ == "cupy" else _torch_library(a.device)
 
 
-def _cupy_library() -> ArrayLibrary:
-    """Return the ArrayLibrary of CuPy."""
+def _cupy_library() -> DeviceArrayAccess:
+    """Return the DeviceArrayAccess of CuPy."""
 
     def clear(a: Any, stream: Any) -> None:
         """Set a float32 array with one element to 0 on the current stream, which `stream` must be."""
         a.data.memset_async(0, FLOAT32.itemsize)
 
-    return ArrayLibrary(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
+    return DeviceArrayAccess(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
 
 
 def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
@@ -121,8 +121,8 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
 
 
 @cache
-def _torch_library(device: Any) -> ArrayLibrary:
-    """Return the ArrayLibrary of PyTorch tensors on a device."""
+def _torch_library(device: Any) -> DeviceArrayAccess:
+    """Return the DeviceArrayAccess of PyTorch tensors on a device."""
     set_to = imports.cupy().cuda.runtime.memsetAsync
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
@@ -134,4 +134,4 @@ def _torch_library(device: Any) -> ArrayLibrary:
         """Set a float32 tensor with one element to 0 on a stream."""
         set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
 
-    return ArrayLibrary(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))
+    return DeviceArrayAccess(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))

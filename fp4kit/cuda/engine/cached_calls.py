@@ -22,7 +22,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import tensor_amax_operands
-from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, ArrayLibrary, NewArray, library_of
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, DeviceArrayAccess, NewArray, library_of
 from fp4kit.cuda.engine.matrices import launch_request, matrix_count, with_kernel_amax
 from fp4kit.cuda.launch import matrix
 from fp4kit.cuda.launch import swizzle as swizzle_launcher
@@ -98,7 +98,7 @@ class AmaxStep(NamedTuple):
     launch: Launch | None
     by_row: bool = False
 
-    def find(self, library: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
+    def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
         """Launch the computation of the amax, if it needs a launch.
 
         library: the functions that handle the arrays. x: the address of the elements. amax: the array to write the amax
@@ -155,7 +155,7 @@ def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeCall:
+class CudaQuantizeCall:
     """Hold a cached call of quantize or quantize_both for one matrix.
 
     Attributes:
@@ -169,7 +169,7 @@ class QuantizeCall:
             this order. The kernel writes the computed amax, or a copy of the caller's amax, into each tensor_amax.
     """
 
-    library: ArrayLibrary
+    library: DeviceArrayAccess
     amax: AmaxStep | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
@@ -180,13 +180,13 @@ class QuantizeCall:
     @classmethod
     def of(
         cls,
-        library: ArrayLibrary,
+        library: DeviceArrayAccess,
         amax: AmaxStep | None,
         launch: Launch,
         arguments: Arguments,
         row: QuantizedResult | None,
         column: QuantizedResult | None,
-    ) -> QuantizeCall:
+    ) -> CudaQuantizeCall:
         """Return the cached call that repeats a launch.
 
         Args:
@@ -240,8 +240,8 @@ class QuantizeCall:
         return first.make(arrays, amax), second.make(arrays[len(first.names) :], other)
 
 
-def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return a QuantizeCall that repeats a parsed call of quantize.
+def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
+    """Return a CudaQuantizeCall that repeats a parsed call of quantize.
 
     Return None in these cases:
 
@@ -270,11 +270,11 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     launch = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
-    return QuantizeCall.of(library_of(x), _amax_step(call, request), launch, choice.arguments, row, column)
+    return CudaQuantizeCall.of(library_of(x), _amax_step(call, request), launch, choice.arguments, row, column)
 
 
 @dataclass(frozen=True, slots=True)
-class FakeQuantizeCall:
+class CudaFakeQuantizeCall:
     """Hold a cached call of fake_quantize for one matrix.
 
     Attributes:
@@ -285,7 +285,7 @@ class FakeQuantizeCall:
         new: allocates the values and, if the cached call computes the amax, the amax.
     """
 
-    library: ArrayLibrary
+    library: DeviceArrayAccess
     amax: AmaxStep | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
@@ -293,8 +293,13 @@ class FakeQuantizeCall:
 
     @classmethod
     def of(
-        cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, arrays: list[NewArray]
-    ) -> FakeQuantizeCall:
+        cls,
+        library: DeviceArrayAccess,
+        amax: AmaxStep | None,
+        launch: Launch,
+        arguments: Arguments,
+        arrays: list[NewArray],
+    ) -> CudaFakeQuantizeCall:
         """Return the cached call that repeats a launch.
 
         Args:
@@ -319,8 +324,8 @@ class FakeQuantizeCall:
         return arrays[0]
 
 
-def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize.
+def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
+    """Return a CudaFakeQuantizeCall that repeats a parsed call of fake_quantize.
 
     Return None if no kernel supports the call, if x is not one matrix that a kernel reads in place (see _is_one_matrix
     and matrix_count), or if the quantized axis is not the last one. The call must round to nearest, without block
@@ -340,11 +345,11 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     step, arrays = _amax_step(call, request), [NewArray(call.x.shape, call.x.dtype)]
     if step is not None:
         arrays.append(NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32))
-    return FakeQuantizeCall.of(library_of(x), step, launch, choice.arguments, arrays)
+    return CudaFakeQuantizeCall.of(library_of(x), step, launch, choice.arguments, arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class DequantizeCall:
+class CudaDequantizeCall:
     """Hold a cached call of dequantize for one matrix.
 
     Attributes:
@@ -353,7 +358,7 @@ class DequantizeCall:
         new: allocates the values.
     """
 
-    library: ArrayLibrary
+    library: DeviceArrayAccess
     launch: Launch
     new: Callable[[], list[Any]]
 
@@ -373,8 +378,8 @@ class DequantizeCall:
         return values
 
 
-def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
-    """Return a DequantizeCall that repeats a call of dequantize.
+def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> CudaDequantizeCall | None:
+    """Return a CudaDequantizeCall that repeats a call of dequantize.
 
     Return None in these cases:
 
@@ -401,7 +406,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Deq
     shape = prod(q.shape[:-1]), q.shape[-1]
     launch = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
     library = library_of(given.packed)
-    return DequantizeCall(library, launch, library.maker([NewArray(q.shape, dtype)]))
+    return CudaDequantizeCall(library, launch, library.maker([NewArray(q.shape, dtype)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +421,7 @@ class MoveCall:
         fields: the other fields that differ in the result, with their values.
     """
 
-    library: ArrayLibrary
+    library: DeviceArrayAccess
     launch: Launch
     names: tuple[str, ...]
     new: Callable[[], list[Any]]

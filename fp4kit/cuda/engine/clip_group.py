@@ -19,7 +19,7 @@ from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 
 
-class ClipGroup:
+class CudaClipGroup:
     """Hold gradients on one GPU and the launches that clip them. The launches are prepared once and can run repeatedly.
 
     Args:

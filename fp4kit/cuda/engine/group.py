@@ -163,7 +163,7 @@ def clear(vector: Any) -> None:
         vector.data.memset_async(0, vector.nbytes)
 
 
-class Group:
+class CudaGroup:
     """Hold parsed calls on arrays on one GPU, with their outputs and the launches that quantize them.
 
     Every run overwrites the outputs of the previous run. A launch is prepared when it is first needed.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.search_scales import Search, Terms
+from fp4kit.call.search_scales import Search, SearchTerms
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -49,7 +49,7 @@ def search_amaxes(search: Search) -> Any:
         return out
 
 
-def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
+def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: SearchTerms, factors: Any) -> None:
     """Search the best multiple of each amax, and write the amax times this multiple into out.
 
     The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.

@@ -21,7 +21,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import AROUND_FLOOR, BLOCK_COLUMNS, DEFAULT_TERMS, MAX_OFFSET, Search, Terms
+from fp4kit.call.search_scales import AROUND_FLOOR, BLOCK_COLUMNS, DEFAULT_TERMS, MAX_OFFSET, Search, SearchTerms
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -108,7 +108,13 @@ def check_search(search: Search) -> None:
 
 
 def search_matrix(
-    x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = DEFAULT_TERMS, unproven: Any = None, mask: int | None = None
+    x: Any,
+    out: Any,
+    amax: Any,
+    r: Recipe,
+    terms: SearchTerms = DEFAULT_TERMS,
+    unproven: Any = None,
+    mask: int | None = None,
 ) -> None:
     """Search the block amaxes of a matrix x, and write them into out. Raise ValueError if x has too many elements.
 
@@ -153,7 +159,7 @@ def search_matrix(
     launch(*map(address, (x, amax, column_weights, out, unproven)))
 
 
-def _is_pruned(r: Recipe, terms: Terms) -> bool:
+def _is_pruned(r: Recipe, terms: SearchTerms) -> bool:
     """Return True if the pruned search can be used for a recipe and a search's loss and candidates (terms).
 
     It needs a squared loss, E4M3 scales, blocks of one row, and amaxes that are NaN if an element is NaN.
@@ -170,7 +176,7 @@ def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
     return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 
 
-def _loss_options(terms: Terms) -> dict[str, bool]:
+def _loss_options(terms: SearchTerms) -> dict[str, bool]:
     """Return the options of the kernel search_full for a loss and candidates.
 
     kHessian: the loss has Hessians. kFromFloor: the E8M0 candidates are exponents around floor(log2(amax)).
@@ -207,7 +213,7 @@ def with_searched_amaxes(call: Call) -> Call:
         return without._replace(tensor_amax=amax, block_amax=block_amaxes)
 
 
-def _check_transform(r: Recipe, terms: Terms, mask: int | None) -> None:
+def _check_transform(r: Recipe, terms: SearchTerms, mask: int | None) -> None:
     """Raise Declined if a search needs a Hadamard transform (mask is not None), but its kernel has none."""
     if mask is not None and (terms.hessian is not None or not _is_pruned(r, terms)):
         raise Declined(f"no CUDA kernel searches scales of {r.id} after a Hadamard transform; {_ON_THE_CPU}")

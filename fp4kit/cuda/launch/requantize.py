@@ -50,7 +50,7 @@ def _keep_launch(
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
 
-class Source(NamedTuple):
+class KeptSource(NamedTuple):
     """Describe the quantized array whose codes may be kept.
 
     codes, scales: its arrays, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
@@ -65,12 +65,12 @@ class Source(NamedTuple):
     extent: Any
 
 
-def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> Source:
-    """Return a Source for codes and scales, with new memory in which kernels store the range of the scales."""
-    return Source(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
+def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource:
+    """Return a KeptSource for codes and scales, with new memory in which kernels store the range of the scales."""
+    return KeptSource(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
 
 
-def power_amax(source: Source, target: Recipe, amax: Any) -> None:
+def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
     """Overwrite `amax`, the tensor amax of the source's values, with an amax for which codes can be kept in `target`.
 
     That amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
@@ -79,7 +79,7 @@ def power_amax(source: Source, target: Recipe, amax: Any) -> None:
         _launch(kernel, source, target, None, None, None, amax)
 
 
-def keep_codes(source: Source, result: Quantized) -> None:
+def keep_codes(source: KeptSource, result: Quantized) -> None:
     """Replace the codes of a result by the source's codes, in all blocks that can keep the source's codes.
 
     result: the values of the source, quantized with the amax that power_amax left, with scales in the linear layout.
@@ -88,7 +88,7 @@ def keep_codes(source: Source, result: Quantized) -> None:
     _launch("requantize_keep_kernel", source, result.recipe, *arrays)
 
 
-def _launch(kernel: str, source: Source, target: Recipe, *arrays: Any) -> None:
+def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> None:
     """Launch one of the kernels of requantize.cu.
 
     kernel: the C++ name of the kernel. source: the quantized array. target: the recipe of the result. arrays: packed,

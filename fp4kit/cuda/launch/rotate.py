@@ -27,7 +27,7 @@ _COLUMNS_ARGUMENTS = np.dtype([(name, "u8") for name in ("x", "out", "signs", "o
 MAX_ROW = 1 << 31  # elements; hadamard_rows.cu takes only rows that are shorter than this
 
 
-class Kernel(NamedTuple):
+class RotateKernel(NamedTuple):
     """Name an instantiation of rotate.cu.
 
     Attributes:
@@ -62,7 +62,7 @@ def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: boo
     return instantiation(name, _constants(size), Input=TYPES[dtype], kHasSigns=has_signs, kIsInverse=inverse)
 
 
-def source(kernel: Kernel) -> str:
+def source(kernel: RotateKernel) -> str:
     """Return the C++ text of the instantiation `kernel` of rotate.cu."""
     return instantiation(
         "rotate",
@@ -76,13 +76,13 @@ def source(kernel: Kernel) -> str:
 
 
 @cache
-def _function(kernel: Kernel, device: int) -> Any:
+def _function(kernel: RotateKernel, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device."""
     return loader.function(source(kernel), "rotate_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
-def _launch(kernel: Kernel, shape: tuple[int, int, int], matrix_step: int, device: int) -> Launch:
+def _launch(kernel: RotateKernel, shape: tuple[int, int, int], matrix_step: int, device: int) -> Launch:
     """Return the prepared launch of rotate.cu for arrays of this shape (outer, length, inner).
 
     matrix_step: the distance between the matrices of neighboring blocks, in elements; 0 for one matrix.
@@ -139,6 +139,6 @@ def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool
         launch = _hadamard_launch(x.shape, x.device.id, x.dtype, size, signs is not None, inverse)
         launch(*map(address, (x, out, signs)))
         return
-    kernel = Kernel(x.dtype, size, x.shape[2] == 1, signs is not None, matrices is not None, inverse)
+    kernel = RotateKernel(x.dtype, size, x.shape[2] == 1, signs is not None, matrices is not None, inverse)
     step = 0 if matrices is None or len(matrices) == 1 else size * size
     _launch(kernel, x.shape, step, x.device.id)(*map(address, (x, out, signs, as_aligned(matrices))))

@@ -18,7 +18,7 @@ from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Dtype, Make, ProgramCall, Ref, Same, Statement
 from fp4kit.evidence.fuzz.programs import program
 from fp4kit.evidence.fuzz.recipes import Variant
-from fp4kit.evidence.fuzz.replay import Place, ended
+from fp4kit.evidence.fuzz.replay import EngineArrays, ended
 from fp4kit.quantized.container import Quantized
 from fp4kit.training.communicators import SingleProcess
 
@@ -98,7 +98,7 @@ class EngineRun:
     """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
-        self.place = Place(engine, host)
+        self.place = EngineArrays(engine, host)
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:

@@ -24,7 +24,7 @@ from fp4kit.evidence.fuzz.arrays import View, memory
 Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
-class Place:
+class EngineArrays:
     """Make the arrays of a reproduction on one engine.
 
     ``host`` is True for the specification, which makes calls that other engines reject by design.
@@ -74,18 +74,21 @@ def same(a: Any, b: Any) -> None:
     assert not outcome.differing, f"broken: {outcome.first}"
 
 
-def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
+def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules: Any) -> None:
     """Raise AssertionError unless a program gives equal results on every engine and writes to no input.
 
     If the engines reject a call with the same message, or an engine declines a call with NotImplementedError, the
     program ends there without an error, and inputs are not checked. Warnings count as errors.
 
     Args:
-        program: a generator function of a Place, which makes calls on that engine and yields (name, result) pairs.
+        program: a generator function. It takes an EngineArrays, makes calls on that engine and yields (name, result)
+            pairs.
         modules: numpy for the specification, then the libraries of the engines to compare with it: cupy, or numpy again
             for the host's compiled engine.
     """
-    places = [Place(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
+    places = [
+        EngineArrays(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         running = [program(place) for place in places]
@@ -104,7 +107,7 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
         assert not name, f"written: the input {name} was written to"
 
 
-def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
+def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
     """Return what a program yields next, None at its end, or the exception that it raises.
 
     An AssertionError is not returned but raised, because it means that a check in the program failed.
@@ -121,7 +124,7 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
         return error
 
 
-def _compare(steps: list[Any], places: list[Place]) -> None:
+def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
     """Raise AssertionError unless the results of one step are equal on all engines.
 
     steps: what the program yielded, (name, result), per engine.

@@ -7,10 +7,10 @@ Local words:
 - A *part* is one recorded array of a case, such as "codes".
 - A *mask* is a boolean array, True for elements whose differences are excused.
 
-By default the results of the specification are compared. `fp4kit selftest` passes the Operations of another engine
-instead. Every array is compared bit for bit, with two exceptions. A row may excuse differences by `skip` and `inputs`.
-The sign bit of a NaN is not compared, because no producer keeps it stable. fp4kit/evidence/recorded/README.md lists and
-explains the exceptions.
+By default the results of the specification are compared. `fp4kit selftest` passes the EngineOperations of another
+engine instead. Every array is compared bit for bit, with two exceptions. A row may excuse differences by `skip` and
+`inputs`. The sign bit of a NaN is not compared, because no producer keeps it stable. fp4kit/evidence/recorded/README.md
+lists and explains the exceptions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 Mask = np.ndarray
 
 
-class Operations(NamedTuple):
+class EngineOperations(NamedTuple):
     """Hold public functions of fp4kit that run on one engine, with NumPy arrays as input and output."""
 
     quantize: Callable[..., Any]
@@ -54,13 +54,13 @@ class Operations(NamedTuple):
     search_scales: Callable[..., np.ndarray]
 
     @classmethod
-    def of(cls, engine: ComparedEngine) -> Operations:
+    def of(cls, engine: ComparedEngine) -> EngineOperations:
         """Return the functions, bound so that they run on ``engine``."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
 
-SPECIFIED = Operations.of(SPECIFICATION)
+SPECIFIED = EngineOperations.of(SPECIFICATION)
 
 
 # ---- exceptions: each function returns the mask of the elements of a case that are not compared
@@ -225,7 +225,7 @@ class RecordedCase:
     name: str
     recipe: Recipe
     x: np.ndarray
-    ops: Operations = SPECIFIED
+    ops: EngineOperations = SPECIFIED
     q: Any = None
 
     def key(self, part: str) -> str:
@@ -308,7 +308,7 @@ SKIPPED_SCALES = (
 )
 
 
-def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
+def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> Iterator[RecordedCase]:
     """Yield a RecordedCase for each input for which the golden set has recorded outputs of a row.
 
     Yield nothing if the set lacks the row's file or variant.
@@ -323,7 +323,7 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Ite
             yield RecordedCase(row, golden, name, r, x.astype(np.float32) if row.widen else x, ops)
 
 
-def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
+def check_recipe(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
     """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
 
     A recipe without recorded arrays gives a GoldenResult with the count 0.
@@ -337,7 +337,7 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
     return GoldenResult(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
 
 
-def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
+def check_bytes(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
     """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py).
 
     The arrays are decoded values of all codes, and blocks of files. Return the counts and differences. The count is 0
@@ -350,7 +350,7 @@ def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Go
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
-def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
+def check_row(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
     """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and differences.
 
     If the golden set lacks the file or variant of the row, nothing is compared, and the count is 0.

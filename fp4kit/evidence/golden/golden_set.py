@@ -57,7 +57,7 @@ class GoldenSet:
                 f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; "
                 f"{RECORDED} is one"
             )
-        return cls(path, names, _Reader(directory))
+        return cls(path, names, _ArrayFiles(directory))
 
     @classmethod
     def find(cls) -> GoldenSet:
@@ -122,7 +122,7 @@ class GoldenSet:
         return self._arrays[name]
 
 
-class _Reader:
+class _ArrayFiles:
     """Read the files of a directory by name, each only once.
 
     A packed file may refer to other files, which are read by this object too.

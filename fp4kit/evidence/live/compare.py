@@ -59,7 +59,7 @@ class PartDifference:
 
 
 @dataclass
-class Compared:
+class ProducerComparison:
     """Hold the result of comparing a producer with fp4kit on one input array.
 
     Attributes:
@@ -73,7 +73,7 @@ class Compared:
     elements: int = 0
 
 
-def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> Compared:
+def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> ProducerComparison:
     """Compare every part that a producer gives for x with fp4kit's part. Return the differences and counts.
 
     Errors of the producer and of fp4kit are not caught.
@@ -90,7 +90,7 @@ def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = N
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
     q = None if r.fake_only else fp4kit.quantize(x, r)
-    result = Compared(elements=x.size)
+    result = ProducerComparison(elements=x.size)
     with np.errstate(all="ignore"):
         for part, v in theirs.items():
             ours = eval(PARTS[part], {"fp4kit": fp4kit}, {"q": q, "v": v, "x": x, "r": r})

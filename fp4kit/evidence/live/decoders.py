@@ -15,7 +15,7 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.fuzz.arrays import DTYPES
 from fp4kit.evidence.live.adapter import ProducerCall
-from fp4kit.evidence.live.compare import Compared, PartDifference, difference_of
+from fp4kit.evidence.live.compare import PartDifference, ProducerComparison, difference_of
 from fp4kit.evidence.live.script import lines_of, program
 
 ROWS, BLOCKS = (1, 2, 3), (2, 3, 6)
@@ -53,17 +53,17 @@ def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype,
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
-def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
+def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparison:
     """Decode q with the producer and with fp4kit, and compare the values.
 
-    Return a Compared. Its ``differences`` are empty or hold one difference, of the part "decoded". Errors of the
-    producer are not caught. ``call.decode`` must not be None.
+    Return a ProducerComparison. Its ``differences`` are empty or hold one difference, of the part "decoded". Errors of
+    the producer are not caught. ``call.decode`` must not be None.
     """
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)
         difference = difference_of("values", theirs, ours, np.zeros(np.shape(theirs), bool), q.recipe)
-    return Compared([replace(difference, part="decoded")] if difference else [], elements=ours.size)
+    return ProducerComparison([replace(difference, part="decoded")] if difference else [], elements=ours.size)
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:

@@ -26,7 +26,7 @@ ULPS = 8  # the largest distance of an amax from a threshold, in bit patterns
 MAX_ELEMENTS = 8192  # the most elements per array
 
 
-class Drawn(NamedTuple):
+class DrawnInput(NamedTuple):
     """Hold a drawn array.
 
     Attributes:
@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
     kind: str
 
 
-def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> Drawn:
+def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> DrawnInput:
     """Return input array ``number`` of a run for a recipe, with the name of its kind.
 
     Dtypes and kinds take turns. Everything else is random and depends only on the seed, the number and the recipe's id.
@@ -55,7 +55,7 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
     dtype = arrays.DTYPES[dtypes[number % len(dtypes)]]
     with np.errstate(all="ignore"):
         x = KINDS[kind](rng, _shape(rng, r, columns), dtype, r)
-    return Drawn(np.ascontiguousarray(x, dtype), kind)
+    return DrawnInput(np.ascontiguousarray(x, dtype), kind)
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:

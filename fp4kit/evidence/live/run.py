@@ -24,7 +24,7 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live import decoders
 from fp4kit.evidence.live.adapter import Adapter, ProducerCall
-from fp4kit.evidence.live.compare import Compared, PartDifference, compare, differing_parts
+from fp4kit.evidence.live.compare import PartDifference, ProducerComparison, compare, differing_parts
 from fp4kit.evidence.live.draw import draw
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
@@ -309,7 +309,7 @@ class LiveCase:
     kind: str
     dtype: str
 
-    def attempt(self, value: Any) -> tuple[Compared, str]:
+    def attempt(self, value: Any) -> tuple[ProducerComparison, str]:
         """Compare the producer with fp4kit on a value, an array or a Quantized. Return (comparison, error text).
 
         The error text is "" unless the producer raises an exception. The comparison then has no differences.
@@ -320,7 +320,7 @@ class LiveCase:
                     return decoders.compare_decoded(value, self.call), ""
                 theirs = self.call.function(value)
         except Exception as error:  # any error of the producer counts as a difference
-            return Compared(elements=int(np.prod(value.shape))), _one_line(error)
+            return ProducerComparison(elements=int(np.prod(value.shape))), _one_line(error)
         return compare(self.id, value, self.call, theirs), ""
 
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
@@ -342,7 +342,7 @@ class LiveCase:
         return script(self.id, self.call.function, value, difference, versions)
 
 
-def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
+def _shrunk(case: LiveCase, compared: ProducerComparison, failure: str, result: ProducerResult) -> tuple[str, str]:
     """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
 
     Args:

@@ -20,7 +20,7 @@ import numpy as np
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.pool import Pool
-from fp4kit.evidence.golden.check import Operations, check_bytes, check_row
+from fp4kit.evidence.golden.check import EngineOperations, check_bytes, check_row
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.result import GoldenResult
 from fp4kit.evidence.golden.rows import ROWS
@@ -130,7 +130,7 @@ def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
         golden: the recordings.
         id: the recipe.
     """
-    ops, total = Operations.of(engine), Outcome()
+    ops, total = EngineOperations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
             total += attempt(partial(_checked, check_row, row, golden, ops), f"{id}: {row.variant}")

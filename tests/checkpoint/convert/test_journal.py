@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import JOBS, Model, flip, shard, stopping
+from runs import JOBS, ModelConversion, flip, shard, stopping
 from synthetic import refused
 
 from fp4kit.checkpoint.convert import journal, run_job
@@ -20,8 +20,8 @@ from fp4kit.checkpoint.selection.selection import Wishes
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return Model(tmp_path)
+def model(tmp_path: Path) -> ModelConversion:
+    return ModelConversion(tmp_path)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-def test_nothing_is_done_twice(model: Model, written: list[str]) -> None:
+def test_nothing_is_done_twice(model: ModelConversion, written: list[str]) -> None:
     for at in (1, 7, JOBS - 1):
         model.interrupt(at)
         before = len(written)
@@ -47,7 +47,7 @@ def test_nothing_is_done_twice(model: Model, written: list[str]) -> None:
         shutil.rmtree(model.out)
 
 
-def test_interrupted_again_and_again(model: Model) -> None:
+def test_interrupted_again_and_again(model: ModelConversion) -> None:
     model.interrupt(2)
     for at in range(4, JOBS, 3):
         with pytest.raises(KeyboardInterrupt):
@@ -56,7 +56,7 @@ def test_interrupted_again_and_again(model: Model) -> None:
 
 
 @pytest.mark.exhaustive
-def test_interrupted_at_every_read(model: Model) -> None:
+def test_interrupted_at_every_read(model: ModelConversion) -> None:
     """A run that is interrupted at any of its reads can be resumed and gives the usual result.
 
     At some of these points a group is partly measured or partly written, or a file must still be synced to disk.
@@ -71,7 +71,7 @@ def test_interrupted_at_every_read(model: Model) -> None:
     assert len(reads) == JOBS + 14
 
 
-def test_progress_of_a_resumed_run_adds_up(model: Model) -> None:
+def test_progress_of_a_resumed_run_adds_up(model: ModelConversion) -> None:
     total: list[int] = []
     convert(model.source, model.folder / "again", options=Options(progress=total.append))
     model.interrupt(5)
@@ -80,7 +80,7 @@ def test_progress_of_a_resumed_run_adds_up(model: Model) -> None:
     assert sum(ticks) == sum(total) and min(total) > 0
 
 
-def test_journal_cut_anywhere(model: Model) -> None:
+def test_journal_cut_anywhere(model: ModelConversion) -> None:
     model.interrupt(6)
     shutil.copytree(model.partial, model.folder / "kept", copy_function=shutil.copy)
     text = (model.folder / "kept" / staging.JOURNAL).read_bytes()
@@ -102,7 +102,7 @@ def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
         assert set(two.done) == {"b"}
 
 
-def test_a_journal_that_grew_is_not_read(model: Model) -> None:
+def test_a_journal_that_grew_is_not_read(model: ModelConversion) -> None:
     """A journal that is far too large is rejected unread, because a sparse file may claim terabytes."""
     model.interrupt(6)
     size = model.journal.stat().st_size
@@ -129,7 +129,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
-def test_damaged_line(model: Model, line: bytes) -> None:
+def test_damaged_line(model: ModelConversion, line: bytes) -> None:
     model.interrupt(6)
     lines = model.journal.read_bytes().split(b"\n")
     model.journal.write_bytes(b"\n".join([*lines[:3], line, *lines[4:]]))
@@ -152,13 +152,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_shard(model: Model, damage: str) -> None:
+def test_damaged_shard(model: ModelConversion, damage: str) -> None:
     model.interrupt(JOBS - 1)
     DAMAGES[damage](shard(model))
     model.resume()
 
 
-def test_damage_is_redone_alone(model: Model, written: list[str]) -> None:
+def test_damage_is_redone_alone(model: ModelConversion, written: list[str]) -> None:
     model.interrupt(JOBS - 1, workers=1)  # several workers could leave the job with the last byte unwritten
     flip(shard(model), -1)
     before = len(written)
@@ -166,17 +166,17 @@ def test_damage_is_redone_alone(model: Model, written: list[str]) -> None:
     assert len(written) - before == 2  # the job whose last byte is missing, and the job whose entry was not written
 
 
-def touch_tensor(model: Model) -> None:
+def touch_tensor(model: ModelConversion) -> None:
     flip(model.source / "model-00001-of-00002.safetensors", -1)
 
 
-def touch_config(model: Model) -> None:
+def touch_config(model: ModelConversion) -> None:
     path = model.source / "config.json"
     path.write_text(path.read_text().replace("qwen3", "qwen2"))
 
 
 @pytest.mark.parametrize("change", [touch_tensor, touch_config])
-def test_another_source_is_not_gone_on_with(model: Model, change: Callable[[Model], None]) -> None:
+def test_another_source_is_not_gone_on_with(model: ModelConversion, change: Callable[[ModelConversion], None]) -> None:
     model.interrupt(5)
     text = model.journal.read_bytes()
     change(model)
@@ -198,14 +198,14 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
-def test_other_options_are_not_gone_on_with(model: Model, changes: dict[str, Any]) -> None:
+def test_other_options_are_not_gone_on_with(model: ModelConversion, changes: dict[str, Any]) -> None:
     model.interrupt(5)
     with refused("was started from another source, with other options"):
         convert(model.source, model.out, **changes, options=Options(resume=True))
     model.resume()  # the partial directory still exists
 
 
-def test_other_version_is_not_gone_on_with(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_version_is_not_gone_on_with(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
     model.interrupt(5)
     with monkeypatch.context() as patch:
         patch.setattr(journal, "__version__", "9.9")
@@ -214,13 +214,13 @@ def test_other_version_is_not_gone_on_with(model: Model, monkeypatch: pytest.Mon
     model.resume()
 
 
-def test_nothing_to_resume(model: Model) -> None:
+def test_nothing_to_resume(model: ModelConversion) -> None:
     with refused("out: has no interrupted run to resume; run again without --resume"):
         model.convert(resume=True)
     assert not model.partial.exists()
 
 
-def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_weights_are_not_read_again(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
     model.interrupt(3)
     known, again, measure = model.journal.read_text(), [], run_job.measure
 

@@ -11,7 +11,7 @@ import pytest
 from synthetic import refused
 
 import fp4kit
-from fp4kit.call.search_scales import Terms
+from fp4kit.call.search_scales import SearchTerms
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
 from fp4kit.checkpoint.convert.searched_blocks import quantized
 from fp4kit.checkpoint.verify.verify import verify
@@ -97,7 +97,7 @@ def test_nvfp4_bytes_are_those_of_an_exhaustive_search(objective: str, weighted:
     """
     x, r = inputs(3.0), recipe("nvfp4-gguf")
     weights = np.random.default_rng(1).random(192).astype(np.float32) if weighted else None
-    terms = Terms(weights=weights, power=OBJECTIVES[objective])
+    terms = SearchTerms(weights=weights, power=OBJECTIVES[objective])
     with np.errstate(all="ignore"):
         tried = np.stack([losses(x, np.float32(max(E4M3.values[b], 1e-9)), r, terms) for b in range(1, 127)])
     best = (1 + tried.argmin(axis=0)).astype(np.uint8)

@@ -11,7 +11,7 @@ from exhaustive import exhaustive, half
 
 from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, OTHER_CODES, Explanation, explain
+from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, OTHER_CODES, Diagnosis, explain
 from fp4kit.checkpoint.identify.identify import LayerPair, identify_layers
 from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE, TUNED
 from fp4kit.ops.dequantize import dequantize
@@ -98,7 +98,7 @@ def test_e8m0_scales_that_are_one_off(recipe: str, step: int, mishap: str) -> No
     assert explain(right, x).mishap is None
 
 
-def given_scales(x: np.ndarray, changed: int) -> Explanation:
+def given_scales(x: np.ndarray, changed: int) -> Diagnosis:
     """Return identify's explanation of a layer with changed block scales, whose codes fit these scales.
 
     changed: the number of blocks whose scale is 3 codes below the recipe's.

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.identify.corruptions import (
     tensor_mishap,
     within_ulps,
 )
-from fp4kit.checkpoint.identify.diagnose import OTHER_CODES, Explanation, explain
+from fp4kit.checkpoint.identify.diagnose import OTHER_CODES, Diagnosis, explain
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.recipes import RECIPES
 
@@ -212,7 +212,7 @@ TENSOR = {
 }
 
 
-def found(layer, x, **options) -> Explanation:
+def found(layer, x, **options) -> Diagnosis:
     e = explain(layer, x, **options)
     assert 0 <= e.codes_equal + e.scales_equal <= e.total
     assert e.explained == (e.codes_equal + e.scales_equal == e.total)

@@ -10,10 +10,10 @@ import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.plan.bit_budget import Option, Point, Unit, curve, shown_points, solve
+from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point, curve, shown_points, solve
 
 
-def drawn(rng: np.random.Generator, count: int, options: int, ties: bool = False) -> list[Unit]:
+def drawn(rng: np.random.Generator, count: int, options: int, ties: bool = False) -> list[LayerGroup]:
     """Return random units. ties: True to draw sizes and errors from few values, so that many assignments are equal."""
     units = []
     for i in range(count):
@@ -25,11 +25,11 @@ def drawn(rng: np.random.Generator, count: int, options: int, ties: bool = False
             Option(f"{k}", int(r) * size + int(x), float(e))
             for k, (r, x, e) in enumerate(zip(rates, extra, errors, strict=True))
         )
-        units.append(Unit(f"u{i}", (f"u{i}",), size, tuple(found)))
+        units.append(LayerGroup(f"u{i}", (f"u{i}",), size, tuple(found)))
     return units
 
 
-def brute(units: list[Unit], budget: int) -> float:
+def brute(units: list[LayerGroup], budget: int) -> float:
     """Return the smallest error within the budget, by trying every assignment."""
     found = (unit_options for unit_options in itertools.product(*(unit.options for unit in units)))
     return min(sum(o.error for o in chosen) for chosen in found if sum(o.bits for o in chosen) <= budget)
@@ -67,7 +67,7 @@ def test_a_large_model_is_solved_quickly() -> None:
         size = (4096 * 6144, 4096 * 4096, 4096 * 28672, 14336 * 4096)[i % 4]
         errors = (0.009 * np.exp(rng.normal(0, 0.2)), 0.0007 * np.exp(rng.normal(0, 0.2)), 0.0)
         options = zip((size * 9 // 2 + 32, size * 8 + 4096 * 32, size * 16), errors, strict=True)
-        units.append(Unit(f"u{i}", (), size, tuple(Option("", *one) for one in options)))
+        units.append(LayerGroup(f"u{i}", (), size, tuple(Option("", *one) for one in options)))
     total = sum(unit.weights for unit in units)
     start = time.process_time()
     bound = curve(units)
@@ -80,7 +80,7 @@ def test_a_large_model_is_solved_quickly() -> None:
 
 
 def test_budgets_that_are_too_small_or_ample() -> None:
-    units = [Unit("a", ("a",), 10, (Option("x", 45, 0.5), Option("y", 80, 0.1)))]
+    units = [LayerGroup("a", ("a",), 10, (Option("x", 45, 0.5), Option("y", 80, 0.1)))]
     with refused("bits: 4 per weight are too few; these candidates need at least 4.5"):
         solve(units, 40)
     assert solve(units, 45).choices == (0,) and solve(units, 79).choices == (0,)
@@ -89,7 +89,7 @@ def test_budgets_that_are_too_small_or_ample() -> None:
 
 def test_options_of_no_use_are_never_chosen() -> None:
     """An option that takes more bits and has no smaller error is not chosen, however large the budget is."""
-    units = [Unit("a", ("a",), 10, (Option("x", 45, 0.5), Option("worse", 60, 0.5), Option("y", 80, 0.1)))]
+    units = [LayerGroup("a", ("a",), 10, (Option("x", 45, 0.5), Option("worse", 60, 0.5), Option("y", 80, 0.1)))]
     assert solve(units, 70).choices == (0,)
 
 

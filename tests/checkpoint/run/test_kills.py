@@ -17,7 +17,7 @@ import pytest
 import synthetic
 from exhaustive import by_default, exhaustive
 from kill_points import files_of
-from runs import HERE, Model, environment, larger, running, until
+from runs import HERE, ModelConversion, environment, larger, running, until
 
 
 @pytest.mark.parametrize("points", [20, *exhaustive([80])])
@@ -34,7 +34,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
 @pytest.mark.parametrize("points", exhaustive([6]))
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
     """A conversion with two workers that is killed at a random time leaves a complete result, or can be resumed."""
-    model = Model(tmp_path, larger)
+    model = ModelConversion(tmp_path, larger)
     generator, before, ends = random.Random(7), files_of(model.source), []
     for _ in range(points):
         with running(model, 2) as process:
@@ -59,7 +59,7 @@ def test_signals_leave_what_is_done(tmp_path: Path, stop: tuple[int | str, signa
 
     Ctrl-C is sent to the whole process group, as a terminal does. Workers print nothing.
     """
-    (workers, number), model = stop, Model(tmp_path, larger)
+    (workers, number), model = stop, ModelConversion(tmp_path, larger)
     code = 143 if number == signal.SIGTERM else -number
     with running(model, workers) as process:
         until(lambda: b'"done"' in model.journal.read_bytes())
@@ -71,7 +71,7 @@ def test_signals_leave_what_is_done(tmp_path: Path, stop: tuple[int | str, signa
 
 
 def test_ctrl_c_while_workers_start(tmp_path: Path) -> None:
-    model = Model(tmp_path, larger)
+    model = ModelConversion(tmp_path, larger)
     with running(model, 2) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import synthetic
 from kill_points import files_of
-from runs import Model
+from runs import ModelConversion
 from synthetic import refused
 
 from fp4kit.checkpoint.convert import run_job
@@ -20,8 +20,8 @@ from fp4kit.checkpoint.run import staging
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return Model(tmp_path)
+def model(tmp_path: Path) -> ModelConversion:
+    return ModelConversion(tmp_path)
 
 
 def test_job_follows_no_link(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_job_follows_no_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model-00001-of-00002.safetensors", "config.json", staging.JOURNAL, "tokenizer_config.json"]
 )
-def test_link_in_the_partial_directory_is_not_followed(model: Model, name: str) -> None:
+def test_link_in_the_partial_directory_is_not_followed(model: ModelConversion, name: str) -> None:
     model.interrupt(4)
     victim = model.folder / "victim"
     victim.write_text("mine")
@@ -53,7 +53,7 @@ def test_link_in_the_partial_directory_is_not_followed(model: Model, name: str) 
 
 
 def test_linked_directory_in_the_partial_directory_is_not_followed(tmp_path: Path) -> None:
-    model = Model(tmp_path, synthetic.bert)
+    model = ModelConversion(tmp_path, synthetic.bert)
     model.convert(progress=lambda count: None)
     model.out.rename(model.partial)
     shutil.rmtree(model.partial / "1_Pooling")
@@ -64,7 +64,7 @@ def test_linked_directory_in_the_partial_directory_is_not_followed(tmp_path: Pat
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_leftovers_are_reported(model: Model) -> None:
+def test_leftovers_are_reported(model: ModelConversion) -> None:
     model.interrupt(5)
     with refused(f".out.partial: was left by an interrupted run; {staging.recovery_advice(model.out)}"):
         model.convert()
@@ -72,7 +72,7 @@ def test_leftovers_are_reported(model: Model) -> None:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_two_runs_at_once(model: Model, resume: bool) -> None:
+def test_two_runs_at_once(model: ModelConversion, resume: bool) -> None:
     def second(nbytes: int) -> None:
         with refused("out: another run is writing to it; wait for that run to end, or name another destination"):
             model.convert(resume=resume)
@@ -84,7 +84,9 @@ def test_two_runs_at_once(model: Model, resume: bool) -> None:
 
 
 @pytest.mark.parametrize("moment", ["_locked", "_publish"])
-def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_second_run_at_the_first_one_s_edges(
+    model: ModelConversion, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """A second run cannot take over the partial directory of a first run in two critical moments.
 
     They are the moment before the first run has its lock, and the final rename of its result.
@@ -102,7 +104,7 @@ def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.M
     assert files_of(model.out) == model.whole
 
 
-def test_lock_outlives_the_rename(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_outlives_the_rename(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that waited for the lock while another run finished must not write to the finished result."""
     rename = os.rename
 
@@ -119,7 +121,7 @@ def test_lock_outlives_the_rename(model: Model, monkeypatch: pytest.MonkeyPatch)
     os.close(descriptor)
 
 
-def test_file_system_without_locks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*arguments: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -128,7 +130,7 @@ def test_file_system_without_locks(model: Model, monkeypatch: pytest.MonkeyPatch
     model.resume()
 
 
-def test_source_that_changes_meanwhile(model: Model) -> None:
+def test_source_that_changes_meanwhile(model: ModelConversion) -> None:
     def touch(nbytes: int) -> None:
         os.utime(model.source / "model-00001-of-00002.safetensors", ns=(1, 1))
 
@@ -159,7 +161,7 @@ class Full:
     + [("write", at) for at in (0, 1, 5, 16, 30)]
     + [("ftruncate", 1)],
 )
-def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
+def test_full_disk(model: ModelConversion, monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, name, Full(getattr(os, name), calls))
         with pytest.raises(OSError, match="No space left on device"):
@@ -169,7 +171,7 @@ def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, cal
 
 
 @pytest.mark.parametrize("name", ["copy_file", "os.fsync", "sync_directory"])
-def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_full_disk_at_the_end(model: ModelConversion, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A conversion that fails because the disk is full at its end publishes nothing, and a new run completes it.
 
     If fsync has failed, the partial directory is removed, because the content on the disk is unknown.
@@ -188,7 +190,7 @@ def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, nam
 
 
 @pytest.mark.parametrize("short", [1, 7])
-def test_writes_that_take_less(model: Model, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
+def test_writes_that_take_less(model: ModelConversion, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
     """Files are complete even if pwrite and write accept only some of the bytes per call."""
     pwrite, write = os.pwrite, os.write
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(len(data) // short, 1)], at))
@@ -197,7 +199,7 @@ def test_writes_that_take_less(model: Model, monkeypatch: pytest.MonkeyPatch, sh
     model.resume()
 
 
-def test_clean(model: Model) -> None:
+def test_clean(model: ModelConversion) -> None:
     assert staging.remove_partial(model.out) is None
     model.interrupt(5)
     (model.partial / "1_Pooling").mkdir()
@@ -210,7 +212,7 @@ def test_clean(model: Model) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "directory"])
-def test_clean_removes_what_a_run_made_alone(model: Model, kind: str) -> None:
+def test_clean_removes_what_a_run_made_alone(model: ModelConversion, kind: str) -> None:
     (model.folder / "mine").mkdir()
     (model.folder / "mine" / "x").touch()
     make: dict[str, Callable[[], object]] = {

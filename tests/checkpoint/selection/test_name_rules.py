@@ -11,14 +11,14 @@ import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, Kind, Model, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, Kind, ModelFacts, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
 
-MODEL = Model(7)
+MODEL = ModelFacts(7)
 
 
 def decision(
-    name: str, shape: tuple[int, ...] = (16, 64), dtype: str = "BF16", model: Model = MODEL, preset: str = "linear"
+    name: str, shape: tuple[int, ...] = (16, 64), dtype: str = "BF16", model: ModelFacts = MODEL, preset: str = "linear"
 ) -> Decision:
     """Return the decision on one unquantized tensor of the given name, shape and dtype."""
     (found,) = decide([candidate(name, dtype, shape, model)], Wishes(preset), 16).values()
@@ -223,25 +223,25 @@ def test_dtypes_and_shapes(name: str, shape: tuple[int, ...], dtype: str, expect
 
 
 def test_transposed_layers() -> None:
-    found = decision("h.0.attn.c_attn.weight", model=Model(7, "gpt2"))
+    found = decision("h.0.attn.c_attn.weight", model=ModelFacts(7, "gpt2"))
     assert found == Decision(False, "gpt2 stores its layers transposed ([K, N])", True)
 
 
 @together(
     "config, model",
     [
-        ({}, Model(None)),
-        ({"num_hidden_layers": None}, Model(None)),
-        ({"model_type": "llama", "num_hidden_layers": 2}, Model(2, "llama")),
-        ({"n_layer": 3}, Model(3)),
-        ({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": 2}}, Model(2)),
-        ({"thinker_config": {"text_config": {"num_hidden_layers": 4}, "num_hidden_layers": 5}}, Model(4)),
-        ({"text_config": "none", "num_hidden_layers": 2}, Model(2)),
-        ({"num_hidden_layers": 32, "encoder_layers": 32, "decoder_layers": 4}, Model(4, "", True)),
-        ({"num_layers": 6, "num_decoder_layers": 3, "is_encoder_decoder": True}, Model(3, "", True)),
+        ({}, ModelFacts(None)),
+        ({"num_hidden_layers": None}, ModelFacts(None)),
+        ({"model_type": "llama", "num_hidden_layers": 2}, ModelFacts(2, "llama")),
+        ({"n_layer": 3}, ModelFacts(3)),
+        ({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": 2}}, ModelFacts(2)),
+        ({"thinker_config": {"text_config": {"num_hidden_layers": 4}, "num_hidden_layers": 5}}, ModelFacts(4)),
+        ({"text_config": "none", "num_hidden_layers": 2}, ModelFacts(2)),
+        ({"num_hidden_layers": 32, "encoder_layers": 32, "decoder_layers": 4}, ModelFacts(4, "", True)),
+        ({"num_layers": 6, "num_decoder_layers": 3, "is_encoder_decoder": True}, ModelFacts(3, "", True)),
     ],
 )
-def test_facts_of_config(config: dict[str, object], model: Model) -> None:
+def test_facts_of_config(config: dict[str, object], model: ModelFacts) -> None:
     assert model_facts(config) == model
 
 
@@ -280,7 +280,7 @@ def test_layers_of_the_decoder(module: str, place: tuple[str, int] | None) -> No
 
 
 def test_layers_of_an_encoder_are_none_of_the_decoder() -> None:
-    model = Model(4, "whisper", has_encoder=True)
+    model = ModelFacts(4, "whisper", has_encoder=True)
     names = (f"model.{part}.layers.9.fc1.weight" for part in ("encoder", "decoder"))
     encoder, decoder = (candidate(name, "BF16", (16, 64), model) for name in names)
     assert encoder.decoder_layer is None and decide([encoder], Wishes(keep_last=4), 16)[encoder.name].converted

@@ -19,7 +19,7 @@ from together import together
 from fp4kit.checkpoint import make_plan
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.selection import fused_layers, selection
-from fp4kit.checkpoint.selection.name_rules import Candidate, Model, candidate
+from fp4kit.checkpoint.selection.name_rules import Candidate, ModelFacts, candidate
 from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, check, decide
 
 
@@ -59,7 +59,7 @@ def test_layers_that_are_kept_of_prefixed_models() -> None:
 
 
 def test_no_layer_is_like_another_by_its_digits() -> None:
-    model = Model(12)
+    model = ModelFacts(12)
     candidates = [candidate(f"model.layers.{i}.mlp.up_proj.weight", "BF16", (16, 64), model) for i in range(12)]
     assert converted(candidates, Wishes(keep_first=2)) == {f"model.layers.{i}.mlp.up_proj" for i in range(2, 12)}
     assert converted(candidates, Wishes(keep_last=2)) == {f"model.layers.{i}.mlp.up_proj" for i in range(10)}
@@ -69,7 +69,7 @@ def test_no_layer_is_like_another_by_its_digits() -> None:
 def test_layers_that_cannot_be_kept(option: str) -> None:
     moe, words = published.qwen3_moe(), "--" + option.replace("_", "-")
     refused_wishes(moe, Wishes(**{option: 5}), f"{words} 5: the decoder has 4 layers; ask for at most that many")  # type: ignore[arg-type]
-    unknown = [replace(tensor, model=Model(None)) for tensor in moe]
+    unknown = [replace(tensor, model=ModelFacts(None)) for tensor in moe]
     no_count = f"{words} 1: config.json does not say how many layers there are; add num_hidden_layers"
     refused_wishes(unknown, Wishes(**{option: 1}), no_count)  # type: ignore[arg-type]
     absent = [tensor for tensor in moe if ".layers.0." not in tensor.name and ".layers.3." not in tensor.name]
@@ -131,7 +131,9 @@ def test_a_pattern_may_be_a_single_name() -> None:
 )
 def test_a_subtree_is_asked_for_by_its_name(pattern: str, asks: bool) -> None:
     name = "model.layers.3.mlp.experts.0.up_proj"
-    (found,) = decide([candidate(f"{name}.weight", "BF16", (16, 64), Model(3))], Wishes(only=(pattern,)), 16).values()
+    (found,) = decide(
+        [candidate(f"{name}.weight", "BF16", (16, 64), ModelFacts(3))], Wishes(only=(pattern,)), 16
+    ).values()
     assert found.converted == asks
 
 
@@ -140,7 +142,7 @@ def test_a_subtree_is_not_asked_for_by_a_name_that_only_begins_alike() -> None:
 
     A pattern that matches all modules does not ask for it, either.
     """
-    tensor = candidate("model.layers.3.mlp.up_proj.weight", "BF16", (16, 64), Model(3))
+    tensor = candidate("model.layers.3.mlp.up_proj.weight", "BF16", (16, 64), ModelFacts(3))
     assert not decide([tensor], Wishes(only=("model.layers.30.*", "*")), 16)[tensor.name].converted
 
 
@@ -237,7 +239,7 @@ def test_one_selector_keeps_two_models_apart() -> None:
     """
     selector = Selector(Wishes(), 16)
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
-    models = (Model(3), Model(4), Model(3))
+    models = (ModelFacts(3), ModelFacts(4), ModelFacts(3))
     assert [selector.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models] == [
         False,
         True,
@@ -275,7 +277,7 @@ def test_experts_are_alike_but_for_a_number(module: str, alike: str | None) -> N
 def test_plan_decides_as_the_rules_do(tmp_path: Path) -> None:
     synthetic.deepseek(tmp_path / "m")
     plan = make_plan(tmp_path / "m", wishes=Wishes(keep=("*.experts.*",)))
-    model = Model(2, "deepseek_v3")
+    model = ModelFacts(2, "deepseek_v3")
     candidates = [candidate(tensor.name, tensor.dtype, tensor.shape, model) for tensor in plan.tensors]
     expected = decide(candidates, Wishes(keep=("*.experts.*",)), 16)
     assert {t.name: t.action == "quantize" for t in plan.tensors} == {name: d.converted for name, d in expected.items()}
@@ -293,7 +295,7 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
 
     modules: the names of the modules of a DeepSeek-V3 model.
     """
-    model = Model(61, "deepseek_v3")
+    model = ModelFacts(61, "deepseek_v3")
     candidates = [candidate(f"{module}.weight", "BF16", (2048, 7168), model) for module in modules]
     decisions = decide(candidates, wishes, 16)
     check(candidates, wishes, decisions)
@@ -331,6 +333,6 @@ def test_100_000_names_of_megatron_are_decided_in_seconds() -> None:
 def test_the_patterns_of_a_hostile_user_are_bounded() -> None:
     """A --keep or --only pattern cannot make matching take exponential time, because globs do not backtrack."""
     name = "model.layers.0." + "a" * 3000
-    candidates = [candidate(f"{name}.weight", "BF16", (16, 64), Model(1))]
+    candidates = [candidate(f"{name}.weight", "BF16", (16, 64), ModelFacts(1))]
     wishes = Wishes(keep=("*a" * 60 + "*b",))
     assert cpu_seconds(lambda: refused_wishes(candidates, wishes, "matches no module")) < TEN

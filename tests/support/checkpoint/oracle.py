@@ -48,7 +48,7 @@ _FUSED = (
 )
 
 
-class Parts(NamedTuple):
+class StoredParts(NamedTuple):
     """Hold the codes (..., N, bytes) and scales of a quantized layer.
 
     Attributes:
@@ -199,7 +199,7 @@ def amax(xs: Iterable[np.ndarray]) -> np.float32:
     return np.float32(max(finite))
 
 
-def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
+def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> StoredParts:
     """Return a layer quantized by fp4kit.quantize.
 
     Args:
@@ -212,13 +212,13 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
     q = fp4kit.quantize(x, recipe, tensor_amax=shared if has_tensor else None)
     codes, scales = np.asarray(q.packed), np.asarray(q.block_scale)
     if not has_tensor:
-        return Parts(codes, scales)
+        return StoredParts(codes, scales)
     if not shared:
-        return Parts(codes * 0, scales * 0, np.float32(1))
-    return Parts(codes, scales, np.float32(q.tensor_scale), divisor(recipe, shared, x.dtype))
+        return StoredParts(codes * 0, scales * 0, np.float32(1))
+    return StoredParts(codes, scales, np.float32(q.tensor_scale), divisor(recipe, shared, x.dtype))
 
 
-def cast(group: list[Layer]) -> list[Parts] | None:
+def cast(group: list[Layer]) -> list[StoredParts] | None:
     """Convert the MXFP4 layers of a group to NVFP4, by fp4kit.requantize of all their rows together.
 
     The layers share a tensor scale.
@@ -235,10 +235,10 @@ def cast(group: list[Layer]) -> list[Parts] | None:
     if not (formats.FLT_MIN <= scale and np.isfinite(scale * np.float32(2688)) and np.log2(scale) % 1 == 0):
         return None
     parts = np.split(np.asarray(new.quantized.packed), rows), np.split(np.asarray(new.quantized.block_scale), rows)
-    return [Parts(a, b, np.float32(new.quantized.tensor_scale)) for a, b in zip(*parts, strict=True)]
+    return [StoredParts(a, b, np.float32(new.quantized.tensor_scale)) for a, b in zip(*parts, strict=True)]
 
 
-def carried(layer: Layer) -> Parts:
+def carried(layer: Layer) -> StoredParts:
     """Return an FP8 layer with power-of-two scales as MXFP8, without rounding.
 
     The codes stay. The scale of each 128x128 block is repeated for 128 rows of 4 blocks.
@@ -246,10 +246,10 @@ def carried(layer: Layer) -> Parts:
     assert layer.scales is not None and layer.codes is not None
     codes = layer.scales if layer.scales.dtype == np.uint8 else (np.log2(layer.scales) + 127).astype(np.uint8)
     rows, columns = layer.x.shape
-    return Parts(layer.codes, codes.repeat(128, axis=0)[:rows].repeat(4, axis=1)[:, : columns // 32])
+    return StoredParts(layer.codes, codes.repeat(128, axis=0)[:rows].repeat(4, axis=1)[:, : columns // 32])
 
 
-def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
+def outputs(name: str, format: str, kind: str, parts: StoredParts) -> Loaded:
     """Return the tensors that store the layer `name` in a checkpoint format, as `load` would return them.
 
     Args:
@@ -304,7 +304,7 @@ def _powers(layer: Layer) -> bool:
     return bool((np.frexp(scales)[0] == 0.5).all())
 
 
-def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
+def rewritten(layer: Layer, group: list[Layer], recipe: str) -> StoredParts:
     """Return the parts that a converted layer must have.
 
     A layer that already has the target's quantization keeps its parts. FP8 and MXFP4 are converted without rounding
@@ -318,7 +318,7 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
     kind = recipe.partition("-")[0]
     if layer.kind == kind:
         assert layer.codes is not None and layer.scales is not None
-        return Parts(layer.codes, layer.scales, layer.tensor_scale, layer.divisor)
+        return StoredParts(layer.codes, layer.scales, layer.tensor_scale, layer.divisor)
     if (layer.kind, kind) == ("fp8", "mxfp8") and _powers(layer):
         return carried(layer)
     if kind == "nvfp4" and all(one.kind == "mxfp4" for one in group):

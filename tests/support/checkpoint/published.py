@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fp4kit.checkpoint.selection.name_rules import Candidate, Model, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import Candidate, ModelFacts, candidate, model_facts
 
 H, V, M, E = 64, 128, 96, 4
 Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16 tensor
@@ -31,7 +31,7 @@ def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | 
     ]
 
 
-def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | None) -> Candidate:
+def _candidate(name: str, shape: tuple[int, ...], model: ModelFacts, stored: str | None) -> Candidate:
     """Return one tensor as a Candidate.
 
     Args:

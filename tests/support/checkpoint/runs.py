@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(HERE.parents[2])}
 
 
-class Model:
+class ModelConversion:
     """Hold a source model, the destination of its conversion, and `whole`, the files that the conversion must write.
 
     Args:
@@ -72,8 +72,8 @@ def larger(root: Path) -> None:
 
 
 @contextmanager
-def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """Start the conversion of a Model in a new process, and yield the process once the journal exists.
+def running(model: ModelConversion, workers: int | str) -> Iterator[subprocess.Popen[str]]:
+    """Start the conversion of a ModelConversion in a new process, and yield the process once the journal exists.
 
     `workers` is a number of worker processes, or "threads" (see convert_once.py).
 
@@ -128,7 +128,7 @@ def stopping(at: int) -> Callable[[int], None]:
     return tick
 
 
-def shard(model: Model) -> Path:
+def shard(model: ModelConversion) -> Path:
     """Return the path of the first file with weights in the partial directory of a stopped conversion."""
     return model.partial / "model-00001-of-00002.safetensors"
 
