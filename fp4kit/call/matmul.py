@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arrays.imports import check_one_device, import_arrays, on_device
+from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, making_current, on_device
 from fp4kit.arrays.returns import first_array, library_of, numpy_dtype
 from fp4kit.formats import FLOATS, ElementFormat
 from fp4kit.quantized.container import Quantized
@@ -253,6 +253,14 @@ def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
     if c.shape != shape:
         raise ValueError(f"{op}: {name} has shape {c.shape}; needs {shape}, the shape of the result")
     return c.astype(np.float32, order="C", copy=False)
+
+
+def empty_result(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Any:
+    """Return a new, uninitialized array of this shape and dtype, in the library and on the device of `like`."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    with making_current(like.device.id):
+        return cupy().empty(shape, dtype)
 
 
 def operand(op: str, name: str, x: Any) -> Operand:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, is_array, making_current, on_device
+from fp4kit.arrays.imports import check_one_device, import_arrays, is_array, on_device
 from fp4kit.call.matmul import (
     MatmulCall,
     Operand,
     check_lengths,
+    empty_result,
     first_sums,
     operand,
     output_dtype,
@@ -84,21 +85,13 @@ def rows_call(
             f"{OP}: b has matrices of {sorted(set(widths))} rows; needs equal numbers of rows with m_indptr"
         )
     first = None if c is None else first_sums(OP, "c", c, (rows, widths[0]))
-    out = _empty((rows, widths[0]), dtype, left.operand.codes)
+    out = empty_result((rows, widths[0]), dtype, left.operand.codes)
     alphas = _per_product("alpha", alpha, len(rights))
     calls = []
     for i, (start, stop) in enumerate(pairwise(starts)):
         call = _call(left.rows(start, stop), rights[i], u, dtype, alphas[i])
         calls.append(call._replace(c=None if first is None else first[None, start:stop], out=out[None, start:stop]))
     return calls, out
-
-
-def _empty(shape: tuple[int, int], dtype: np.dtype, like: Any) -> Any:
-    """Return a new, uninitialized array of this shape and dtype, in the library and on the device of `like`."""
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype)
-    with making_current(like.device.id):
-        return cupy().empty(shape, dtype)
 
 
 def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call.matmul import check_axis, matmul_call
+from fp4kit.arrays.imports import check_one_device
+from fp4kit.arrays.returns import first_array, returns_in_library
+from fp4kit.call.matmul import check_axis, empty_result, first_sums, matmul_call
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import box_of
 from fp4kit.units import Unit, unit_of
+
+# For the unit "dequantized": operands whose decoded values take more bytes together are decoded in panels.
+MAX_DECODED_BYTES = 64 << 20
+PANEL_ELEMENTS = 1 << 23  # elements of an operand that are decoded at once: 16 MiB of bfloat16
+PANEL_ROWS = 2048  # so that the product of two panels has at most 16 MiB of float32
 
 
 @with_threads
@@ -57,7 +66,8 @@ def matmul(
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        An array (..., M, N) of out_dtype, in the library and on the device of a.
+        An array (..., M, N) of out_dtype, in the library and on the device of a. Besides the arguments and the result,
+            the call needs at most 64 MiB of memory, and linear copies of swizzled block scales.
 
     Raises:
         TypeError: an operand, c, alpha or a dtype has the wrong type.
@@ -117,6 +127,87 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
     """Check the arguments of matmul, and return the product in the library of a. Raise the errors of matmul."""
     u = unit_of("matmul", unit)
+    if u.order == "dequantized" and sum(map(_decoded_bytes, (a, b))) > MAX_DECODED_BYTES:
+        return _by_panels(a, b, u, out_dtype, alpha, c)
+    return _product(a, b, u, out_dtype, alpha, c)
+
+
+def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
+    """Return the product of two operands as a NumPy or CuPy array. Raise the errors of matmul."""
     a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
     return run("matmul", "matmul", call.on_device, [call])[0].reshape(shape)
+
+
+def _decoded_bytes(x: Any) -> int:
+    """Return the number of bytes of an operand's values as bfloat16; 0 if the operand is no Quantized."""
+    return 2 * prod(x.shape) if isinstance(x, Quantized) else 0
+
+
+def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
+    """Return the product for the unit "dequantized", with only some rows of each operand decoded at a time.
+
+    Every row of a panel keeps its whole length K, so all sums have the bits of the undivided product.
+    """
+    a, b = (_sliceable(name, x) for name, x in (("a", a), ("b", b)))
+    # The product of the first rows checks all arguments but c. Its library and dtype are those of the result.
+    top, left = (_rows(x, slice(0, _row_multiple(x))) for x in (a, b))
+    first = _product(top, left, u, out_dtype, alpha, None)
+    shape = (*first.shape[:-2], _row_count(a), _row_count(b))
+    if c is not None:
+        check_one_device("matmul", a=first_array(a), c=c)
+        c = first_sums("matmul", "c", c, shape)
+    out = empty_result(shape, first.dtype, first)
+    for rows in _panels(a):
+        panel = prepared("matmul", "a", _rows(a, rows), u)
+        for columns in _panels(b):
+            sums = None if c is None else c[..., rows, columns]
+            out[..., rows, columns] = _product(panel, _rows(b, columns), u, out_dtype, alpha, sums)
+    return out
+
+
+def _sliceable(name: str, x: Any) -> Any:
+    """Return an operand that _rows can slice: a Quantized with linear block scales, or any other operand unchanged.
+
+    Raise ValueError unless the quantized axis of a Quantized is one of the last two. name: "a" or "b".
+    """
+    if not isinstance(x, Quantized):
+        return x
+    check_axis("matmul", name, x)
+    return x if x.scale_layout == "linear" else unswizzle(x)
+
+
+def _row_axis(x: Any) -> int:
+    """Return the axis of an operand along which its rows lie: the one of the last two that is not K."""
+    last = len(x.shape) - 1
+    return last if isinstance(x, Quantized) and x.axis != last else last - 1
+
+
+def _row_count(x: Any) -> int:
+    """Return the number of rows of each matrix of an operand."""
+    return int(x.shape[_row_axis(x)])
+
+
+def _row_multiple(x: Any) -> int:
+    """Return the number of rows in a block of an operand. Panels have a multiple of it."""
+    return x.recipe.block_rows if isinstance(x, Quantized) else 1
+
+
+def _rows(x: Any, rows: slice) -> Any:
+    """Return some rows of every matrix of an operand. An operand that is no stack of matrices is returned unchanged."""
+    if isinstance(x, Quantized):
+        box = [slice(0, n) for n in x.shape]
+        box[_row_axis(x)] = slice(rows.start, min(rows.stop, _row_count(x)))
+        return box_of(x, tuple(box))
+    return x[..., rows, :] if len(getattr(x, "shape", ())) >= 2 else x
+
+
+def _panels(x: Any) -> Iterator[slice]:
+    """Yield the rows of an operand in panels of at most PANEL_ROWS rows and PANEL_ELEMENTS elements.
+
+    A panel has at least one row of blocks.
+    """
+    count, multiple = _row_count(x), _row_multiple(x)
+    elements = prod(x.shape) // max(count, 1)
+    step = max(min(PANEL_ELEMENTS // max(elements, 1), PANEL_ROWS) // multiple, 1) * multiple
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

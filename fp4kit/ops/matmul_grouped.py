@@ -49,7 +49,8 @@ def matmul_grouped(
 
     Returns:
         A list of arrays (M_i, N_i), one per product; with m_indptr, one array (rows, N). They have the dtype out_dtype,
-            and are in the library and on the device of a.
+            and are in the library and on the device of a. For the unit "dequantized", the call first decodes every
+            Quantized among the operands, which takes 2 bytes per element.
 
     Raises:
         TypeError: an argument is of another kind, or m_indptr does not consist of integers.

@@ -15,6 +15,7 @@ from together import together
 
 import fp4kit
 from fp4kit.cpu import engine
+from fp4kit.ops import matmul as operations
 
 
 def assert_same_bits(x, y) -> None:
@@ -243,7 +244,7 @@ def operands(kind, *shapes):
     return [fp4kit.Quantized(x, s, np.float32(1), None, shape, np.dtype("f4"), 1, "nvfp4-te") for x, s, shape in parts]
 
 M, N, K = map(int, sys.argv[1:])
-for kind, unit in (("nvfp4", "sm100"), ("e4m3", "sm90")):
+for kind, unit in (("nvfp4", "sm100"), ("e4m3", "sm90"), ("nvfp4", "dequantized")):
     a, b = operands(kind, (M, K), (N, K))
     fp4kit.matmul(*operands(kind, (2, 64), (2, 64)), unit=unit)
     with open("/proc/self/clear_refs", "w") as file:
@@ -255,13 +256,45 @@ for kind, unit in (("nvfp4", "sm100"), ("e4m3", "sm90")):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-@pytest.mark.parametrize("shape", [(1024, 1024, 1024), *exhaustive([(4096, 64, 65536), (4096, 16384, 64)])], ids=str)
+@pytest.mark.parametrize("shape", [(1024, 1024, 1024), *exhaustive([(512, 64, 262144), (4096, 16384, 64)])], ids=str)
 def test_memory_beyond_inputs_and_output(shape) -> None:
     """A product takes at most 64 MiB of memory besides its operands and its result, at its peak."""
     run = subprocess.run(
         [sys.executable, "-c", MEMORY, *map(str, shape)], capture_output=True, text=True, check=True, timeout=600
     )
-    assert all(int(line) <= 64 << 20 for line in run.stdout.split()) and len(run.stdout.split()) == 2
+    assert all(int(line) <= 64 << 20 for line in run.stdout.split()) and len(run.stdout.split()) == 3
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("recipe", ["nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp4-ocp", "nvfp4-compressed-tensors"])
+def test_operands_decoded_in_panels(recipe, axis, monkeypatch) -> None:
+    """The unit "dequantized" decodes large operands in panels, with the bits of the undivided product."""
+    rng = np.random.default_rng(8)
+    x, y = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 96, 64), (2, 160, 64)))
+    if axis == -2:
+        x, y = x.swapaxes(1, 2).copy(), y.swapaxes(1, 2).copy()
+    layout = "swizzled_128x4" if recipe.startswith("nvfp4") else "linear"
+    a, b = fp4kit.quantize(x, recipe, axis=axis), fp4kit.quantize(y, recipe, axis=axis, scale_layout=layout)
+    array = rng.standard_normal((2, 160, 64)).astype(ml_dtypes.bfloat16)
+    c = rng.standard_normal((2, 96, 160)).astype(ml_dtypes.bfloat16)
+    options = [{}, {"c": c, "alpha": 0.3, "out_dtype": "bfloat16"}]
+    cases = [(q, p, o) for q, p in ((a, b), (a, array), (array[:, :96], b)) for o in options]
+    whole = [fp4kit.matmul(q, p, unit="dequantized", **o) for q, p, o in cases]
+    monkeypatch.setattr(operations, "MAX_DECODED_BYTES", 0)
+    monkeypatch.setattr(operations, "PANEL_ELEMENTS", 2 * 48 * 64)
+    parts = []
+    monkeypatch.setattr(operations, "run", lambda *call, run=operations.run: parts.append(call) or run(*call))
+    for (q, p, o), d in zip(cases, whole, strict=True):
+        assert_same_bits(fp4kit.matmul(q, p, unit="dequantized", **o), d)
+    assert len(parts) > 5 * len(cases)
+    for q, p, wrong in ((a, array[:, :, :32], None), (a, [1], None), (a, b, c[0]), (a, array[0, 0], None), (a, b, [1])):
+        errors = []
+        for limit in (0, 1 << 40):
+            monkeypatch.setattr(operations, "MAX_DECODED_BYTES", limit)
+            with pytest.raises((TypeError, ValueError)) as error:
+                fp4kit.matmul(q, p, unit="dequantized", c=wrong)
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1]
 
 
 def test_the_engine_does_it(monkeypatch) -> None:
