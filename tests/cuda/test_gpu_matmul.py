@@ -12,6 +12,7 @@ from on_gpu import DEVICES, ON_GPU, cupy, gpu_only
 from products import PAIRS, TINY, as_quantized, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
 
 import fp4kit
+from fp4kit.ops import matmul as operations
 from fp4kit.quantized.container import Quantized
 
 pytestmark = ON_GPU
@@ -52,6 +53,19 @@ def test_stacks_and_empty_operands(shapes) -> None:
     rng = np.random.default_rng(3)
     a, b = (fp4kit.quantize(rng.standard_normal(shape).astype(np.float32), "nvfp4-te") for shape in shapes)
     both(a, b)
+
+
+def test_operands_decoded_in_panels(monkeypatch) -> None:
+    """The unit "dequantized" decodes large operands in panels, with the bits of the CPU's undivided product."""
+    rng = np.random.default_rng(4)
+    a, b = (fp4kit.quantize(rng.standard_normal((n, 64)).astype(np.float32), "nvfp4-te-2d") for n in (48, 64))
+    c = rng.standard_normal((48, 64)).astype(np.float32)
+    cpu = fp4kit.matmul(a, b, c=c, unit="dequantized")
+    monkeypatch.setattr(operations, "MAX_DECODED_BYTES", 0)
+    monkeypatch.setattr(operations, "PANEL_ELEMENTS", 16 * 64)
+    gpu = fp4kit.matmul(moved(a), moved(b), c=cupy.asarray(c), unit="dequantized")
+    assert isinstance(gpu, cupy.ndarray)
+    np.testing.assert_array_equal(cupy.asnumpy(gpu).view(np.uint32), cpu.view(np.uint32))
 
 
 def grouped(rng, kinds, rows) -> None:
@@ -199,7 +213,7 @@ class Peak(cupy.cuda.MemoryHook if DEVICES else object):
         self.sizes.pop(block["mem_ptr"], None)
 
 
-# Square products of every kind of kernel, and two NVFP4 products with a long K and a large result.
+# Square products of every kind of kernel, and NVFP4 products with a long K and with a large result.
 MEMORY = [
     *(
         (kind, unit, (1024, 1024, 1024))
@@ -208,6 +222,7 @@ MEMORY = [
     *((kind, "sm90", (1024, 1024, 1024)) for kind in ("bf16", "e4m3")),
     ("nvfp4", "sm100", (4096, 64, 65536)),
     ("nvfp4", "sm100", (4096, 65536, 64)),
+    ("nvfp4", "dequantized", (1024, 64, 65536)),
 ]
 
 
