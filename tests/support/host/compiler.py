@@ -35,6 +35,8 @@ TRAPS = ("-fsanitize=undefined", "-fno-sanitize=null,object-size", "-fsanitize-u
 PREFIX = '#include "library.h"\n'
 PROBE = PREFIX + "int main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n"
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
+# Lines that do not change a program, which has no line numbers (no assert or __LINE__): comments and blank lines.
+_COMMENTS = re.compile(r"^[ \t]*(//.*)?\n", re.MULTILINE)
 
 
 class Compiler(NamedTuple):
@@ -91,7 +93,10 @@ class Compiler(NamedTuple):
 
 
 def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
-    """Return the names and texts of all files that a text includes, directly or indirectly, from the given folders."""
+    """Return the names and texts of all files that a text includes, directly or indirectly, from the given folders.
+
+    The texts lack lines that hold only a comment, so that an edit of comments does not compile the kernels again.
+    """
     found: dict[Path, str] = {}
     pending = _INCLUDE.findall(text)
     while pending:
@@ -100,7 +105,11 @@ def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
             if path not in found and path.exists():
                 found[path] = path.read_text()
                 pending += _INCLUDE.findall(found[path])
-    return [part for path in sorted(found, key=lambda path: path.name) for part in (path.name, found[path])]
+    return [
+        part
+        for path in sorted(found, key=lambda path: path.name)
+        for part in (path.name, _COMMENTS.sub("", found[path]))
+    ]
 
 
 @cache

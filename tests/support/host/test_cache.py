@@ -80,6 +80,8 @@ def test_closure(tmp_path):
     assert found[0] == found[1] == ["a.h", '  #  include "b.h"\n', "b.h", '#include <cmath>\n#include "a.h"\n']
     (tmp_path / "two" / "b.h").write_text("changed")
     assert closure('#include "a.h"', (tmp_path / "two",)) != found[0]
+    (tmp_path / "two" / "b.h").write_text('// A comment.\n#include <cmath>\n\n  // Another.\n#include "a.h"\n')
+    assert closure('#include "a.h"', (tmp_path / "two",)) == found[0]
 
 
 def test_a_program_is_compiled_again_when_a_header_changes(tmp_path, monkeypatch):
