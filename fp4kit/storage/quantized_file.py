@@ -378,7 +378,10 @@ class _Contents(NamedTuple):
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
     """Return one array of the file as a Quantized.
 
-    Raise CheckpointError if Recipe or Quantized rejects the contents.
+    Raise CheckpointError in these cases:
+
+    - A part is missing, has a wrong dtype, or differs from its CRC-32.
+    - Recipe or Quantized rejects the contents.
 
     name: the array's name.
     facts: its metadata: every field of the Quantized except its arrays, and the names of its parts.

@@ -193,6 +193,8 @@ class Container:
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
         """Return a dict from part to (safetensors dtype, shape), with one entry per tensor that stores a layer.
 
+        Low-rank parts (SVDQuant) have no entry, because fp4kit does not write them.
+
         Args:
             shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
             has_input_scale: True to include the input scale.
@@ -247,7 +249,8 @@ class Container:
         """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``.
 
         Return None if no layer in this container has a codes tensor of this shape. That is so if the number of axes
-        does not fit, if the tensor is empty, or if a row does not consist of whole blocks.
+        does not fit, if the tensor is empty, or if a row does not consist of whole blocks. Rows may end in a partial
+        block if blocks have several rows (128x128).
         """
         if self.stack == "columns":
             if len(codes) != 3:
@@ -282,9 +285,9 @@ class Container:
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
     def module_of(self, name: str) -> str | None:
-        """Return the layer that the tensor ``name`` reveals, or None if ``name`` does not end in ``key_suffix``.
+        """Return the layer that the tensor ``name`` reveals, or None if ``name`` is not LAYER + ``key_suffix``.
 
-        A layer in a container is found by the tensor of its block scales, because unquantized layers have none.
+        A layer in a container is found by the tensor of its scales, because unquantized layers have none.
         """
         suffix = self.key_suffix
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None

@@ -29,11 +29,13 @@ from fp4kit.storage.quantized_file import recipes_of
 def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
     """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Raise the errors of Contract.of.
 
-    A .json file, or the contract file of a directory, is loaded, and ``source`` is not used. For any other checkpoint,
-    the contract is inferred.
+    - A .json file, or the contract file of a directory, is loaded.
+    - A file that fp4kit.save wrote gets a contract with the recipes that it records.
+    - For any other checkpoint, the contract is inferred. Only then is ``source`` used.
 
     path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
-    source: the model that the checkpoint was made from, to identify the recipe; None to identify none.
+    source: the model that the checkpoint was made from, to identify the recipe if fp4kit did not record it; None to
+        identify none.
     """
     place = Path(path)
     if place.suffix == ".json":
@@ -67,9 +69,13 @@ def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
 
 
 def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
-    """Return the contract that a checkpoint implies. Settings that it does not imply are listed as unknown.
+    """Return the contract that a checkpoint implies.
 
-    source: the model that the checkpoint was made from, with which its recipe is identified; None if there is none.
+    The recipe and settings of the server are listed as unknown if the checkpoint does not imply them. If no layer is
+    quantized, only the settings of the server are unknown.
+
+    source: the model that the checkpoint was made from; None if there is none. It serves to identify the recipe if the
+        checkpoint does not record one.
     """
     layers = checkpoint.layers
     found = _Inferred()

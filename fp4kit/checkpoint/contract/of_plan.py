@@ -14,7 +14,11 @@ SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # set
 
 
 def contract_of_plan(plan: Plan) -> Contract:
-    """Return the contract of the checkpoint that a plan writes. Settings of the server are listed as unknown."""
+    """Return the contract of the checkpoint that a plan writes.
+
+    Settings of the server are listed as unknown, except the input scales if the plan writes them. ``weights`` is
+    unknown too if the output is quantized but the recipe of its codes is not known.
+    """
     recipe = _recorded(plan)
     unknown = [name for name in SERVER if name != "input_scales" or not plan.has_input_scale]
     if recipe is None and plan.form is not None:

@@ -277,8 +277,9 @@ def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
 
     Return {} if the result is a directory.
 
-    plan: the plan, which tells whether the result is a directory.
-    target: the destination, which is the final path of a single file. For a split GGUF model, it is NAME.gguf.
+    plan: the plan, which tells whether the result is a GGUF model of one or several files.
+    target: the destination, which is the final path of a single file. A name that ends in .safetensors makes the result
+        a single file. For a split GGUF model, it is NAME.gguf.
     """
     if plan.is_split:
         return {file.name: final_path(target, file.name) for file in plan.files}

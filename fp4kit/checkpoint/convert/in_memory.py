@@ -203,7 +203,7 @@ class TensorConverter:
 
         Yields:
             With incomplete="quantize", the (name, array) pairs of the layers that still wait for a layer with the same
-            tensor scale. Otherwise nothing.
+            tensor scale, except pairs that ``since`` holds already. Otherwise nothing.
 
         Warns:
             UserWarning: tensors stayed unquantized because their rows are not whole blocks. Name them in
@@ -243,7 +243,8 @@ class TensorConverter:
         """Quantize a layer and yield its (name, array) pairs as soon as all layers with its tensor scale have arrived.
 
         Until then, store the layer in ``_waiting`` and yield nothing. When the last layer of the group arrives, yield
-        the pairs of all its layers. Raise CheckpointError if the layers of a group have different recipes.
+        the pairs of all its layers. A layer that shares its tensor scale with no other is quantized at once. Raise
+        CheckpointError if the layers of a group have different recipes.
 
         module, matrix: the name and the values of the layer.
         own: the rules of this layer.

@@ -66,8 +66,9 @@ def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
 def is_exact(low: int, high: int) -> bool:
     """Return whether NVFP4 can hold MXFP4 blocks without loss.
 
-    E4M3 must be able to represent the block scales, and the tensor scale must be a normal float32. Return True for
-    all-zero weights, for which exponents() gives low > high.
+    E4M3 must be able to represent the block scales. The tensor scale, and the tensor amax that belongs to it (2688
+    times the scale), must be normal float32 numbers. Return True for all-zero weights, for which exponents() gives
+    low > high.
 
     low, high: the smallest and the largest scale exponent of the blocks that contain a nonzero code.
     """

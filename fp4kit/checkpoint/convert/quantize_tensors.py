@@ -25,8 +25,8 @@ from fp4kit.storage.errors import CheckpointError, shown
 def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
     """Quantize (layer name, matrix) pairs that share a tensor scale, and yield all resulting (name, array) pairs.
 
-    The tensor scale follows from the largest amax of the layers. Raise CheckpointError if a matrix contains NaN or
-    infinity, or if a scale is not a positive normal float32.
+    The tensor scale, if the container has one, follows from the largest amax of the layers. Raise CheckpointError if a
+    matrix contains NaN or infinity, or if the tensor scale is not a positive normal float32.
     """
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None

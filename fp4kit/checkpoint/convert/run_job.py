@@ -56,9 +56,11 @@ TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of
 def measure(job: Job, tick: Tick | None = None) -> Measured:
     """Read the weight of a job once, and return its measurements, which are needed before its group is written.
 
-    The measurements are the amax and the number of NaN and infinities. For the actions cast and carry, they also tell
-    whether a lossless conversion is possible. A group consists of the layers that share a tensor scale. Raise
-    CheckpointError if the scales of a quantized weight are invalid.
+    The measurements are the amax (not for the action rename) and the number of NaN and infinities. For the actions cast
+    and carry, they also tell whether a lossless conversion is possible. For a quantized weight, they also tell whether
+    its scales and codes can be right. A group consists of the layers that share a tensor scale.
+
+    Raise CheckpointError if the scales of a quantized weight are invalid, unless the job has nonfinite="keep".
 
     tick: called with the number of bytes after each read; None for no call.
     """
@@ -74,9 +76,10 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return the measurements ``found`` of a slab, with ``reach`` and ``lost`` filled in if its weight is quantized.
+    """Return the measurements ``found`` of a slab, with ``reach`` and ``lost`` filled in if it has codes and scales.
 
-    These two fields show later whether the scales can be right. For an unquantized weight, return ``found``.
+    These two fields show later whether the scales can be right. For an unquantized weight, or one without scales per
+    block or row, return ``found``.
     """
     form = job.weight.container
     if form is None or slab.codes is None or slab.scales is None:
@@ -158,9 +161,13 @@ class Made(NamedTuple):
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
     """Convert the weight of a job, put the bytes into ``output``, and return what was done.
 
-    If the planned action keeps the codes but the new format cannot hold the scales, the weight is requantized instead.
-    A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks out of range get new codes. Raise
-    CheckpointError if a new scale is one that no loader can use.
+    A planned cast or carry keeps the codes. In two cases, the weight is requantized instead:
+
+    - The new format cannot hold the scales. A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks
+      out of range get new codes.
+    - The weight has NaN or infinities that the job replaces (nonfinite="saturate").
+
+    Raise CheckpointError if a new scale is one that no loader can use.
 
     shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
         measurements.

@@ -86,7 +86,8 @@ class JobScheduler:
         """Yield the calls that can start at once, because they need no result of another call.
 
         These calls are measurements, jobs that need no measurement, and the last calls of files that are complete. If
-        the journal holds a measurement, it is recorded instead of being made again.
+        the journal holds a measurement, it is recorded instead of being made again. Jobs that wait only for recorded
+        measurements are yielded too.
         """
         for path, waiting in self._unwritten.items():
             if not waiting:

@@ -62,6 +62,7 @@ def fit_of(
     """Return how well the codes of a layer fit its source under the stored scales.
 
     Return None if codes, block scales or the tensor scale do not have the shape, order or value that the format needs.
+    Return None also for recipes without block scales, and for blocks of several rows.
 
     x: the source (N, K).
     columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.

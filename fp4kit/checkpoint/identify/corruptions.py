@@ -238,8 +238,8 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
 
     - linear, and each layout of fp4kit.layouts, whole or with the padding cut off
     - column by column
-    - an order that results from reading the scales as a layout that they did not have
-    - rows shuffled for FlashInfer
+    - an order that results from reading the scales as a layout that they did not have, if linear scales are declared
+    - rows shuffled for FlashInfer, if linear scales are declared
 
     stored: the bytes of the block scales, of any shape.
     declared: the layout that the container declares. It is tried first if it fits the number of bytes.

@@ -179,8 +179,8 @@ def explain(
             rounding.
 
     Returns:
-        A Diagnosis. Its ``recipe`` is None if nothing gives every byte, for example because the number of block
-        scales fits no layout.
+        A Diagnosis. Its ``recipe`` is None if no recipe gives every byte, for example because the number of block
+        scales fits no layout. If a rule gives them that is no recipe, such as FOUR_OVER_SIX, ``rules`` names it.
 
     Raises:
         ValueError: x is not a matrix.
@@ -258,7 +258,7 @@ def _explain_source(
 ) -> Diagnosis:
     """Explain a layer from the source as it is given, without replacing NaN and infinities.
 
-    Return a Diagnosis whose ``recipe`` is None if nothing gives every byte.
+    Return a Diagnosis whose ``recipe`` is None if no recipe gives every byte.
 
     layer: the layer as its file stores it.
     x: the source (N, K) of the layer.
@@ -305,10 +305,10 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
 
     1. The first layout, in which codes are read as declared and rows are in place.
-    2. Searched block scales: a recipe gives all codes under the stored scales.
+    2. Searched block scales, if step 1 explains nothing: a recipe gives all codes under the stored scales.
     3. The other layouts if step 1 explains nothing or needs several mishaps.
     4. Codes that follow another rule than the recipe that gives the scales, as GPTQ's do.
-    5. Columns that were multiplied by factors.
+    5. Columns that were multiplied by factors, if the first layout needs no mishap.
     6. Orders without a name if ``unnamed`` is True.
     7. The nearest hypothesis.
     """

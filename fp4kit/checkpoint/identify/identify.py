@@ -315,8 +315,8 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
     2. Among the layers with this mishap, choose the recipes that explain the most layers. List the recipe that the file
        records first, then the recipes of the producer that the file names, then all others.
 
-    After MAX_FAILURES unexplained layers in a row, `explain` stops searching for faults without a name. The search
-    resumes after the next explained layer.
+    After MAX_FAILURES layers in a row that have neither an explanation nor a known cause, `explain` stops searching for
+    faults without a name. The search resumes after the next layer that has one of them.
 
     layers: the layers with their sources. One layer is requested at a time, so that an iterator that reads files needs
         the memory of one layer.
@@ -361,8 +361,8 @@ def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
     """Yield the verdict on each layer. After MAX_FAILURES failures in a row, stop the search for faults without a name.
 
-    A failure is a layer without explanation or cause. Layers of zeros are not counted. The next explained layer
-    resumes the search.
+    A failure is a layer without explanation or cause. Layers of zeros are not counted. The next layer with an
+    explanation or a cause resumes the search.
     """
     failed = 0
     for layer in layers:

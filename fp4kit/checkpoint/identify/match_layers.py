@@ -328,14 +328,17 @@ class _Pairs:
 
 
 def _scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
-    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled its weights; otherwise "".
+    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled its weights.
+
+    Return "" if it declares neither or both.
 
     AWQ is declared by factors per column in the file. llm-compressor's recipe.yaml names the modifiers of both.
     """
     named = modifiers_of(stored.root / RECIPE_FILE)
-    found = [method for method in ("AWQ", "SmoothQuant") if f"{method}Modifier" in named]
-    found += ["AWQ"] * any(COLUMN_SCALE in weight.parts for weight in weights)
-    return found[0] if len(found) == 1 else ""
+    found = {method for method in ("AWQ", "SmoothQuant") if f"{method}Modifier" in named}
+    if any(COLUMN_SCALE in weight.parts for weight in weights):
+        found.add("AWQ")
+    return found.pop() if len(found) == 1 else ""
 
 
 def _name(weight: Weight, expert: int) -> str:

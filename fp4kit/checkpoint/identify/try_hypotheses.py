@@ -99,8 +99,8 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
 def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
     """Yield a Layout for each combination of a way to read the codes and an order of rows.
 
-    If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. Nothing is
-    yielded if no shape fits.
+    If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. For a
+    transposed source, rows are tried only in place. Nothing is yielded if no shape fits.
 
     evidence: the stored layer and its source.
     r: not used.

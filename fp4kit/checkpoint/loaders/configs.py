@@ -82,7 +82,8 @@ KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors.
 
-    The algorithm, the group size and, for NVFP4, the input activations are checked.
+    The algorithm, the group size and, for NVFP4, the input activations are checked. If the algorithm is another one
+    that stores such tensors, such as AWQ, only engines that do not know this algorithm are reported.
 
     container: the container of the tensors, one of ``containers.CONTAINERS``.
     config: the content of config.json.
@@ -150,7 +151,8 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
 
     Return a changed copy, so that these layers can be checked as if the checkpoint had no others. For Model-Optimizer,
     the copy's ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``. For compressed-tensors, the
-    copy has only the ``config_groups`` with the container's format. Return ``config`` itself if it is not mixed.
+    copy has only the ``config_groups`` with the container's format. Return ``config`` itself if it is not mixed, or if
+    no algorithm in ``quantized_layers`` fits.
 
     kind: the kind of the layers, such as "nvfp4".
     container: the container of the layers, one of ``containers.CONTAINERS``.

@@ -207,6 +207,9 @@ def exclusion_list(
     syntax "modelopt", an MLA projection may be copied in some layers and quantized in others. Its pattern then ends in
     ``*``, so that SGLang does not apply the pattern to every layer.
 
+    The list also names lm_head unless lm_head is quantized, and each fused layer that engines make only of copied
+    layers.
+
     syntax: "modelopt" (globs such as ``model.visual.*``), "compressed-tensors" (names, and patterns such as
         ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``) or
         "mxfp4" (``modules_to_not_convert`` of gpt-oss, for transformers).

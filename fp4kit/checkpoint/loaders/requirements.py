@@ -226,6 +226,8 @@ _COPIED = {
 def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
     """Return a message about the wrong dtype or shape of one tensor, or None if both are right.
 
+    If both are wrong, the message names only the dtype. For a scalar of a single layer, the shape (1,) is right too.
+
     part: what is required.
     lead: the leading sizes of a stack of experts; () for a single layer.
     size: N and K of the layer.
@@ -280,6 +282,8 @@ def _layer_findings(
     container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
     """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container.
+
+    The foreign tensors of a layer share one finding. Dtypes and shapes are checked only if ``required`` is not empty.
 
     parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
     required: the tensors that engines require.
@@ -366,8 +370,11 @@ _EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
     """Yield a warning for each engine that is known to reject or misread a sound checkpoint in this container.
 
-    Some of these faults concern only experts, or only other layers (see _EXPERTS_ALONE). They are yielded only if the
-    checkpoint has such layers.
+    An engine is known to do so if its cell in the table of observations has a note. There are two exceptions:
+
+    - Faults that concern only experts, or only other layers (see _EXPERTS_ALONE), are yielded only if the checkpoint
+      has such layers.
+    - The fault SPLIT_EXPERTS is never yielded here; ``split_experts`` reports it.
 
     container: one of ``containers.CONTAINERS``.
     family: the model's family, one of ``support.FAMILIES``.
@@ -378,7 +385,7 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
         applies_to_experts = next(
             (of_experts for id, name, of_experts in _EXPERTS_ALONE if (id, name) == (container, engine)), None
         )
-        if SPLIT_EXPERTS in each.note:  # split_experts reports this fault
+        if SPLIT_EXPERTS in each.note:
             continue
         if each.status != "loads" and (applies_to_experts is None or applies_to_experts in experts):
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
@@ -405,8 +412,11 @@ _TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container
 def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
     """Yield a finding per engine that needs whole blocks of rows and would meet layers without them.
 
-    vLLM and SGLang reject a fused layer if the rows of a part, except the last part, are not whole blocks. Without a
-    GPU, transformers takes rows / scale rows for the height of a block, which is wrong if the last block is shorter.
+    vLLM and SGLang reject a fused layer if the rows of a part, except the last part, are not whole blocks. Only the
+    first such fused layer is named.
+
+    Without a GPU, transformers takes rows / scale rows for the height of a block in "fp8 128x128". This is wrong if the
+    last of several blocks is shorter.
 
     container: one of ``containers.CONTAINERS``. Nothing is yielded if its blocks have one row.
     rows: name of a quantized layer -> its number of rows.

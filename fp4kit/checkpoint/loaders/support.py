@@ -197,7 +197,7 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, Cell) for every engine whose Cell has a note.
+    """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown".
 
     A Cell says what an engine does with a container of a model of one family. These engines fail on the container,
     misread it, or load it under a condition.

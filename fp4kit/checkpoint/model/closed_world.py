@@ -365,7 +365,8 @@ def is_known_beside(rest: str, entry: TensorEntry) -> bool:
 
     Args:
         rest: the end of the tensor's name, after the layer's name (see layer_above).
-        entry: the tensor's dtype and shape. A scale of inputs or outputs must have a float dtype and at most one axis.
+        entry: the tensor's dtype and shape. Integers are never known. A scale of inputs or outputs must have a float
+            dtype and at most one axis.
     """
     is_usual = len(entry.shape) < 2 and entry.dtype in FLOAT_DTYPES
     return rest in _CARRIED_TENSORS and not _is_integer(entry) and (rest not in _SCALES_OF_LAYERS or is_usual)
@@ -469,8 +470,8 @@ def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
 def _nearest_container(module: str, tensors: Tensors) -> str:
     """Return the name of a container that a layer nearly fits, and what is wrong, as text for an error message.
 
-    A tensor is missing, or the scales have a wrong shape: "modelopt NVFP4, but P.weight_scale_2 is missing". Return
-    "" if no container is near.
+    A tensor is missing, or has a wrong dtype or shape: "modelopt NVFP4, but P.weight_scale_2 is missing". Return "" if
+    no container is near.
 
     Args:
         module: the name of the layer.

@@ -197,7 +197,8 @@ def _scheme(value: Any, layers: _Layers) -> str:
 def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether a scheme of weights in a config group fits layers of a container.
 
-    ``num_bits`` and, for containers with small blocks, ``group_size`` are compared. A missing key fits.
+    ``num_bits`` and, for containers with small blocks, ``group_size`` are compared. A missing key fits, and so does a
+    ``group_size`` of null, -1 or 0.
     """
     if scheme.get("num_bits", form.element.bits) != form.element.bits:
         return False
@@ -217,7 +218,8 @@ _FORMATS = {
 def _format(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it.
 
-    The format is refused if it is unknown, or if a layer has another kind than the format.
+    The format is refused if it is unknown, or if a layer has another kind than the format. None, "dense" and
+    "mixed-precision" are accepted for all layers.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -530,7 +532,11 @@ def _names_layer(key: str, name: str) -> bool:
 
 
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
-    """Return whether bits, data_type and group_size of auto-round fit layers of a container. A missing key fits.
+    """Return whether bits, data_type and group_size of auto-round fit layers of a container.
+
+    A missing key fits. A data_type that fp4kit does not know is ignored, and then only bits are compared. group_size
+    fits too if it is null, -1 or 0, and for layers other than 4-bit and MXFP8 ones.
+
 
     Args:
         entry: the config, or the entry of a layer merged into it.

@@ -177,6 +177,9 @@ def _equal_scales(sample: _Sample) -> str:
     F is near 1 under scales that are truly equal. It is far above 1 if scales that were different powers of two were
     replaced. Scales with a mantissa instead give every block an element of the largest code, more often than
     independent elements do.
+
+    "" is returned also if the form has no scale per block, if fewer than FEWEST_BLOCKS blocks can be judged, or if the
+    codes have only a few different magnitudes.
     """
     form, blocks = sample.form, _in_blocks(sample)
     scales = _scales(sample, sample.scales, blocks.shape)
@@ -236,7 +239,8 @@ def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
 def _other_order(sample: _Sample) -> str:
     """Return a warning if block scales fit the codes only in another layout, or only if the codes are transposed.
 
-    Return "" otherwise.
+    Return "" otherwise. Nothing is examined for blocks of several rows, for float scales and for GGUF blocks.
+    Transposed codes are tried only if the layer has as many rows as columns.
     """
     form, blocks = sample.form, _in_blocks(sample)
     if form.block[0] > 1 or form.scale is None or form.in_blocks:
@@ -275,10 +279,12 @@ def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
 def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
     """Return a warning if the factors per column (AWQ) seem to be stored as their reciprocals; "" otherwise.
 
-    The right factors undo a scaling of the columns, so that they make columns more alike.
+    The right factors undo a scaling of the columns and so make the columns more alike: columns that are large before
+    the factors are applied have small factors. In a log-log plot of column size against factor, the slope is then near
+    -1. A slope near +1 means that the reciprocals are stored.
 
-    The slope of the logarithm of the columns' size, before the factors are applied, over the logarithm of the factors
-    is near -1. It is near 1 if the factors are stored as their reciprocals.
+    Nothing is reported for layers without factors, with a low-rank part (SVDQuant), with blocks of several rows, or
+    with too few rows or columns. Nothing is reported either if the factors hardly differ.
 
     Args:
         sample, slab: the leading rows of a layer, as codes and scales, and as they were read with their factors.

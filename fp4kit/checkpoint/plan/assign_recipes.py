@@ -197,7 +197,11 @@ class _Candidates:
             self.weights |= found
 
     def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of a weight, one per output layer: one for a matrix, one or two per expert of a stack."""
+        """Return the pieces of a weight: one for a matrix, one or two per expert of a stack.
+
+        Each piece becomes one output layer, unless the container stores stacks whole. Then the pieces of all experts
+        become one output layer.
+        """
         form = next(iter(self.forms.values())).form
         assert form is not None
         return list(pieces(weight, form, self.source.config, False))

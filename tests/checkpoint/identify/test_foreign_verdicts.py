@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.match_layers import _scaling_of, identify_checkpoint
+from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.cli import main
 
 DATA = Path(__file__).parents[2] / "data"
@@ -66,6 +68,25 @@ def test_awq_is_told() -> None:
     assert verdict.is_clean and len(verdict.exceptions) == 7
     assert verdict.sentence.startswith("weights scaled per column (AWQ) in 7 layers: ")
     assert {layer.explanation.method for layer in verdict.layers} == {"AWQ"}
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "method"),
+    [
+        ([], "AWQ"),
+        (["AWQModifier"], "AWQ"),  # both declare the one method
+        (["SmoothQuantModifier"], ""),
+        (["SmoothQuantModifier", "AWQModifier"], ""),
+    ],
+)
+def test_the_method_that_scaled_weights_is_declared_by_factors_and_by_a_recipe(
+    modifiers: list[str], method: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(FOREIGN / "modelopt--NVFP4_AWQ_LITE_CFG", folder)
+    (folder / "recipe.yaml").write_text("".join(f"  {name}: {{}}\n" for name in modifiers))
+    source = open_source(folder)
+    assert _scaling_of(source, weights_of(source.tensors, source.config).values()) == method
 
 
 @pytest.mark.exhaustive
