@@ -335,8 +335,12 @@ class LiveCase:
         r = fp4kit.recipe(self.id)
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
-    def script(self, value: Any, difference: PartDifference, versions: str) -> str:
-        """Return a Python program that shows a difference on this value. ``versions`` names the installed versions."""
+    def script(self, value: Any, difference: PartDifference | str, versions: str) -> str:
+        """Return a Python program that shows a difference on this value, or the producer's error.
+
+        difference: the difference to show, or the text about the error.
+        versions: the installed versions, for a comment.
+        """
         if isinstance(value, fp4kit.Quantized):
             return decoders.script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
@@ -344,6 +348,9 @@ class LiveCase:
 
 def _shrunk(case: LiveCase, compared: ProducerComparison, failure: str, result: ProducerResult) -> tuple[str, str]:
     """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
+
+    The program raises AssertionError as long as the difference exists. If the producer raised an error, the program
+    raises this error instead.
 
     Args:
         case: the input on which the producer differs, or raises an error.
@@ -360,7 +367,7 @@ def _shrunk(case: LiveCase, compared: ProducerComparison, failure: str, result: 
     small = case.shrink(differs, SHRINK_SECONDS if result.shrinking < TOTAL_SHRINK_SECONDS else QUICK_SHRINK_SECONDS)
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     if failure:
-        return f"raises: {failure}", f"# {case.id} and {versions}\n# raises {failure}\n"
+        return f"raises: {failure}", case.script(small, f"raises {failure}", versions)
     first = next(d for d in case.attempt(small)[0].differences if d.part in parts)
     return str(first), case.script(small, first, versions)
 

@@ -20,31 +20,42 @@ from fp4kit.formats import bit_patterns
 PER_LINE = 8
 
 
-def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference, versions: str) -> str:
+def script(
+    id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference | str, versions: str
+) -> str:
     """Return a Python program that raises AssertionError as long as a producer and fp4kit differ on x.
+
+    If the producer raises an error, the program raises this error as long as the producer does.
 
     Args:
         id: id of the recipe.
         function: the adapter's function that calls the producer.
         x: the input.
-        difference: the difference to show.
+        difference: the difference to show, or the text about the producer's error.
         versions: the installed versions, for the first line.
     """
-    body = [*lines_of("x", x), "", "theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
-    if difference.part != "fake":
-        body.append("q = fp4kit.quantize(x, r)")
-    body.append(f"assert_same_bits(v, {PARTS[difference.part]})")
+    body = [*lines_of("x", x), "", "theirs = {call}"]
+    if not isinstance(difference, str):
+        body.append(f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]')
+        if difference.part != "fake":
+            body.append("q = fp4kit.quantize(x, r)")
+        body.append(f"assert_same_bits(v, {PARTS[difference.part]})")
     return program(f"{id} and {versions}", difference, function, body, x.dtype == "bfloat16", "x")
 
 
 def program(
-    title: str, difference: PartDifference, function: Callable[..., Any], body: list[str], narrow: bool, argument: str
+    title: str,
+    difference: PartDifference | str,
+    function: Callable[..., Any],
+    body: list[str],
+    narrow: bool,
+    argument: str,
 ) -> str:
     """Return the text of the whole program: a description, imports, the source of the adapter's function, and the body.
 
     Args:
         title: the first line of the description.
-        difference: the difference, for the second line.
+        difference: the difference or the producer's error, for the second line.
         function: the adapter's function that calls the producer.
         body: lines in which {call} stands for the call of the function.
         narrow: True if the program uses bfloat16.

@@ -185,10 +185,25 @@ def test_an_exception_of_codes_does_not_excuse_scales():
     assert result.total.differing == result.total.arrays and not result.total.exceptions
 
 
-def test_a_producer_that_raises_is_a_difference():
+def test_a_producer_that_raises_is_a_difference_and_its_program_raises_the_error():
     result = found(ProducerCall(live_fault.without_function))
     assert result.total.differing == result.total.arrays
     assert {f.text for f in result.found} == {"raises: AttributeError: quantize is gone"}
+    text = result.found[0].script
+    assert "# mxfp4-ocp and numpy " in text and "# raises AttributeError: quantize is gone\n" in text
+    with pytest.raises(AttributeError, match="quantize is gone"):
+        exec(text, {})
+    exec(text.replace('raise AttributeError("quantize is gone")', "return {}"), {})  # a mended producer
+
+
+def test_a_decoder_that_raises_gives_a_program_that_decodes_the_codes():
+    q = fp4kit.quantize(np.float32([[1.0, -0.3] * 16]), "mxfp4-ocp")
+    case = run.LiveCase("mxfp4-ocp", ProducerCall(None, decode=live_fault.without_function), q, "", "float32")
+    text = case.script(q, "raises AttributeError: quantize is gone", "numpy 2")
+    with pytest.raises(AttributeError, match="quantize is gone"):
+        exec(text, {})
+    with pytest.raises(ZeroDivisionError):  # the error of the decoder, not of an earlier line
+        exec(text.replace('raise AttributeError("quantize is gone")', "1 / 0"), {})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
