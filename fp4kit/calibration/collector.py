@@ -435,7 +435,8 @@ def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
     Args:
         op: the beginning of the message.
         missing: the names of these layers.
-        unseen: the policy that was asked for; if it was "error", the message names the policy "layer".
+        unseen: the policy that was asked for. If it was "error" and an expert is missing, the message names the policy
+            "layer".
     """
     fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
     more = fill if unseen == "error" and any(map(expert_of, missing)) else ""

@@ -112,7 +112,8 @@ class Headroom:
             largest: the largest block amax.
 
         Returns:
-            float32; 0 if no block is nonzero, and ``largest`` if no bin from upper / 1e6 on has a block.
+            float32; 0 if no block is nonzero, and ``largest`` if no bin from that of upper / 1e6 on has a block. upper
+            is the upper_percentile of the block amaxes, or ``largest`` for a percentile of 100.
         """
         upper = float(largest) if self.upper_percentile >= 100 else _percentile(histogram, self.upper_percentile, 0)
         if not upper:
