@@ -58,7 +58,11 @@ def summary_of(report: ConversionReport) -> Summary:
 
 
 def _error(report: ConversionReport) -> SampledError | None:
-    """Return the sampled error of a conversion; None if it quantized no layer or if the files cannot be read again."""
+    """Return the sampled error of a conversion.
+
+    Return None if the conversion quantized no layer, if no sampled layer has a finite SQNR, or if the files cannot be
+    read again.
+    """
     if not {QUANTIZE, REQUANTIZE} & report.actions.keys():
         return None
     try:
@@ -106,7 +110,7 @@ def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...
 def verified_serve_command(report: VerifyReport) -> str:
     """Return the command that serves a model that verify found clean; "" if no engine is known to load it.
 
-    Engines about which verify has an issue are left out. Return "" for a single file, too.
+    Engines about which verify has an issue are left out. Return "" for a single file and for a Diffusers model, too.
     """
     if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
         return ""

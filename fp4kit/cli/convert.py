@@ -307,7 +307,8 @@ def _device(text: str) -> int | None:
 def _convert(args: argparse.Namespace, out: Output) -> int:
     """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted.
 
-    With --dry-run, only print the plan. With --remove-stale and one path, only remove what a killed run left there.
+    With --dry-run, only print the plan. With --remove-stale, one path and no --demo, only remove what a killed run left
+    there.
     """
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
@@ -382,7 +383,7 @@ def _remove_leftovers(destination: Path, out: Output) -> None:
 def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
     """Return the assignment of recipes to layers that --bits asks for, or None if --bits was not given.
 
-    Raise CheckpointError if an option is given that does not fit --bits.
+    Raise CheckpointError for --candidates without --bits, and for --recipe, --scale-search or --codes with it.
     """
     if args.bits is None:
         if args.candidates is not None:
@@ -632,7 +633,7 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
 
 
 def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int]) -> None:
-    """Print the totals, the number of layers per action, the skipped files and the warnings.
+    """Print the totals, the number of layers per action (except copies), the files, the skipped files and the warnings.
 
     out, plan, destination: where to print; the plan; the directory or file of the result.
     verb: the start of the first line, "wrote DST" or "would write".
@@ -655,9 +656,10 @@ def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, action
 
 
 def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
-    """Return the lines to print about the files of a result, if the source or the result has several files.
+    """Return the lines to print about the files of a result.
 
-    Return [] for all other results.
+    A split GGUF model has one line per file. If several files of the source become one file, one line says so. Return
+    [] for all other results, such as a directory.
     """
     if plan.is_split:
         sizes = (sum(output.nbytes for output in file.outputs) for file in plan.files)

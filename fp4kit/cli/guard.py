@@ -92,7 +92,8 @@ class _Signals:
     def install(self) -> None:
         """Start to handle signals, except signals that the parent process chose to ignore (as nohup does).
 
-        Do nothing in a thread that is not the main thread, where Python allows no signal handlers.
+        Signals whose handler was not installed by Python are left alone too. Do nothing in a thread that is not the
+        main thread, because Python allows no signal handlers there.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -125,8 +126,9 @@ class _Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal ``number``: raise Stopped while the command runs. After the command has ended, exit.
 
-        The exit code is then the command's. A forked worker process dies from the signal instead. ``frame`` is not
-        used.
+        The exit code is then the command's. While the command runs, a signal is ignored if the last line is being
+        written, or if another signal was received less than _REPEAT_WINDOW seconds before. A forked worker process dies
+        from the signal instead. ``frame`` is not used.
         """
         if os.getpid() != self._process:  # in a forked worker: die as without this handler
             signal.signal(number, signal.SIG_DFL)

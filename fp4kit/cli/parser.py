@@ -64,6 +64,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments, and return (namespace, []). Raise UsageError for an unknown argument.
 
+        For a parser of subcommands, and for arguments with the separator "--", argparse returns unknown positional
+        arguments instead.
+
         args: the arguments; None for the arguments of this process.
         """
         arguments = list(sys.argv[1:] if args is None else args)

@@ -62,7 +62,8 @@ def register(subparsers: Any) -> None:
 def _verify(args: argparse.Namespace, out: Output) -> int:
     """Run the command verify. Return 0 if there are no errors, otherwise 1.
 
-    Raise CheckpointError if an option needs --source but comes without it, or if the checkpoint cannot be read.
+    Raise CheckpointError if an option needs --source but comes without it, if the checkpoint cannot be read, or if the
+    page of --html cannot be written where it was asked for.
     """
     for name in ("recipe", "scale_search", "column_weights", "imatrix"):
         if getattr(args, name) is not None and args.source is None:
