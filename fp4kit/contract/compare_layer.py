@@ -71,8 +71,8 @@ def compare_layer(
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
     """Return the counts of differing codes, block scales and tensor scales, and the elements that they affect.
 
-    The count of a part is (0, 0) if a side lacks it or the formats differ. The elements are a mask: True where a code
-    or a block scale differs.
+    The count of a part is (0, 0) if a side lacks it, or if its formats or shapes differ between the sides. The elements
+    are a mask: True where a code or a block scale differs, counted parts only.
 
     Args:
         a, b: the compared rows of the two sides.
@@ -181,7 +181,8 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
     """Return one text per setting in which two arithmetics differ: recipe, transform and tensor amax.
 
-    Each text ends with what would make the sides equal. Tensor amaxes are compared only under equal transforms.
+    Each text ends with what would make the sides equal. Tensor amaxes are compared only under equal transforms, and
+    only if both are known.
 
     Args:
         label_a, label_b: the names of the sides, for the texts.

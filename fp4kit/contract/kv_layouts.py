@@ -23,12 +23,13 @@ def compare_layouts(
     """Yield how many codes and scales change if the rollout reads pages that are in the trainer's layout.
 
     Keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`, in
-    pages of 16 tokens. They are the caller's arrays of three axes, as far as both layouts hold their head_dim, each one
-    as keys and as values. If there are none, they are drawn.
+    pages of 16 tokens. Each suitable array of the caller serves as keys and as values, up to its first _MAX_TOKENS
+    tokens. An array is suitable if it has three axes and elements, and if both layouts support its head_dim. If no
+    array is suitable, keys and values are drawn.
 
     train, rollout: two different names in KV_LAYOUTS.
     labels: the names of the two sides, for the text.
-    given: name -> array (tokens, heads, head_dim) of the caller; other arrays are left out.
+    given: name -> array (tokens, heads, head_dim) of the caller; unsuitable arrays are left out.
     """
     multiple = 64 if KV_LAYOUTS[train].swizzled or KV_LAYOUTS[rollout].swizzled else 16
     own = {name: x for name, x in given.items() if x.ndim == 3 and x.size and x.shape[-1] % multiple == 0}

@@ -58,7 +58,7 @@ def parity(
     - a path: a contract file (.json), a model directory, a .safetensors file or a GGUF file;
     - tensors by name: a Quantized or an array per layer, such as weights, activations or logits;
     - a function f(layer, weight) that returns a Quantized or an array of values, such as a trainer's fake quantizer;
-    - a pair of a Contract and one of these.
+    - a pair of a Contract and one of these. The Contract replaces the contract that the second entry may have.
 
     A stack of matrices, such as a Quantized of shape (experts, N, K), counts as one layer per matrix. Matrix 3 of
     "experts.up_proj" is the layer "experts.3.up_proj".
@@ -78,7 +78,8 @@ def parity(
             contracts also state a matrix unit.
         kv: name -> array (..., head_dim), keys or values, or a path to a file of them. They are quantized if both
             contracts state the recipe of the KV cache. If the layouts of the pages differ too, arrays (tokens, heads,
-            head_dim) are written in one layout and read in the other. None draws numbers.
+            head_dim) are quantized by the trainer's recipe, written in its layout and read in the rollout's. None draws
+            numbers.
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
             several rows. The rows are evenly spaced. A tensor amax is always computed over the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
@@ -86,7 +87,8 @@ def parity(
             that were left out. None for no limit.
 
     Returns:
-        A Parity. `equal` is True if both sides have all layers and all compared bits are equal.
+        A Parity. `equal` is True if both sides have all layers and all compared bits are equal. Settings in which only
+        the contracts differ do not count; `contracts` lists them.
 
     Raises:
         TypeError: a side is of the wrong kind, a tensor is not an array, `elements` or `layers` is not an int, or
@@ -378,7 +380,9 @@ class _Check:
     def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
         """Return a recipe with the largest tensor amax of a group of layers, for the compared rows of one layer.
 
-        The recipe decodes as the side does, and amaxes are those after the side's Hadamard transform.
+        Only recipes with one tensor scale per tensor share an amax. For other recipes, the layer's own amaxes are
+        taken, which are None if the recipe needs none. The recipe decodes as the side does, and amaxes are those after
+        the side's Hadamard transform.
 
         Args:
             name, rows: the layer, and the indices of its compared rows.
@@ -462,7 +466,11 @@ class _Check:
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
     def _of_inputs(self) -> Iterator[LayerParity]:
-        """Yield the comparison of quantized inputs, which are the caller's inputs or one drawn array."""
+        """Yield the comparison of quantized inputs, which are the caller's inputs or one drawn array.
+
+        Yield nothing if both contracts leave activations unquantized, or if a side has no contract or does not know the
+        setting activations.
+        """
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
             side
@@ -479,7 +487,11 @@ class _Check:
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
         """Yield the comparison of quantized keys and values, which are the caller's or one drawn array.
 
-        If the layouts of the KV pages are known and differ, yield their comparison too.
+        Yield no such comparison if both sides leave the KV cache unquantized, or if a side has no contract or does not
+        know the setting kv_cache.
+
+        Yield the comparison of the layouts of KV pages too, if both contracts state a layout, the layouts differ, and
+        the trainer's contract states a recipe of the KV cache. Only this recipe is used, for both layouts.
 
         kv: name -> keys or values of the caller; None to draw numbers.
         """
@@ -588,9 +600,9 @@ def _equal(a: Any, b: Any) -> bool:
 def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:
     """Return drawn bfloat16 weights for contracts: {layer: array}.
 
-    There is one layer per pattern of `patterns`, one for the first exclusion, one per leaf name of shared_amax, and one
-    named "drawn.linear". The magnitudes of layers differ, so that sharing an amax matters. In each layer, one row is
-    zero, and one holds multiples of 0.25.
+    Each contract gives one layer per pattern of `patterns`, one for its first exclusion, and one per leaf name of
+    shared_amax. One more layer is named "drawn.linear". The magnitudes of layers differ, so that sharing an amax
+    matters. In each layer, one row is zero, and one holds multiples of 0.25.
 
     The float32 layer "drawn.edges" has block amaxes next to the midpoints at which scales round.
     """

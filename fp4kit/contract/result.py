@@ -108,7 +108,10 @@ class Parity:
 
     @property
     def equal(self) -> bool:
-        """True if every layer is on both sides, and everything that was compared is equal in every bit."""
+        """True if every layer is on both sides, and everything that was compared is equal in every bit.
+
+        Settings in which only the contracts differ do not count.
+        """
         return not self.missing and all(layer.equal for layer in self.layers)
 
     @property

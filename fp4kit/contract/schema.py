@@ -236,20 +236,22 @@ class Contract:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Contract:
-        """Return the contract that the flags of open training stacks select.
+        """Return the contract that the environment variables `OPEN_TRAINING_...` of some trainers select.
 
-        The flags are OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG with OPEN_TRAINING_MXFP4_BLOCK_SIZE, and
-        OPEN_TRAINING_INT4_FAKE_QAT_FLAG with OPEN_TRAINING_INT4_GROUP_SIZE. Only one of the two may be on. They apply
-        to the weights of routed experts.
+        OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG enables MXFP4 in blocks of OPEN_TRAINING_MXFP4_BLOCK_SIZE elements.
+        OPEN_TRAINING_INT4_FAKE_QAT_FLAG enables INT4 in blocks of OPEN_TRAINING_INT4_GROUP_SIZE. Only one of the two
+        may be on. They apply to the weights of routed experts. If both are off, no layer is quantized.
 
         Args:
             environ: the variables; None for the variables of this process.
 
         Returns:
-            The Contract, with `patterns` for routed experts.
+            The Contract, with `patterns` for routed experts; without patterns if both flags are off.
 
         Raises:
-            ValueError: both flags are on, or a flag or a size is invalid.
+            TypeError: environ is not a mapping.
+            ValueError: both flags are on, a flag is not 0, 1 or empty, or a size is not a positive even number (also if
+                its flag is off).
 
         Examples:
             >>> import fp4kit
@@ -260,7 +262,7 @@ class Contract:
         return cls.from_settings(FakeQuantSettings.from_environment(environ))
 
     def environment(self) -> dict[str, str]:
-        """Return the flags of open training stacks that select this contract's recipe of routed experts.
+        """Return the environment variables `OPEN_TRAINING_...` that select this contract's recipe of routed experts.
 
         The flags apply to the weights of routed experts only. A few names of experts and of other layers are tried, to
         find out whether the contract does so too. All settings besides weights, patterns and excluded are ignored.
@@ -416,6 +418,8 @@ class Contract:
     def group_of(self, layer: str, layers: Iterable[str]) -> tuple[str, ...]:
         """Return the layers that share their tensor amax with a layer, itself included.
 
+        Layers share an amax if they have the same parent module and their leaf names are in one group of `shared_amax`.
+
         Args:
             layer: the name of the module.
             layers: the names of all layers of the model.
@@ -429,9 +433,9 @@ class Contract:
         return tuple(name for name in layers if name in wanted) or (layer,)
 
     def __str__(self) -> str:
-        """Return one line per setting that is neither None nor (), then a line with the unknown settings.
+        """Return one line per setting that is inferred, or is neither None nor (), then a line of unknown settings.
 
-        The line of an inferred setting says how it was found.
+        The line of an inferred setting says how it was found. The last line is left out if no setting is unknown.
         """
         how = dict(self.inferred)
         lines = [
@@ -443,7 +447,7 @@ class Contract:
 
 
 SETTINGS = tuple(one.name for one in fields(Contract) if one.name not in _ABOUT)
-# (flag, block size) per format that open training stacks fake-quantize
+# The names of the environment variables per format: (flag, block size).
 _FLAGS = (
     ("OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG", "OPEN_TRAINING_MXFP4_BLOCK_SIZE"),
     ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"),
@@ -456,7 +460,10 @@ _NO_EXPERTS = ("model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj", 
 
 
 def _layer_pattern(parameter: str) -> str:
-    """Return the pattern of layers for a pattern of parameters: "*.experts.*" for "*.experts.*.weight"."""
+    """Return the pattern of layers for a pattern of parameters: "*.experts.*" for "*.experts.*.weight".
+
+    A pattern that does not end in ".weight" or ".weight[0-9]*" is returned unchanged.
+    """
     head, _, tail = parameter.rpartition(_WEIGHT)
     return head if head and (not tail or tail == "[0-9]*") else parameter
 

@@ -84,7 +84,10 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
 
 
 def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
-    """Return the fields of the contract in a file. Raise the errors of from_data and load_object."""
+    """Return the fields of the contract in a file.
+
+    Raise CheckpointError if the path is not a file, and the errors of from_data and load_object.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
     return from_data(path.name, load_object(path, path.name), settings)
@@ -124,7 +127,7 @@ def _facts(r: Recipe) -> dict[str, Any]:
 def _recipe_from(name: str, data: Any) -> Recipe:
     """Return the recipe that JSON data describes: an id, an id with facts, or all fields.
 
-    Raise ValueError if this version of fp4kit has other facts.
+    Raise ValueError if the data states facts and this version of fp4kit has others, or if there is an unknown key.
 
     name: the field that holds the recipe, for messages.
     """

@@ -51,7 +51,9 @@ def shown(value: Any) -> str:
 def difference(a: Any, b: Any) -> str:
     """Return the text that says how two unequal settings differ. It names the value of a first.
 
-    For recipes, it lists the differing fields; for lists, the entries that only one of them has.
+    For recipes, it lists the differing fields; for lists, the entries that only one of them has. If the lists differ
+    only in variants of recipes, it lists the differing fields of each pair. For units of one id, it lists the names of
+    the differing fields.
     """
     if isinstance(a, Recipe) and isinstance(b, Recipe):
         return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"
