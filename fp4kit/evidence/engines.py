@@ -104,7 +104,9 @@ SPECIFICATION = Specification(np)
 
 
 def compare(found: Any, expected: Any, what: str) -> Outcome:
-    """Compare a result with the expected one, bit for bit, and return the Outcome. Any NaN equals any other NaN.
+    """Compare a result with the expected one, bit for bit, and return the Outcome.
+
+    Any NaN equals any other NaN, except in dtypes of one byte, such as float8.
 
     Args:
         found: an array, a number, a Quantized (compared part by part), or a list or tuple of these.
@@ -145,7 +147,8 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
     """Compare the array ``found`` with ``expected`` in shape, dtype and bits, and return the Outcome.
 
-    Any NaN equals any other NaN. If shape or dtype differs, every value counts as different.
+    Any NaN equals any other NaN, except in dtypes of one byte, such as float8. If shape or dtype differs, every value
+    counts as different.
 
     what: the name of the array, with which the description of a difference begins.
     """

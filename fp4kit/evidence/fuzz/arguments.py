@@ -128,7 +128,8 @@ def decode_dtype(o: DrawnOptions) -> Dtype | None:
 def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
     """Append two equal calls that write into one preallocated output between guards (arrays.guarded).
 
-    Both results must equal ``expected``, and the guards must stay unchanged.
+    Both results must equal ``expected``, and the guards must stay unchanged. If the output of quantize is strided, the
+    calls run on the specification only.
 
     Args:
         p: the program to append to.

@@ -49,7 +49,10 @@ class Codes(NamedTuple):
 
 @cache
 def codes_of(dtype: np.dtype) -> Codes:
-    """Return the Codes of a float dtype of NumPy or ml_dtypes of at most 16 bits. The format must have a sign bit."""
+    """Return the Codes of a float dtype of NumPy or ml_dtypes of at most 16 bits.
+
+    The caller must pass a format with a sign bit. This is not checked.
+    """
     info = ml_dtypes.finfo(dtype)
     every = np.arange(1 << info.bits).astype(f"u{dtype.itemsize}")
     values = every.view(dtype).astype(np.float32)

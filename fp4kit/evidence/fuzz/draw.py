@@ -172,7 +172,8 @@ class Draw(Picks):
     def target(self, r: Recipe) -> Variant:
         """Return a recipe to requantize to, for the source recipe ``r``.
 
-        For MXFP4, half of the draws choose among NVFP4 recipes, because then codes may stay.
+        For MXFP4, half of the draws choose among the pool's recipes with E4M3 scales, if it has any, because then codes
+        may stay.
         """
         nvfp4 = [one for one in _supported(self.pool)["requantize"] if one.recipe.scale == E4M3]
         if nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5):
@@ -244,8 +245,8 @@ class Draw(Picks):
         """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels.
 
         The length of the quantized axis is a multiple of the block size. If the operation quantizes along both axes,
-        both lengths are such multiples. A few shapes have an axis of length 0. Options such as hadamard and target
-        require further multiples.
+        both lengths are such multiples. Options such as hadamard and target require further multiples. A few shapes
+        have an axis of length 0. Shapes with more elements than the pool allows are made smaller.
 
         axis: the quantized axis, from 0 to ndim - 1.
         """

@@ -69,8 +69,9 @@ def _quantize(p: Program, case: DrawnCase) -> None:
 def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
     """Append calls that quantize up to three experts of x separately, each with its own amax.
 
-    Each result must equal the expert's part of ``q``, the result for the whole x. Nothing is appended unless the case
-    has an amax per expert and rounds to nearest.
+    Each result must equal the expert's part of ``q``, the result for the whole x. Calls are appended only if the case
+    has several experts, an amax per expert and no block amaxes, rounds to nearest, and does not quantize along the axis
+    of experts.
 
     options: the options with which x was quantized.
     """
@@ -89,7 +90,8 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 def _quantize_both(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize along both axes: one call of quantize_both and two calls of quantize.
 
-    The results must be equal. The call along columns uses the next seed, as quantize_both does.
+    The results must be equal. As in quantize_both, only the call along columns has the Hadamard transform, and it uses
+    the next seed.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case)

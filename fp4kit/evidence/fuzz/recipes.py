@@ -94,7 +94,7 @@ def _pick(rng: Rng, choices: Any) -> Any:
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random block shape as {field: value}, or {} if the recipe has no blocks.
 
-    Blocks of several rows need one factor for all their rows: no tensor scale per row, and no fake rule.
+    Blocks of several rows need one factor for all their rows: no tensor scale per row, no fake rule, and no search.
     """
     if r.block is None:
         return {}
@@ -176,7 +176,8 @@ def _static(rng: Rng, r: Any) -> dict[str, Any]:
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random search of block scales (Recipe.search) as {field: value}.
 
-    Return {} if the recipe has no block scales or has blocks of several rows, or if another rule chooses the amax.
+    Return {} if the recipe has no block scales, if blocks have several rows or a size that is not a multiple of 8, or
+    if another rule or the caller chooses the block amax.
     """
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:

@@ -144,7 +144,8 @@ def run(
 ) -> Report:
     """Draw and check cases for ``seconds``, or until ``cases`` of them were checked, and return the Report.
 
-    A warning counts as a failure. Failures are reported, and raise no exception.
+    A warning counts as a failure. Failures raise no exception. All are counted; those that Report.wants accepts, at
+    most MAX_FAILURES, are shrunk and reported with a program that reproduces them.
 
     Args:
         engine: the engine to compare with the specification, or None to run the specification alone.

@@ -151,7 +151,7 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Return a mask that excuses whole fouroversix tensors that contain inf or NaN, if they are of two kinds.
+    """Return a mask that excuses whole fouroversix tensors that contain inf or NaN and are of one of two kinds.
 
     - In float32 tensors, the sign of a NaN scale depends on the processor.
     - In blocks of 16x16, fouroversix's Triton kernels leave out rows with inf or NaN.
@@ -171,8 +171,8 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
     """Return a mask that excuses elements that Quark turns into infinities. Quark packs an infinity as the value 4.
 
-    This happens in tensors with inf or NaN, where all elements are excused. It also happens where an element divided by
-    the scale 2^-23 overflows.
+    This happens in tensors with inf or NaN, where all elements are excused. All are excused too if no tensor scale was
+    recorded. It also happens in blocks with the scale code 0, where an element divided by 2^-23 overflows.
     """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
@@ -269,8 +269,8 @@ class RecordedCase:
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of quantize or fake_quantize.
 
-        They are the row's options, and the amaxes that the file supplies. An amax that holds NaN is left out, so that
-        the call computes it.
+        They are the row's options and, if ``row.given_amaxes`` says so, the amaxes that the file supplies. An amax that
+        was not recorded or holds NaN is left out, so that the call computes it.
         """
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
@@ -311,7 +311,8 @@ SKIPPED_SCALES = (
 def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> Iterator[RecordedCase]:
     """Yield a RecordedCase for each input for which the golden set has recorded outputs of a row.
 
-    Yield nothing if the set lacks the row's file or variant.
+    Inputs whose names do not end with ``row.inputs`` are left out. Yield nothing if the set lacks the row's file or
+    variant.
 
     ops: the functions to compare.
     """

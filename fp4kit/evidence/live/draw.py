@@ -117,9 +117,9 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return exact powers of two with random signs, over the whole range of the dtype.
+    """Return powers of two with random signs, over the whole range of the dtype.
 
-    Within a block, exponents differ by less than 12.
+    Within a block, exponents differ by less than 12. Powers below the dtype's smallest subnormal become zeros.
     """
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
