@@ -133,7 +133,7 @@ if TYPE_CHECKING:
 else:  # type checkers would accept any attribute of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Return a name of _LAZY, which is imported at its first use. Raise AttributeError for any other name.
+        """Return the object with a name of _LAZY, imported at its first use. Raise AttributeError for any other name.
 
         For a name that users may expect here, such as fp4kit.torch, the message says which import provides it.
         """

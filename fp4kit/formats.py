@@ -364,7 +364,10 @@ _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "sig
 
 
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
-    """Return whether two formats give every code the same value. Their names may differ."""
+    """Return whether two formats give every code the same value. Their names may differ.
+
+    A Codebook is never the same as a format of another class.
+    """
     if isinstance(a, Codebook) or isinstance(b, Codebook):
         return isinstance(a, Codebook) and isinstance(b, Codebook) and a.table == b.table
     return bool(_NUMBERS(a) == _NUMBERS(b))

@@ -83,7 +83,8 @@ class Panel:
 def share(count: int, total: int) -> str:
     """Return ``count / total`` as a percentage with three significant digits.
 
-    The result is 0% only for a count of 0, and 100% only for a count of total (or more).
+    The result is 0% only for a count of 0, and 100% only for a count of total (or more). For other counts, a share
+    below 0.001% gives "< 0.001%", and a share above 99.9% gives "> 99.9%".
     """
     if not 0 < count < total:
         return "100%" if count else "0%"

@@ -14,8 +14,8 @@ from fp4kit.quantized.container import PARTS, Quantized
 def panel(q: Quantized) -> Panel:
     """Read all codes and scales of a Quantized, and return its panel.
 
-    The panel shows shapes, bits per value, the range of the scales, values at the largest code, zero blocks and a
-    histogram of the scales.
+    The panel shows shapes, bits per value, the range of the scales, values at the largest code, zero blocks, NaN and a
+    histogram of the scales. Facts that do not apply are left out, such as the histogram for a single scale.
     """
     found = statistics(q)
     facts = [

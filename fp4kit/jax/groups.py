@@ -45,7 +45,8 @@ def fake_quantize_grouped(
         seed: for "stochastic", for all arrays: an int, a 0-d integer array, which may be traced, or random bytes in the
             shape of the arrays.
         pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
-        amax: None, or one clip limit of the gradient per array.
+        amax: one clip limit of the gradient per array, as in fp4kit.fake_quantize_backward. None means tensor_amax if
+            that is not None, otherwise the amax of each array.
 
     Returns:
         A list of new arrays, one per array of xs.

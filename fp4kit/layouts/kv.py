@@ -114,8 +114,8 @@ class KVLayout:
 
         Raises:
             TypeError: an entry of shape is not an int.
-            ValueError: the layout does not support the size. head_dim must be a multiple of 16, or of 64 if swizzled.
-                block_size must be a multiple of 4 if swizzled.
+            ValueError: an entry of shape is below 1, or the layout does not support the size. head_dim must be a
+                multiple of 16, or of 64 if swizzled. block_size must be a multiple of 4 if swizzled.
 
         Examples:
             >>> from fp4kit.layouts import kv
@@ -150,7 +150,11 @@ class KVLayout:
         return KVCache(self, tuple(np.zeros(each, np.uint8) for each in self.array_shapes(shape).values()))
 
     def _checked(self, op: str, shape: PageShape) -> PageShape:
-        """Return shape with its entries as ints. Raise ValueError unless the layout supports this size."""
+        """Return shape with its entries as ints.
+
+        Raise TypeError if an entry is not an int. Raise ValueError if an entry is below 1, or if the layout does not
+        support this size.
+        """
         shape = PageShape(*(as_index(op, name, n) for name, n in zip(PageShape._fields, shape, strict=True)))
         for name, n in shape._asdict().items():
             if n < 1:
@@ -343,8 +347,9 @@ class KVCache:
             ``out`` if given, otherwise a new KVCache.
 
         Raises:
-            ValueError: the layout is unknown or does not support the size, or out has another layout or size, or shares
-                memory with the cache.
+            TypeError: out is on another device than the cache.
+            ValueError: the layout is unknown or does not support the size, or out has another layout or size, is
+                read-only, or shares memory with the cache.
 
         Exact:
             Converting back gives the bytes of the cache.

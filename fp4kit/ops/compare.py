@@ -145,7 +145,8 @@ def compare(a: Any, b: Any) -> Comparison:
     """Compare two Quantized, or two arrays of equal shape.
 
     Values are always compared; those of a Quantized are its dequantized float32 values. Codes and scales are compared
-    too, in linear layout, if both arguments are Quantized with equal formats, block and axis.
+    too, in linear layout, if both arguments are Quantized with equal element formats, scale formats, block sizes along
+    the axis, and axes.
 
     Two arrays of different dtypes are compared as numbers, exactly: in float64 if one of them is float64, otherwise in
     float32. Arrays on a GPU are first copied to the host, which waits for the device. a and b may be on different
@@ -261,7 +262,7 @@ def on_host(name: str, a: Any) -> Any:
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     """Return three pairs (differing, compared): the counts of codes, of block scales and of tensor scales.
 
-    All are (0, 0) if the formats, blocks or axes of a and b differ.
+    All are (0, 0) if the element formats, scale formats, block sizes along the axis, or axes of a and b differ.
     """
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not comparable or a.recipe.block_size != b.recipe.block_size:

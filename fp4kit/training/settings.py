@@ -85,7 +85,7 @@ class FakeQuantSettings:
         exclude: tuple[str, ...] = (),
         pass_through: bool = True,
     ) -> FakeQuantSettings:
-        """Return the settings that the flags of open training stacks select.
+        """Return the settings that the environment variables `OPEN_TRAINING_...` of some trainers select.
 
         Nothing is quantized unless one of the flags is 1.
 
