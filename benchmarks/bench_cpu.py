@@ -408,9 +408,13 @@ def available() -> int:
 
 
 def processor() -> str:
-    """Return the processor's model name, or the machine's architecture if the system gives no name."""
+    """Return the first of these texts that the system gives: the model name, the processor, the architecture.
+
+    The model name is that of /proc/cpuinfo. The others are platform.processor() and platform.machine().
+    """
     path = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -56,6 +56,14 @@ def a_row(
     )
 
 
+def test_processor_without_cpuinfo(monkeypatch):
+    monkeypatch.setattr(bench_cpu.Path, "exists", lambda _: False)
+    for name, machine in (("a processor", "a processor"), ("", "an architecture")):
+        monkeypatch.setattr(bench_cpu.platform, "processor", lambda name=name: name)
+        monkeypatch.setattr(bench_cpu.platform, "machine", lambda: "an architecture")
+        assert bench_cpu.processor() == machine
+
+
 def found_bars(*rows, loops=None, sweep=None):
     return {bar.text.partition(":")[0]: bar for bar in cpu_bars.bars(list(rows), loops or {}, sweep)}
 
