@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
+from fp4kit.arguments import as_flag
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.qat.plan import similar
 from fp4kit.recipes import Recipe
@@ -69,7 +70,8 @@ def fake_quantize_model(
             inputs unquantized. The inputs of stacks of experts and of convolutions are never quantized.
         input_amaxes: a Collector of fp4kit.torch.collect, or a dict of layer -> amax, from which the tensor scales of
             inputs follow; None computes the amax of the inputs in each call.
-        pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > amax.
+        pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > the tensor amax. This
+            amax is that of w or of its fused layers, so only a weight with NaN gets zeros.
         config: the content of config.json; None for that of model.config. Names and model type decide which layers the
             converter quantizes.
         settings: a FakeQuantSettings, in place of `recipe`.
@@ -85,9 +87,11 @@ def fake_quantize_model(
 
     Raises:
         TypeError: an argument has the wrong type, or the model is sharded by fully_shard.
+        TypeError: settings come with a recipe or another option, or input_amaxes without activations.
         ValueError: a wildcard matches no parameter, or no parameter is left to quantize. The message lists names.
         ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
+        ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes lack such a layer.
         ValueError: a shard of a DTensor would hold parts of blocks.
 
     Exact:
@@ -110,11 +114,16 @@ def fake_quantize_model(
         no  1     2.bias    16      not a weight
     """
     check_kind(_OP, "model", model, torch.nn.Module)
+    if settings is not None:
+        check_kind(_OP, "settings", settings, FakeQuantSettings)
+        if recipe is not None:
+            raise TypeError(f"{_OP}: recipe and settings are both given; needs one of them")
     given = recipe if settings is None else settings
     if isinstance(given, FakeQuantSettings):
         options = {"format": format, "activations": activations, "input_amaxes": input_amaxes, "config": config}
         patterns = {"parameters": parameters != ("*",), "exclude": exclude != (), "include": include != ()}
-        _check_alone([name for name, value in {**options, **patterns}.items() if value not in (None, False)])
+        flags = {**patterns, "pass_through": not as_flag(_OP, "pass_through", pass_through)}
+        _check_alone([name for name, value in {**options, **flags}.items() if value not in (None, False)])
         return _by_settings(model, given)
     if not isinstance(given, (str, Recipe)):
         raise TypeError(f"{_OP}: recipe is {given!r:.60}; needs a recipe id, such as 'nvfp4-te', or a Recipe")

@@ -143,6 +143,12 @@ def test_settings_allow_no_other_option():
     settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight",))
     with pytest.raises(TypeError, match=r"^fake_quantize_model: format, include cannot be given with a FakeQuantS"):
         ft.fake_quantize_model(a_model(), settings, format="modelopt", include=("0.weight",))
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: pass_through cannot be given with a FakeQuantS"):
+        ft.fake_quantize_model(a_model(), settings, pass_through=False)
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: recipe and settings are both given; needs one of them"):
+        ft.fake_quantize_model(a_model(), "mxfp4", settings=settings)
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: settings is 'mxfp4'; needs a FakeQuantSettings"):
+        ft.fake_quantize_model(a_model(), settings="mxfp4")
     assert ft.fake_quantize_model(a_model(), settings=settings) == ["0.weight", "2.weight"]
     assert ft.FakeQuantSettings is FakeQuantSettings
 
