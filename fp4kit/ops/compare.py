@@ -115,7 +115,11 @@ class Comparison:
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table, each as a pair (name, text). Parts that were not compared have no row."""
+        """Yield the rows of the table, each as a pair (name, text).
+
+        Parts that are empty or were not compared have no row. If a value differs, two rows follow: the largest and the
+        first difference.
+        """
         for name, part in (
             ("codes", self.codes),
             ("block scales", self.scales),

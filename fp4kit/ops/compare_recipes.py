@@ -203,9 +203,10 @@ def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) 
 
 
 def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
-    """Return the index of the first element whose code differs, or None.
+    """Return the index of the first element whose code differs.
 
-    If all codes are equal, or if they cannot be compared, compare the values instead.
+    If all codes are equal, or if they cannot be compared, return that of the first value that differs. Return None if
+    all values are equal too.
     """
     pairs = [(a.values, b.values)]
     if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:

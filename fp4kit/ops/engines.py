@@ -279,8 +279,9 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
     """Return a cached call that saves only the parsing of arguments, for calls that new_cached_call does not support.
 
-    The returned function takes (x, amax, out), and runs `operation` by the first engine that supports the call. Return
-    None if the caller passed tensor_amax, or if x is not a NumPy array. x: the array as the caller passed it.
+    The returned function takes (x, amax, out), and runs `operation` by the first engine that supports the call. It
+    ignores amax, which is None. Return None if the caller passed tensor_amax, or if x is not a NumPy array. x: the
+    array as the caller passed it.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

@@ -97,7 +97,7 @@ class Explanation:
 
     @property
     def parting(self) -> str | None:
-        """The name of the first step that all recipes have and whose bits differ, or None if no step differs."""
+        """The name of the first step that all recipes have and whose bits or formats differ; None if there is none."""
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Explanation:
         return any(name not in self._column(i) for i in range(len(self.recipes)))
 
     def _differs(self, name: str) -> bool:
-        """Return whether the step `name` has different bits in two recipes."""
+        """Return whether the step `name` has different bits or different formats in two recipes that have it."""
         found = {(step.bits, step.format) for steps in self.steps for step in steps if step.name == name}
         return len(found) > 1
 
@@ -279,8 +279,9 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     """Return a call for only the block that holds an element, and the element's row and column in that block.
 
-    The returned call uses the tensor amax of the whole array. If the recipe has no blocks, the fewest neighboring
-    elements whose codes fill whole bytes take the place of the block.
+    The returned call holds the tensor amaxes that apply to the block (see _tensor_amax). If the recipe has no blocks,
+    the fewest neighboring elements whose codes fill whole bytes take the place of the block. With a Hadamard transform
+    these are at least 16.
     """
     r, moved = call.recipe, call.moved
     where = (*index[: call.axis], *index[call.axis + 1 :], index[call.axis])
@@ -308,10 +309,12 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
 
 
 def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
-    """Return the tensor amaxes of a block, which the caller passed or which are computed from the whole array.
+    """Return the tensor amaxes that apply to a block. Return None if the recipe has no tensor scale.
 
-    Return None if the recipe has no tensor scale. moved: call.moved with at least two axes. at: the leading index, the
-    rows and the columns of the block.
+    Amaxes that the caller passed are used. Otherwise they are computed from all elements that share the tensor scale:
+    the whole array, each row, or the block, as r.tensor_scaling says.
+
+    moved: call.moved with at least two axes. at: the leading index, the rows and the columns of the block.
     """
     (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
     if r.tensor_scaling == "none":
@@ -343,7 +346,10 @@ def _first_scales(steps: list[Step]) -> Iterable[Step]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Return the entry of a recorded step that belongs to the element (row, column) of a block of the given shape."""
+    """Return the entry of a recorded step that belongs to the element (row, column) of a block of the given shape.
+
+    A step has one number per element, per row, or for the block.
+    """
     flat = step.result.reshape(-1)
     m, k = shape
     entry = flat[row * k + column if flat.size == m * k else row if flat.size == m else 0]

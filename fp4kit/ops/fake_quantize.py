@@ -120,13 +120,14 @@ def fake_quantize_backward(
         grad itself if pass_through is True or grad is empty, otherwise a new array with the shape and dtype of grad.
 
     Raises:
-        TypeError: grad or x has a dtype other than these three.
+        TypeError: grad or x has a dtype other than these three, or pass_through is not a bool.
         ValueError: the shapes of grad and x differ, or amax has no fitting shape or is negative. Values of a device
             array are not checked.
 
     Numerics:
-        |x| is compared with amax in float32; amax is never rounded to the dtype of x. |x| = amax passes. A NaN in x
-        gives 0. A NaN amax gives 0 everywhere, because no comparison with it holds.
+        These rules hold if pass_through is False. |x| is compared with amax in float32; amax is never rounded to the
+        dtype of x. |x| = amax passes. A NaN in x gives 0. A NaN amax gives 0 everywhere, because no comparison with it
+        holds.
 
     Source:
         Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.

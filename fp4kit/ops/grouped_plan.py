@@ -77,9 +77,9 @@ def as_list(op: str, name: str, value: Any) -> Any:
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
     """Return a list with one entry per tensor: the items of a sequence, or views along an array's first axis.
 
-    If value is None, return `count` times None. Raise ValueError if value is a number or a 0-d array, if the number of
-    entries is not `count`, or if an entry is None. op, name: the public function and its argument, as messages name
-    them.
+    If value is None, return `count` times None. Raise ValueError if value is neither a sequence nor an array with an
+    axis, if the number of entries is not `count`, or if an entry is None. op, name: the public function and its
+    argument, as messages name them.
     """
     if value is None:
         return [None] * count
@@ -310,6 +310,7 @@ class GroupedPlan:
             A list of arrays, overwritten by the next call.
 
         Raises:
+            TypeError: keep_amax is not a bool.
             ValueError: the plan has a hadamard option; an entry or its memory was replaced after the plan was made; or
                 as for fp4kit.fake_quantize.
         """
@@ -339,6 +340,7 @@ class GroupedPlan:
                 GPU, the plan's own arrays.
 
         Raises:
+            TypeError: pass_through is not a bool, or as for fp4kit.fake_quantize_backward.
             ValueError: grads does not have one entry per tensor; an entry or its memory was replaced after the plan was
                 made; or as for fp4kit.fake_quantize_backward.
         """

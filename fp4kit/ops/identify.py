@@ -233,9 +233,9 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    First come the table's recipes with the format of own. If own is a variant that is not in the table, own comes next.
-    Then come variants of the table's recipes with the block of own, where a recipe allows this block. A recipe that
-    only fake-quantizes has no variants.
+    First come the table's recipes with the format of own. If own is in the table, or only fake-quantizes, nothing else
+    is yielded. Otherwise own comes next, and then variants of the table's recipes with the block of own. Recipes that
+    do not allow this block, or whose blocks have as many columns already, have no variant.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:

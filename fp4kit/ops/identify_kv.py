@@ -129,8 +129,8 @@ def identify_kv(
 
     Args:
         arrays: the array of vLLM's pages, or the four arrays of FlashInfer's cache in the order of
-            KVLayout.array_shapes, uint8. Only the first axis, the pages, is taken from their shape, so they may be
-            shaped for a wrong layout.
+            KVLayout.array_shapes, uint8 (the two arrays of scales may be float8_e4m3fn). Only the first axis, the
+            pages, is taken from their shape, so they may be shaped for a wrong layout.
         keys: the reference keys (tokens, heads, head_dim), finite, of any float dtype that fp4kit takes.
         values: the reference values, as keys.
         slots: the slots of these tokens, integers (tokens,). Tokens with a negative slot are left out.
@@ -143,9 +143,14 @@ def identify_kv(
         The KVIdentification. At most 2^18 elements of keys, of evenly spaced tokens, are compared.
 
     Raises:
-        TypeError: arrays are not uint8 arrays of NumPy or CuPy.
-        ValueError: the bytes of a page are not a whole number of tokens, shapes do not fit, a reference is not finite
-            or zero, no slot is left, a slot is out of range, or the assumed layout does not fit the arrays.
+        TypeError: arrays are not uint8 arrays of NumPy or CuPy, keys or values have an unsupported dtype, slots are not
+            integers, or a scale is not a number.
+        ValueError: there are neither one nor four arrays, the bytes of a page are not a whole number of tokens, or
+            shapes do not fit.
+        ValueError: keys or values are not finite, or are all zero for the compared tokens; no slot is left, or a slot
+            is out of range or occurs twice.
+        ValueError: the layout or the recipe is unknown, or does not fit the arrays; or a scale is not positive and
+            finite.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -188,7 +193,8 @@ def identify_kv(
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
     """Return the arrays of a cache as NumPy arrays of bytes.
 
-    Raise ValueError unless there are one or four arrays, and TypeError unless they are arrays of bytes.
+    Raise ValueError unless there are one or four arrays, and TypeError unless they are arrays of bytes. The last two of
+    four may also be float8_e4m3fn.
     """
     given = tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
     if len(given) not in (1, 4):

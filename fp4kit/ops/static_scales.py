@@ -47,7 +47,8 @@ def quantize_static(
     Args:
         x: float32, float16 or bfloat16 array (..., K).
         recipe: the recipe of the engine's kernel: nvfp4-vllm-static, nvfp4-flashinfer-static or
-            nvfp4-vllm-static-divisor, or another recipe with the same tensor rule as one of them.
+            nvfp4-vllm-static-divisor, or another recipe with the tensor rule of one of them. It needs block scales and
+            one scale per tensor, and must not choose scales by their errors (4over6, searches).
         input_scale: a scale that multiplies on decode (Model-Optimizer), about amax / 2688. A number, or an array or a
             tensor of one element; it must be a positive float32 number.
         input_global_scale: a scale that divides on decode (compressed-tensors), about 2688 / amax.
@@ -119,7 +120,7 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
 def _number(name: str, value: Any) -> np.float32:
     """Return a scale as float32. name: the argument that messages name.
 
-    Raise TypeError unless it is a number, and ValueError unless it is positive and finite.
+    Raise TypeError unless it is a number or an array of one element. Raise ValueError unless it is positive and finite.
     """
     is_number = hasattr(value, "__float__") and not isinstance(value, str)
     if not is_number or math.prod(getattr(value, "shape", ())) != 1:
