@@ -35,7 +35,8 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
     """Yield (full name, module, name within the module) for every parameter, such as ("0.weight", model[0], "weight").
 
     A parametrized parameter is named after the attribute that is read, such as "weight". If a module occurs in several
-    places of the model, its parameters are yielded once per place. Parameters that are None are left out.
+    places of the model, its parameters are yielded once per place. Parameters that are None, and the parameters of
+    parametrizations themselves, are left out.
     """
     parametrizing_modules = {
         id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _holders(module)
@@ -81,9 +82,10 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
-    """Return the places of all parameters of a model. A parameter with several names has one, under its first name.
+    """Return the places of all parameters of a model. If a module has several names, the first one counts.
 
-    A parameter that a checkpoint stores as several tensors gets its own name as the name of its tensor.
+    A parameter that two modules share has one place per module. The name of its tensor is the parameter's own name if a
+    checkpoint stores it as several tensors, or if it has fewer than two axes.
     """
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):
@@ -109,8 +111,8 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Kind:
     """Return the kind of a parameter: "convolution", "embedding", "stack" or "matrix".
 
-    A weight of a convolution or an embedding is recognized by the class of its module. A "stack" has three axes and
-    ``experts`` in its name. All others are "matrix".
+    The parameter "weight" of a convolution or an embedding is recognized by the class of its module. A "stack" has
+    three axes, and ``experts`` is a part of its dotted name. All others are "matrix".
 
     name: the full name of the parameter. leaf: its name in the module.
     """

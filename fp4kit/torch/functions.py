@@ -48,8 +48,8 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     """Return an amax as a tensor on the device of x, or None if none is given. A tensor is returned unchanged.
 
     A single number becomes float32, and is transferred without waiting for the device. A list or tuple becomes float64,
-    because PyTorch's default dtype would round it. Raises TypeError, which names the argument, for a bool, a complex
-    number or a string.
+    because PyTorch's default dtype would round it. Other arrays keep their dtype. Raises TypeError, which names the
+    argument, for a bool, a complex number or a string.
     """
     if given is None or isinstance(given, Tensor):
         return given
@@ -118,8 +118,8 @@ def fake_quantize(
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
         pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
-        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward; None means tensor_amax if that is
-            given. It gets no gradient.
+        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means tensor_amax, or the amax
+            of x if that is None too. It gets no gradient.
 
     Returns:
         A new tensor with the shape, dtype and device of x.
@@ -178,7 +178,8 @@ def fake_quantize_grouped(
         seed: for "stochastic", for all tensors: an int, a 0-d integer tensor on the CPU, or random bytes in the shape
             of the tensors.
         pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
-        amax: None, or one clip limit of the gradient per tensor.
+        amax: one clip limit of the gradient per tensor. None means tensor_amax, or each tensor's own amax if that is
+            None too.
 
     Returns:
         A list of new tensors, one per tensor of xs. PyTorch can trace the call as it traces fake_quantize, because

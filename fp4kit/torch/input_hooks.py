@@ -37,7 +37,8 @@ def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Colle
 
     A forward hook on each torch.nn.Linear collects its inputs. The experts of a mixture-of-experts layer that are one
     3-d parameter are collected where the parameter is multiplied, each expert by itself. Layers get the names that the
-    checkpoint has after model.save_pretrained. All linear layers are known to the Collector, also those that never run.
+    checkpoint has after model.save_pretrained. The Collector knows every torch.nn.Linear, also those that never run. It
+    knows all experts of a stack once one of them runs.
 
     Args:
         model: the model, not compiled. Its outputs do not change. While the block runs, models of transformers compute
@@ -49,8 +50,8 @@ def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Colle
 
     Raises:
         TypeError: if model is not a module.
-        ValueError: if the model is compiled or has no linear layer; in the model's forward, if an input holds NaN or
-            infinity (on a GPU, when results are read).
+        ValueError: if a part of the model is compiled, or if it has neither a torch.nn.Linear nor a stack of experts;
+            in the model's forward, if an input holds NaN or infinity (on a GPU, when results are read).
 
     Exact:
         The amaxes equal those of Model-Optimizer's input quantizers for the same calls (see Collector.amaxes).

@@ -39,7 +39,11 @@ class InputHook:
         return args, {**kwargs, "input": self._values(kwargs["input"])}
 
     def _values(self, x: Any) -> torch.Tensor:
-        """Return fake-quantized inputs. If x is a DTensor, its shards use the amax of all shards."""
+        """Return fake-quantized inputs. If the hook has a calibrated amax, the tensor scale follows from it.
+
+        Otherwise fake_quantize computes the amax from x. If x is a DTensor and the recipe has one scale per tensor,
+        every shard uses the largest amax of all shards instead.
+        """
         if not is_distributed(x):
             return fake_quantize(x, self.recipe, tensor_amax=self.amax)
         amax: Any = self.amax

@@ -104,9 +104,9 @@ def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
 
 
 def _parameter(place: ParameterPlace) -> Any:
-    """Return the parameter of a place, before any parametrization.
+    """Return the tensor that the module stores for a place's parameter, without applying parametrizations.
 
-    If parametrizations store it as several tensors, return the first of them.
+    If parametrizations store several tensors, return the first (`original0`).
     """
     found = parametrize.is_parametrized(place.module, place.leaf)
     held: Any = place.module.parametrizations if found else place.module._parameters

@@ -58,8 +58,9 @@ class ServedWeight(torch.nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         """Return the weight that the layer computes with, whose values are those that a loader decodes.
 
-        The gradient passes straight through to w. If w is a DTensor, each rank fake-quantizes its own shard, with the
-        amax of all shards. Raises what fake_quantize raises.
+        The gradient passes straight through to w, or is clipped if form.pass_through is False. If w is a DTensor, each
+        rank fake-quantizes its own shard. The shards use one tensor amax if form.shares is True. Raises what
+        fake_quantize raises.
         """
         amax = self._amax(w) if self.form.shares else None
         if not is_distributed(w):
