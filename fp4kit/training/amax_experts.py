@@ -31,8 +31,8 @@ def counts(
         same_shape: True to require that all experts of a quantizer have amaxes of one shape.
 
     Raises:
-        ValueError: the experts are not exactly 0 ... N - 1, or an amax has another shape than that of expert 0. The
-            message names the key.
+        ValueError: the experts are not exactly 0 ... N - 1; or, if ``same_shape`` is True, an amax has another shape
+            than that of expert 0. The message names the key.
     """
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:
@@ -118,8 +118,8 @@ def _global_names(
         op: the beginning of error messages.
 
     Raises:
-        ValueError: if ``numbers`` is None and the local experts are not 0 ... n - 1; otherwise if ``numbers`` has no
-            entry for a local expert, or a negative one.
+        ValueError: if ``numbers`` is None and the local experts are not 0 ... n - 1.
+        ValueError: if ``numbers`` has no entry for a local expert, or holds a negative number.
     """
     if numbers is None:
         first = {base: offsets[base] for base in {name.at(None) for name in own}}

@@ -64,8 +64,8 @@ class AmaxCollector:
             amax: float32, float16 or bfloat16, with the same shape and device in every call.
 
         Raises:
-            ValueError: if no quantizer has such a name, if the shape or device changes, or if the quantizer's experts
-                were collected with collect_grouped.
+            ValueError: if ``name`` does not have the form of a quantizer's name, if the shape or device changes, or if
+                the quantizer's experts were collected with collect_grouped.
             TypeError: for an unsupported dtype.
         """
         key = AmaxName.parse(name)
@@ -85,7 +85,7 @@ class AmaxCollector:
             amaxes: [N, ...], with a dtype that collect accepts. N must be equal in every call.
 
         Raises:
-            ValueError: if the name has an expert number, if no quantizer has such a name, or if the array is 0-d.
+            ValueError: if ``name`` has an expert number or not the form of a quantizer's name, or if the array is 0-d.
             ValueError: if single experts of the quantizer were collected with collect, or if shape or device change.
             TypeError: for an unsupported dtype.
         """

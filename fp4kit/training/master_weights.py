@@ -86,7 +86,7 @@ def cast_master_weights(
         TypeError, ValueError: as for partial_amax, before anything is sent.
         ValueError: if the layout is unknown, or is tiled and ``columnwise`` is True.
         ValueError: on every process, if the shards miss or repeat an element, or if processes name different matrices.
-            On a CPU also for NaN, which a GPU does not check.
+            On a CPU also if a NaN makes the amax of a block NaN (recipe.amax_nan). A GPU does not check this.
 
     Exact:
         Equals quantize of the whole matrix in every byte.
@@ -193,7 +193,7 @@ class MasterWeightsPlan:
         """Quantize the current values of all shards. Return the same kind of list as cast_master_weights.
 
         The plan owns the arrays of the result, and the next call overwrites them. Copy them to keep them. On a CPU,
-        raises ValueError if a shard holds NaN.
+        raises ValueError if a NaN in a shard makes the amax of a block NaN (recipe.amax_nan).
         """
         with nullcontext() if self._work is None else self._work.device():
             for _, stage in self.stages:

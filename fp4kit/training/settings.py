@@ -27,13 +27,14 @@ class FakeQuantSettings:
         block_size: the number of elements that share a scale. If None, the block size of the recipe is used.
         parameters, exclude: wildcards (fnmatch; case matters) of parameter names. A parameter is quantized if it
             matches one of ``parameters`` and none of ``exclude``.
-        pass_through: if True, the gradient passes unchanged everywhere. If False, it passes only where |w| <= amax, and
-            is 0 elsewhere.
+        pass_through: if True, the gradient passes unchanged everywhere. If False, it is 0 except where |w| <= the
+            tensor_amax that was passed to fake_quantize. Without a tensor_amax, the limit is the weight's own amax, so
+            only a weight with NaN gets zeros.
 
     Raises:
         ValueError: for an unknown recipe, and for a block size that does not fit the recipe.
         ValueError: for wildcards that are one string, or that contain something other than strings.
-        TypeError: if pass_through is not a bool.
+        TypeError: if the recipe is not None, a str or a Recipe, or if pass_through is not a bool.
     """
 
     recipe: str | Recipe | None = None
@@ -98,7 +99,7 @@ class FakeQuantSettings:
             environ: the environment variables. None: the variables of the process. Nothing else in fp4kit reads them.
             parameters: wildcards of the parameters to quantize. By default the weights of routed experts match.
             exclude: wildcards of parameters to leave unquantized.
-            pass_through: True to pass gradients unchanged; False to set them to 0 where |w| > amax.
+            pass_through: True to pass gradients unchanged; False to clip them, as FakeQuantSettings says.
 
         Returns:
             The FakeQuantSettings.
@@ -106,6 +107,7 @@ class FakeQuantSettings:
         Raises:
             ValueError: if both flags are on, if a flag is not 0, 1 or empty, or if a size is not a positive even number
                 (also if its flag is off).
+            TypeError: if ``environ`` is not a mapping, or a flag or a size is not a string.
 
         Source: slime's and miles' patch of Megatron (TEGroupedLinear) for INT4, a fork of Megatron for MXFP4.
         """
