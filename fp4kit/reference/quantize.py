@@ -100,8 +100,9 @@ def quantize_tile(
         factor = factor(scale, amax, tensor)
         codes = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
 
-    Here code() and factor() are the functions of the recipe's block rule. If the recipe has no block scales, None is
-    returned for the scale codes, and the factor is the tensor scale.
+    Here code() and factor() are the functions of the recipe's block rule. A 4over6 recipe tries two scales per block
+    instead (see quantize_four_over_six). If the recipe has no block scales, None is returned for the scale codes, and
+    the factor is the tensor scale.
 
     Args:
         tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).

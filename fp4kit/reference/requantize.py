@@ -30,7 +30,8 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
 
     - q is not MXFP4, or is empty
     - target is not NVFP4 with one scale per tensor
-    - a block of q does not consist of whole blocks of target
+    - blocks of q and of target have different numbers of rows
+    - the columns of q's block are not a multiple of those of target's block
 
     keep_codes also checks the values of the scales.
     """

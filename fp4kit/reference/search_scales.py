@@ -66,7 +66,7 @@ def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTe
     """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
 
     By default every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code
-    that the block's own amax gives.
+    that the block's own amax gives. The range is clipped to the positive codes.
 
     amaxes: the block amaxes.
     amax: the tensor amax.

@@ -8,7 +8,8 @@ import numpy as np
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
     """Return the sums of float32 terms over the last axis, added in the order that PyTorch uses on a CPU.
 
-    The axis has at most 256 terms, a multiple of eight. An empty axis gives 0.
+    The axis has at most 256 terms, a multiple of eight. If only the last axis is empty, the sums are 0. NumPy raises
+    ValueError if another axis is empty.
 
     PyTorch adds vectors of eight terms into four partial sums. While at least four vectors are left, vector i goes to
     partial sum i % 4; the remaining vectors go to partial sum 0. Then the four partial sums are added in their order.
