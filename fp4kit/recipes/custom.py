@@ -40,7 +40,8 @@ def custom_recipe(
             rounded to this type. A block of several rows has its tensor_scale once per row.
         block: the number of elements along the quantized axis that share a scale, or (rows, columns).
         scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
-            saturates; otherwise the largest elements of a block may be clipped. float32 scales are not rounded further.
+            saturates; otherwise the largest elements of a block may be clipped. For float32 scales, only "nearest" is
+            accepted.
         tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits, but not E8M0.
 
     Returns:

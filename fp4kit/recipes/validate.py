@@ -187,7 +187,7 @@ def _check_block(r: Any) -> None:
 
     - A block needs a block_rule or tensor_scaling "block", and tensor_scaling "block" needs a block.
     - Its columns must be a multiple of the codes that share bytes, and even with amax_nan "lanes".
-    - It must have one row if each row has a tensor scale.
+    - It must have one row if each row has a tensor scale, and for elements MX4, which lie in pairs.
     """
     if r.block is None:
         if r.tensor_scaling == "block":
@@ -246,7 +246,8 @@ def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
     """Raise ValueError unless the block rule writes the scale format, and accepts integer elements if there are some.
 
     The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100. The format must not have
-    the name of another format of fp4kit. Only amax rules accept integer elements. rule: the block rule.
+    the name of another format of fp4kit. Integer elements need an amax rule, or a rule of a producer that supports them
+    (rule.integers). rule: the block rule.
     """
     f, bound = r.scale, MAX_MAGNITUDE_EXPONENT
     if rule.scale != rules.ANY_FORMAT:
@@ -408,7 +409,8 @@ def _check_fake_rule(r: Any) -> None:
 def _check_search(r: Any) -> None:
     """Raise ValueError unless the search is known and fits the other fields: scale, block, and those that it excludes.
 
-    A search chooses the amax of each block of one row among several candidates, so no other field may choose it.
+    A search chooses the amax of each block of one row among several candidates, so no other field may choose it. The
+    sweep of NVFP4 also needs the fields that unfit_for_sweep checks.
     """
     if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
         _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
