@@ -155,8 +155,8 @@ def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> A
 def as_float64(op: str, x: Any) -> np.ndarray:
     """Return x as float64, exactly. op, the public function, begins every error message.
 
-    Accept floats of at most 64 bits, and integers up to 2^53. Raise TypeError for other dtypes and ValueError for
-    larger integers.
+    Accept floats of at most 64 bits, and integers of a magnitude up to 2^53. Raise TypeError for other dtypes, masked
+    arrays and objects that NumPy cannot read. Raise ValueError for larger integers.
     """
     if hasattr(x, "filled"):
         raise TypeError(f"{op}: x is a masked array; needs plain numbers; pass x.filled(0)")

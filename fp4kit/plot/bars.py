@@ -18,14 +18,14 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
     """Draw how often a quantized array uses each value of its element format.
 
     The bars of the largest magnitude, where elements may have been clipped, are hatched. Values that the array does not
-    use have no bar. NaN codes are left out.
+    use have bars of height 0. Codes of NaN and infinity are left out.
 
     Args:
         q: the quantized array, such as the result of fp4kit.quantize.
         ax: the Axes to draw on.
 
     Returns:
-        The Axes, with one bar per value of the format. The height of a bar is a share of all elements.
+        The Axes, with one bar per finite value of the format. The height of a bar is a share of all elements.
 
     Raises:
         TypeError: q is not a Quantized.

@@ -61,7 +61,7 @@ def error_against_scale(
     """Draw the error of a block under each possible block scale, and mark the scales that recipes choose.
 
     The error is the mean squared error of the decoded values. For the curve, the first recipe quantizes the block once
-    under every positive scale of its format.
+    under every positive scale of its format. The curve is drawn within a factor of 6 of the best scale.
 
     Args:
         x: one block: a float32, float16 or bfloat16 array of the block size.
@@ -75,8 +75,9 @@ def error_against_scale(
     Raises:
         TypeError: x is not an array of numbers, or a recipe is neither an id nor a Recipe.
         ValueError: x is not one block, is not finite, or consists of zeros.
-        ValueError: a recipe is unknown, has no block scales or has one tensor scale per row; or formats or blocks
-            differ.
+        ValueError: recipes is empty, or the formats or blocks of two recipes differ.
+        ValueError: a recipe is unknown, has no codes or no block scales, has blocks of several rows, or has one tensor
+            scale per row or block.
     """
     op = "plot.error_against_scale"
     given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)

@@ -114,9 +114,10 @@ def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
 
 
 def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:
-    """Return the steps that all elements share, as text, and the others as rows: {name: one number per element}.
+    """Return the steps with one number for all elements as text, and the others as {name: one number per element}.
 
-    Steps that only some of the elements have are left out. The last row, "error", is result minus element.
+    The element, the scaled element, the code and the result are always among the others. Steps that only some of the
+    elements have are left out. The last row, "error", is result minus element.
     """
     shared, rows = [], {}
     for name in found[0].names:

@@ -76,7 +76,8 @@ class QatChoice:
         """Return a QatChoice of checked arguments. The arguments are those of fp4kit.torch.fake_quantize_model.
 
         Raises:
-            TypeError: if wildcards are one string, or hold something other than strings, or if config is no mapping.
+            TypeError: if wildcards are not a collection of strings (one string is rejected), if the recipe is neither
+                a str nor a Recipe, or if config is neither a mapping nor None.
             ValueError: if the recipe is unknown.
         """
         found = recipe_of(op, recipe)
@@ -152,6 +153,7 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
         CheckpointError: if the format is unknown, or cannot store the recipe or the model.
         ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
             has fewer than two dimensions or rows that do not consist of whole blocks.
+        ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks.
 
     Warns:
         UserWarning: if some layers of a fused layer are quantized and others are not.
@@ -203,7 +205,11 @@ def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
 def _decisions(
     op: str, weights: Sequence[TrainedWeight], choice: QatChoice, form: Container | None
 ) -> Iterable[tuple[TrainedWeight, Decision]]:
-    """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's."""
+    """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's.
+
+    A parameter of both ``include`` and ``exclude`` is quantized. If the user decides nothing, embeddings stay
+    unquantized. Convolutions stay unquantized if there is a config.
+    """
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
     facts = model_facts(choice.config or {})
     selector = Selector(Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
@@ -244,7 +250,8 @@ def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
 def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Container | None) -> None:
     """Raise ValueError if fake quantization of a stack of experts cannot give the values that the converter stores.
 
-    That is so if gate and up alternate in its rows, or if a block would hold rows of both.
+    Raise it if gate and up alternate in its rows, or if a block would hold rows of both. Do nothing for other kinds of
+    parameters, and if there is no container.
     """
     if weight.kind != "stack" or form is None:
         return

@@ -225,10 +225,11 @@ def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
 
 
 def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:
-    """Return {tensor name: CRC-32}, or None if the file has no checksums.
+    """Return {tensor name: CRC-32}, or None if the file has no checksums or was not written by save.
 
-    Raises CheckpointError if the CRC-32 of the header differs from the stored one. Raises it also if the metadata has
-    an entry that save does not write, or if the checksums do not list exactly the tensors of the file.
+    Raises CheckpointError if the CRC-32 of the header differs from the stored one, or if the checksums do not list
+    exactly the tensors of the file. For a file that save wrote, raises it also if the metadata has an entry that save
+    does not write.
     """
     unlisted = [name for name in file.metadata if name not in _KNOWN]
     if unlisted and ENTRY in file.metadata:  # perhaps the entry fp4kit_crc32, with a changed bit in its name

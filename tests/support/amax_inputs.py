@@ -28,7 +28,7 @@ def experts_of(n, shape=(), base=FC1, seed=0):
 def assert_same_state(state, values):
     """Assert that an AmaxState holds exactly the quantizers of `values`, with bit-identical amaxes.
 
-    The state may spell a quantizer's name in another way, as long as it finds the amax under the key of `values`.
+    Names may be spelled differently in the state, provided that looking up a key of `values` finds the amax.
 
     Args:
         state: the AmaxState.
