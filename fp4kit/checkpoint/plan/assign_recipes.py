@@ -207,6 +207,14 @@ class _Candidates:
         return list(pieces(weight, form, self.source.config, False))
 
 
+_Key = tuple[str, int]
+
+
+def _key(piece: Piece) -> _Key:
+    """Return (output layer, number) of a piece. The number tells the pieces of a stack that stays whole apart."""
+    return piece.module, piece.number
+
+
 class _Sums(NamedTuple):
     """Hold sums over one piece, in which each term is multiplied by the weight of its column.
 
@@ -235,10 +243,10 @@ def _measured(
     amax_groups = shared_amax_groups(piece.module for _, piece in work)
     groups: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
     for tensor, piece in work:
-        groups[amax_groups.get(piece.module, piece.module)].append((tensor, piece))
+        groups[amax_groups.get(piece.module, f"{piece.module}#{piece.number}")].append((tensor, piece))
     with ThreadPoolExecutor(max(num_threads(), 1)) as executor:
         measured = executor.map(lambda members: _sums_of_group(found, members, columns, tick), groups.values())
-        sums = {module: one for part in measured for module, one in part.items()}
+        sums = {key: one for part in measured for key, one in part.items()}
     fused = {name: group_name(*key) for key, names in fused_groups(p.module for _, p in work).items() for name in names}
     units: dict[str, dict[str, list[tuple[str, Piece]]]] = defaultdict(lambda: defaultdict(list))
     for tensor, piece in work:
@@ -266,8 +274,8 @@ def _sums_of_group(
     members: Sequence[tuple[str, Piece]],
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
-) -> dict[str, _Sums]:
-    """Return a dict from module to the sums of its piece, for pieces with a common tensor scale. Read each twice.
+) -> dict[_Key, _Sums]:
+    """Return a dict from key to the sums of a piece, for pieces with a common tensor scale. Read each twice.
 
     Args:
         found: the candidates, and the layers that each fits.
@@ -283,7 +291,7 @@ def _sums_of_group(
         sums = {}
         for tensor, piece in members:
             recipes = [one.recipe for name, one in found.forms.items() if tensor in found.fits[name]]
-            sums[piece.module] = _sums(readers, piece, amax, recipes, _column_weights(readers, piece, columns))
+            sums[_key(piece)] = _sums(readers, piece, amax, recipes, _column_weights(readers, piece, columns))
     return sums
 
 
@@ -340,7 +348,7 @@ def _unit(
     name: str,
     operators: Sequence[Sequence[tuple[str, Piece]]],
     found: _Candidates,
-    sums: Mapping[str, _Sums],
+    sums: Mapping[_Key, _Sums],
     keeps: bool,
 ) -> LayerGroup:
     """Return one unit with its options: the candidates that can quantize all of its layers, then "keep".
@@ -349,7 +357,7 @@ def _unit(
         name: a readable name of the unit.
         operators: the (tensor name, piece) pairs of each linear operator of the unit.
         found: the candidates, and the layers that each fits.
-        sums: module -> sums of the module's piece.
+        sums: key of a piece (see _key) -> its sums.
         keeps: True to add the option of leaving the unit unquantized.
 
     Raises:
@@ -360,7 +368,7 @@ def _unit(
     options = []
     for one, choice in found.forms.items():
         if choice.form is not None and all(tensor in found.fits[one] for tensor in tensors):
-            error = sum(_ratio([sums[piece.module] for _, piece in operator], one) for operator in operators)
+            error = sum(_ratio([sums[_key(piece)] for _, piece in operator], one) for operator in operators)
             options.append(Option(one, sum(_bits(piece, choice.form) for _, piece in whole), error))
     if keeps:
         plain = (found.weights[tensor] for tensor in tensors)

@@ -38,7 +38,7 @@ def ratio(matrices: list[np.ndarray], recipe: str, weights: np.ndarray | None = 
     amax = np.float32(max(float(np.abs(x.astype(np.float32)).max()) for x in matrices))
     noise = signal = 0.0
     for x in matrices:
-        q = fp4kit.quantize(x, recipe, tensor_amax=amax if "fp8" not in recipe else None)
+        q = fp4kit.quantize(x, recipe, tensor_amax=amax if "nvfp4" in recipe else None)
         error = np.asarray(fp4kit.dequantize(q, np.float32), np.float64) - x.astype(np.float64)
         columns = np.ones(x.shape[1]) if weights is None else weights
         noise += float((error**2 @ columns).sum())
@@ -76,6 +76,20 @@ def test_experts_are_one_unit_of_two_operators(models: Path, name: str) -> None:
     both = [option.error for unit in units for option in unit.options if option.name == "nvfp4-te"]
     single = [o.error for unit in found.units if unit not in units for o in unit.options if o.name == "nvfp4-te"]
     assert min(both) > 1.5 * max(single)
+
+
+def test_all_experts_of_a_stack_that_stays_whole_are_measured(tmp_path: Path) -> None:
+    """The error of a stack is that of all its experts, and not of the last one."""
+    x = synthetic.gpt_oss(tmp_path / "model")
+    found = assign_recipes(tmp_path / "model", 16, candidates=("mxfp4-ocp", KEEP), format="gpt-oss")
+    unit = next(unit for unit in found.units if unit.name == "model.layers.0.mlp.experts.*")
+    stacks = [x[f"model.layers.0.mlp.experts.{name}_proj"] for name in ("gate_up", "down")]
+    all_experts, last = (
+        sum(ratio([np.ascontiguousarray(one.T) for one in stack[first:]], "mxfp4-ocp") for stack in stacks)
+        for first in (0, -1)
+    )
+    assert unit.options[0].error == pytest.approx(all_experts, rel=1e-9)
+    assert all_experts != pytest.approx(last, rel=1e-4)
 
 
 def test_the_assignment_is_optimal(models: Path) -> None:
