@@ -39,7 +39,7 @@ def _digest(file: Any) -> str:
 
 
 class Digest(NamedTuple):
-    """Hold what identifies the content of a file.
+    """Hold the path, the size and the digest of a file.
 
     Attributes:
         path: the path of the file.

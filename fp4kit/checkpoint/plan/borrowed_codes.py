@@ -44,7 +44,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
     """Return the weights of ``model``, with codes of ``donor`` in place of their values where ``donor`` has codes.
 
     Codes are MXFP4 or NVFP4. Weights without such a counterpart in ``donor`` stay unchanged. A stack of experts takes
-    codes only if all of its layers have a counterpart.
+    codes only if all of its layers have counterparts of one shape and in one container.
 
     Args:
         weights: tensor name -> weight of ``model``, the source of the conversion.

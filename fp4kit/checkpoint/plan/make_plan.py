@@ -71,8 +71,9 @@ def make_plan(
             own values. It must be a directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id``
             still determines the container to write. Layers that are unquantized in ``codes`` stay unquantized.
         search: how to search, for every block, the scale of smallest error, for example
-            ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static, nvfp4-gguf or mxfp4-gguf, and the format
-            modelopt, compressed-tensors or GGUF. None computes block scales from the block's amax.
+            ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, nvfp4-gguf
+            or mxfp4-gguf, and the format modelopt, compressed-tensors or GGUF. None leaves the block scales to the
+            recipe.
         activations: measured activations, from which every layer gets its own input scale, for example
             Activations.of(["activations.safetensors"]). A layer that keeps its codes also keeps its own input scale, if
             it has one. None measures nothing.

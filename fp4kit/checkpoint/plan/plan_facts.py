@@ -43,7 +43,7 @@ _NO_CODES = Decision(False, "not quantized in the --codes model", True)
 
 
 class PlanFacts:
-    """Hold what a request decides about the weights of one source model.
+    """Hold the decisions of a request about the weights of one source model.
 
     weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
     items: what the source stores beside its quantized layers. Ignored tensors are not written.

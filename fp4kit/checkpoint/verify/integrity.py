@@ -72,8 +72,8 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     """Yield an issue for each of these contradictions of layers to the configs or to other tensors.
 
     - A config declares factors per column (AWQ), and no layer has them.
-    - A few layers lack the tensor scale that all others have.
-    - Layers seem to lack rows or columns, or to be transposed.
+    - Fewer than half of the NVFP4 layers lack a tensor scale, or fewer than half have one.
+    - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The nibbles of a layer seem to be swapped.
     - The head is quantized although the config ties it to the embedding.
 
@@ -139,6 +139,8 @@ _FACTS = (
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales.
 
+    Yield a warning too if the scales allow only values that are far beyond or far below trained weights.
+
     name: the layer's name.
     tally: the counts of its stored values.
     """
@@ -155,7 +157,11 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it.
 
     The engine is llama.cpp for GGUF, mlx-lm for MLX and ComfyUI for its format. For all other formats, the requirements
-    in loaders/ are checked. For layers whose requirements are unknown, a warning says that they are not checked.
+    in loaders/ are checked. In these cases, a warning is returned instead:
+
+    - The model is a Diffusers model or a single file.
+    - No layer has a known format, but a tensor is refused.
+    - The requirements of a layer's format are unknown. Only this layer is not checked.
 
     model: the checkpoint.
     tensor_scales: tensor name -> stored value, for tensor scales and input scales.

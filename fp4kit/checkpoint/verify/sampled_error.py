@@ -48,7 +48,8 @@ class SampledError:
 def sampled_error(destination: str | Path, source: Source) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each.
 
-    If there are more than 256 matrices, or if they are large, evenly spaced matrices are measured.
+    If there are more than 256 matrices, or if they are large, evenly spaced matrices are measured. Layers without a
+    counterpart in the source, and layers whose SQNR is infinite or undefined, are left out.
 
     destination: the quantized checkpoint.
     source: the model from which it was made.

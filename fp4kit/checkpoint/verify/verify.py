@@ -74,8 +74,8 @@ class LayerReport:
     tensor_scale: the tensor scale as a multiplier on decode; for a stack, that of the first expert; None if there is
         none.
     tally: counts of the stored values, such as NaN or saturated values.
-    usual_db: the SQNR in decibels that the format usually gives on the layer's source; None if the layer was re-encoded
-        or has no source.
+    usual_db: the SQNR in decibels that the format usually gives on the layer's source; None if the layer was
+        re-encoded, or if it has no source for which this can be computed.
     """
 
     name: str
@@ -150,7 +150,10 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """True if no issue is an error. A byte that differs from the source is an error; warnings are allowed."""
+        """True if no issue is an error; warnings are allowed.
+
+        A byte that differs from the source is an error, except in norms that a tool has smoothed.
+        """
         return not self.errors
 
     def as_data(self) -> dict[str, Any]:
@@ -201,15 +204,18 @@ def verify(
 ) -> VerifyReport:
     """Verify a checkpoint, and return a report of everything that is wrong with it.
 
-    The files are compared with the manifest, and stored values, configs and scales are checked. With a source, every
-    layer is also re-encoded from it and compared byte by byte, and the errors of the values are computed. If layers
-    share a tensor scale, their amax is computed from the source. Files that a killed run left in a completed directory,
-    or beside a completed file, are errors. Memory does not grow with the model.
+    The files are compared with the manifest, and stored values, configs and scales are checked. Files that a killed run
+    left in a completed directory, or beside a completed file, are errors. Memory does not grow with the model.
+
+    With a source, the errors of the values are computed, and every layer that can be re-encoded from the source is
+    compared byte by byte. This needs the recipe of the layer and, if its scales were searched with column weights, the
+    weights. If layers share a tensor scale, their amax is computed from the source. A layer that cannot be re-encoded
+    is an error if its SQNR is far below the usual one.
 
     Args:
         destination: the model directory, GGUF file or safetensors file to verify.
         source: the model from which it was made; None to check it alone.
-        recipe: the recipe of the quantized layers; None for the recipe that the checkpoint records.
+        recipe: the recipe of the quantized layers; None for the recipe and the patterns that the checkpoint records.
         options: workers, devices and progress, as for convert; ``resume`` has no effect.
         search: the search that determined the block scales; None for the search that the checkpoint records. If the
             search had column weights, they must be given here.
@@ -250,7 +256,7 @@ def prepare(
     Args:
         destination: the model directory, GGUF file or safetensors file to verify.
         source: the model from which it was made; None to check it alone.
-        recipe: the recipe of the quantized layers; None for the recipe that the checkpoint records.
+        recipe: the recipe of the quantized layers; None for the recipe and the patterns that the checkpoint records.
         options: the devices to use; everything else in it is ignored.
         search: the search that determined the block scales; None for the search that the checkpoint records.
         ignore: globs of tensors, config keys and metadata entries that fp4kit does not know.
@@ -323,7 +329,8 @@ def _settings(
 ) -> tuple[Settings, list[Issue]]:
     """Return how the checkpoint was made, and warnings if the records about this are unknown or contradict each other.
 
-    The records are in the manifest and the config. What the user gives has precedence over them.
+    The records are in the manifest, the config and the header of a single file. What the user gives has precedence over
+    them. If the user gives a recipe, the recorded patterns are ignored too.
 
     model: the checkpoint.
     wanted: the recipe that the user gives, or None.
