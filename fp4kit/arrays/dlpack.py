@@ -185,7 +185,9 @@ def _shape(tensor: _DLTensor) -> tuple[int, ...]:
 
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of a DLTensor in bytes, or None if it is row-major without gaps.
+    """Return the strides of a DLTensor in bytes.
+
+    Return None if the tensor has no axes, or if it gives no strides because it is row-major without gaps.
 
     itemsize: the bytes per element, because DLPack counts strides in elements.
     """

@@ -69,12 +69,13 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
         1.0), as in NumPy.
 
     Raises:
-        TypeError: `x` is not an array (a list, a Python number, ...), is a masked array or a tensor without dense
-            memory (sparse, nested, quantized), or has a DLPack dtype that is not listed above.
-        ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the
-            meta device.
+        TypeError: `x` is not an array (a list, a Python number, ...), is a masked array, is traced by JAX, is a tensor
+            without dense memory (sparse, nested, quantized, DTensor), or has a DLPack dtype that is not listed above.
+        ValueError: `x` is a PyTorch tensor on the meta device, with the negative or the conjugate bit set, or that
+            requires grad. Tensors that require grad are accepted if grad mode is off, and Parameters by most functions.
         NotImplementedError: `x` is on a CUDA device or another accelerator.
-        BufferError: the exporter refuses, gives no memory, or uses a DLPack version other than 0.x and 1.x.
+        BufferError: the exporter refuses, gives no memory on one device, or uses a DLPack version other than 0.x and
+            1.x.
     """
     if type(x) is np.ndarray:
         return x
@@ -140,7 +141,8 @@ def device_name(x: Any, name: str = "x") -> str:
     Raises:
         TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface; or `x` is
             traced by JAX; or `x` is a PyTorch tensor without dense memory (see check_tensor).
-        ValueError: `x` is a PyTorch tensor whose memory does not hold its values (see check_tensor).
+        ValueError: `x` is a PyTorch tensor whose memory does not hold its values, or that requires grad (see
+            check_tensor for both).
         BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as
             torch.vmap.
     """

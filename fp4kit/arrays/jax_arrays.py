@@ -42,7 +42,8 @@ def giver(x: Any) -> Callable[[Any], Any]:
 def facts(a: Any) -> Hashable:
     """Return a hashable tuple of the facts about a JAX array that the checks of a call depend on, such as its shape.
 
-    Two arrays with equal facts can use one cached call. Raises TypeError unless `a` is a JAX array on one CPU device.
+    Two arrays with equal facts can use one cached call. Raises TypeError unless `a` is a JAX array on one CPU
+    device that is not deleted.
     """
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":

@@ -99,8 +99,8 @@ def convert_arrays(result: Any, give: Give) -> Any:
 def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function so that it returns arrays in the library of its first argument.
 
-    Results are NumPy or CuPy arrays if that library is neither PyTorch nor JAX. If the caller passed `out` by name, the
-    function returns that very object. If the first argument is an iterator, it is first made a list.
+    Results are NumPy or CuPy arrays if that library is neither PyTorch nor JAX. Otherwise, if the caller passed `out`
+    by name, the function returns that very object. If the first argument is an iterator, it is first made a list.
     """
     first = next(iter(signature(function).parameters))
 

@@ -162,7 +162,7 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless tensor_scale and tensor_amax are float32 arrays of one shape, as the recipe needs.
+        """Raise an error unless tensor_scale and, if given, tensor_amax are float32 arrays of one shape.
 
         shapes: the shapes that the recipe allows. If the recipe has no tensor scale, shapes is empty, and both arrays
         must be None. host: whether packed is a NumPy array.
@@ -284,7 +284,7 @@ class Quantized:
             block_scale: the scales as uint8 or int8 bit patterns, or as float8_e4m3fn or float8_e8m0fnu, whichever the
                 recipe uses. None if it has no block scales. In a swizzled layout, any shape of the padded size is
                 accepted.
-            tensor_scale: shaped as in a Quantized, except that axes of length 1 at the end may be missing or added.
+            tensor_scale: shaped as in a Quantized, except that trailing axes of length 1 may be missing or added.
                 float32, or the same numbers as float16, bfloat16, float64 or a Python float.
             recipe: the Recipe, or its id, of the producer that made the tensors.
             shape: shape of x; None derives it from packed.
@@ -296,14 +296,14 @@ class Quantized:
             high_nibble_first: True if the even element of a pair of codes is in the high nibble.
 
         Returns:
-            A Quantized with arrays in the library of packed. tensor_amax is None, because no checkpoint stores it. All
-            arrays must be on one device.
+            A Quantized with arrays in the library of packed. tensor_amax is None, because no checkpoint stores it.
 
         Raises:
-            TypeError: a dtype is not one of the recipe's, or a flag is not a bool.
-            ValueError: a tensor scale is not a float32 number, or is 0 and divides; codes have more bits than the
-                element; high_nibble_first is set although no codes share a byte; the recipe has no codes; or a check of
-                Quantized fails.
+            TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.
+            ValueError: a tensor scale is not a float32 number, or divides and is 0 or None; codes have more bits than
+                the element; an odd number of 4-bit codes is stored one per byte; high_nibble_first is set although no
+                codes share a byte; the recipe has no codes; the arrays are on several devices; or a check of Quantized
+                fails.
 
         Numerics:
             If the tensor scale divides, tensor_scale is 1 / tensor_scale, rounded to nearest even. Nothing else is

@@ -179,7 +179,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
     Args:
         given: the stored tensor scale: float32, or another float dtype whose numbers are all float32 numbers.
         packed: the imported codes.
-        shapes: the allowed shapes. If one of them differs from the shape of given only by axes of length 1 at the end,
+        shapes: the allowed shapes. If one of them differs from the shape of given only by trailing axes of length 1,
             the result gets that shape.
         divides: True if the stored scale divides on decode. Then the result is 1 / given, rounded to nearest even.
 

@@ -49,7 +49,7 @@ def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the first allowed shape that differs from `shape` only by axes of length 1 at the end.
+    """Return the first allowed shape that differs from `shape` only by trailing axes of length 1.
 
     If `shape` itself is allowed, return it. If no allowed shape fits, return None.
     """
@@ -69,7 +69,7 @@ def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without the axes of length 1 at its end."""
+    """Return a shape without its trailing axes of length 1."""
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape

@@ -143,7 +143,8 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
     """Return q with its arrays in the library or on the device `target`: the implementation of Quantized.to.
 
     Raise ValueError if target is unknown or names no existing device, and RuntimeError if its library is not imported
-    or there is no GPU.
+    or there is no GPU. If q holds PyTorch tensors and target is a device, PyTorch raises its own errors for a device
+    that does not exist.
     """
     name, _, number = str(target).partition(":")
     if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (
