@@ -143,7 +143,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     """Return a tensor_amax, or tensor_scale, in its canonical shape.
 
     The shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block) for one
-    entry per block. The given array may have more or fewer axes of length 1 at the end. Raise ValueError if no
+    entry per block. The given array may have more or fewer trailing axes of length 1. For the whole tensor, any array
+    of one element fits. For one entry per block, any shape that `in_order` accepts fits too. Raise ValueError if no
     canonical shape fits.
 
     moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
@@ -169,7 +170,8 @@ OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 def takes_e8m0_amaxes(r: Recipe) -> bool:
     """Return whether a recipe accepts block amaxes for its E8M0 scales. search_scales finds such amaxes.
 
-    The recipe must have blocks of one row and no tensor scale, and must not choose scales by a search of its own.
+    A recipe does if it has E8M0 scales, blocks of one row and no tensor scale. It must also have no fake_rule and no
+    search or 4over6 of its own, and must not be a fake quantizer.
     """
     chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
@@ -178,7 +180,8 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 def takes_block_amaxes(r: Recipe) -> bool:
     """Return whether a recipe accepts given block amaxes, such as those from search_scales, in place of those of x.
 
-    These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with an amax rule and blocks of one row.
+    These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with amax rules, block scales and blocks of one
+    row. Static recipes, which always need block amaxes from the caller, do not count here.
     """
     return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
 
@@ -196,8 +199,9 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 
     Raises:
         TypeError: the block amaxes are not real.
-        ValueError: the recipe, or the function op, does not accept block amaxes; the shape does not fit; a value on the
-            host is NaN or negative; or on_device is set and they are not a float32 CuPy array.
+        ValueError: the recipe does not accept block amaxes; the recipe is not static and the function op is not in
+            OPERATIONS_WITH_BLOCK_AMAXES; the shape does not fit; a value on the host is NaN or negative; or on_device
+            is set and they are not a float32 CuPy array.
     """
     if given is None:
         return None

@@ -36,7 +36,7 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     """Return the caller's block_scale as uint8 in the layout `layout`; None if the recipe has no block scales.
 
     Raise TypeError unless the dtype of block_scale is uint8 or the recipe's float8 type. Raise ValueError if its shape
-    does not fit.
+    does not fit, or if a code on the host has more bits than the scale format.
 
     given: the block_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
     axis last.

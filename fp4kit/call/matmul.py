@@ -349,8 +349,9 @@ def step_of(
 ) -> DotAdd | FloorDotAdd | None:
     """Return the step of a unit for two operands; None if the unit has an order.
 
-    Raise ValueError if the unit has no step for them. The message names the kinds that the unit has. The unit
-    "float32-blocks" accepts only E2M1 operands with block scales of equal blocks. names: the operands in the message.
+    Raise ValueError if the unit has neither an order nor a step for them. The message names the kinds that the unit
+    has. The order "float32-blocks" accepts only E2M1 operands with block scales of equal blocks. These blocks must have
+    16 elements or a multiple up to MAX_BLOCK. names: the operands in the message.
     """
     given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (

@@ -137,9 +137,8 @@ def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alp
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
     """Return `value`, the argument `name`, as one entry per product.
 
-    None, and for alpha a number, counts for all products.
-
-    Raise ValueError if a sequence or array does not have `count` entries.
+    A `value` of None is used for all products, and so is a number for alpha. Raise ValueError unless any other value is
+    a sequence or array with `count` entries.
     """
     is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
     if value is None or (name == "alpha" and is_number):

@@ -110,12 +110,13 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether two elements of an array have a byte in common. The test is exact. strides: in bytes.
+    """Return whether two elements of an array have a byte in common. strides: in bytes.
+
+    The test is exact, except that it returns True if it would need more than _MAX_SUMS (2^20) sums.
 
     Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
     axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a
-    nonzero multiple of its stride is within itemsize of one of these sums. If there are more than _MAX_SUMS (2^20)
-    sums, the result is True.
+    nonzero multiple of its stride is within itemsize of one of these sums.
     """
     axes = _interleaved_axes(shape, strides, itemsize)
     sums = np.zeros(1, np.int64)

@@ -36,7 +36,8 @@ def import_out(op: str, out: Any) -> Any:
     Anything else, such as a list, is returned unchanged, because later checks reject it.
 
     Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if elements share memory, as in
-    an expanded tensor, because only the element that is written last would remain.
+    an expanded tensor, because only the element that is written last would remain. Also raise the errors of
+    import_arrays.
     """
     library = library_of(out)
     if library is not None and not library.is_mutable:

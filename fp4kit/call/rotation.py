@@ -125,7 +125,7 @@ def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
 def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
     """Return the signs of hadamard or rotate as uint8 (size,) or (length,), 1 for -1 and 0 for 1.
 
-    Raise ValueError unless the signs are as many numbers, each 1 or -1.
+    Raise ValueError unless there are `size` or `length` signs, each 1 or -1.
     """
     try:
         found = np.asarray(to_host(import_arrays(op, signs=signs)[0]) if is_array(signs) else signs, np.float64)

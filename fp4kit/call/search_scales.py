@@ -80,15 +80,16 @@ class Search(NamedTuple):
 
     @property
     def searches_e4m3(self) -> bool:
-        """True if E4M3 block scales are searched."""
+        """True if E4M3 block scales are searched, but not on a grid of multiples of the amax (see has_grid)."""
         return self.terms.grid is None and not self.searches_e8m0
 
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, request: SearchRequest) -> Search:
     """Check the arguments of search_scales, and return the parsed call.
 
-    Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe. request:
-    the arguments objective, weights, hessian and candidates. The other arguments are those of search_scales.
+    Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe. Raise
+    TypeError for an argument of a wrong type. request: the arguments objective, weights, hessian and candidates. The
+    other arguments are those of search_scales.
     """
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request
@@ -129,10 +130,10 @@ def is_searchable(r: Recipe) -> bool:
 
 
 def has_grid(r: Recipe) -> bool:
-    """Return whether multiples of a recipe's amaxes are searched.
+    """Return whether search_scales tries a grid of multiples of a recipe's amaxes.
 
-    Return True if the recipe has codes, no block scales, and one tensor scale per tensor or per row. Also return True
-    if the recipe has amax rules (custom_recipe) and blocks of one row.
+    For a recipe with amax rules (custom_recipe), return False only if its blocks have several rows. For other recipes,
+    return True if they have codes, no block scales, and one tensor scale per tensor or per row.
     """
     if r.is_custom:
         return r.block_rows == 1
@@ -191,9 +192,11 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
 
     A recipe can be searched if all of this holds:
 
-    - It rounds to the nearest E2M1 value.
+    - It has codes.
+    - It rounds to the nearest E2M1 value (not by "rnw").
     - It has E4M3 scales of amax / 6 for blocks of 16 columns, and one tensor scale.
-    - It accepts block amaxes, or searches them itself as nvfp4-modelopt-mse does.
+    - It is static, which means that it needs block amaxes from the caller, or it searches them as nvfp4-modelopt-mse
+      does.
     """
     check_has_codes(op, r)
     unfit = unfit_for_search(r)

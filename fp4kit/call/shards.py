@@ -28,9 +28,11 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     """Return the shape (M, K) of a shard's matrix as two ints.
 
     Raise TypeError if the shard is not float32, float16 or bfloat16, or if shape or start does not consist of ints.
-    Raise ValueError unless the shard is a 1-d slice of the flattened matrix, beginning at `start`. Raise ValueError
-    unless K is a whole number of blocks. Raise ValueError for a recipe without codes, without blocks or with several
-    tensor scales.
+    Raise ValueError in these cases:
+
+    - The shape does not have two entries, or K is not a whole number of blocks.
+    - The shard is not 1-d, or its elements from `start` on do not fit into the flattened matrix.
+    - The recipe has no codes, no blocks, or one tensor scale per row or per block.
     """
     checks.check_float(op, shard, "shard")
     checks.check_has_codes(op, r)
@@ -64,8 +66,9 @@ def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
 def square_block(op: str, r: Recipe, length: int) -> int:
     """Return the size of a recipe's square blocks.
 
-    Raise ValueError if its blocks are not square, or if `length` is not a whole number of blocks. Square blocks span
-    two axes; `length` is the length of the axis that is not the quantized one.
+    Raise ValueError if its blocks are not square, if blocks of several rows have float32 scales, or if `length` is not
+    a whole number of blocks. Square blocks span two axes; `length` is the length of the axis that is not the quantized
+    one.
     """
     rows, size = r.block or (1, 1)
     if has_tall_scales(r):
