@@ -3,9 +3,8 @@
 Results of MIN_BYTES to MAX_BYTES are allocated in memory that is aligned to huge pages. When the last array that uses
 such memory is freed, the memory is kept for the next result. A process keeps at most one piece of memory.
 
-The first write to a new page costs a page fault and fills the page with zeros. Decoding 4096 x 4096 bfloat16 values
-takes 1.4 ms into used pages and 3.1 ms into new ones (two cores of an x86-64 machine, November 2026). malloc itself
-keeps freed memory below 32 MiB only.
+The first write to a new page costs a page fault and fills the page with zeros. docs/processors.md states how much
+longer decoding into new pages takes. malloc itself keeps freed memory below 32 MiB only.
 """
 
 from __future__ import annotations
@@ -47,7 +46,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """Return at least nbytes bytes: the kept memory if at most half of it would be unused, otherwise new memory."""
+    """Return at least nbytes bytes: the kept memory if it is large enough, otherwise new memory.
+
+    The kept memory must also be at most half unused. If it does not fit, it is freed.
+    """
     try:
         found = _kept.pop()  # atomic: no other thread gets this memory
     except IndexError:

@@ -88,8 +88,12 @@ class _MatrixCall(NamedTuple):
 def _matrix(call: Call) -> np.ndarray | None:
     """Return the array of a call as one matrix whose rows are quantized.
 
-    Return None if the call needs several calls of the library. This is so if x is too large, is not contiguous, or has
-    several matrices with different tensor scales.
+    Return None if the array is empty, or if the call needs several calls of the library. It needs several in these
+    cases:
+
+    - x has more than ELEMENTS_PER_CALL elements.
+    - x is a stack of matrices, and is not contiguous or has blocks of several rows.
+    - x is a stack of matrices with one tensor amax per expert.
     """
     moved, r = call.moved, call.recipe
     if not 0 < moved.size <= ELEMENTS_PER_CALL or (
@@ -255,8 +259,13 @@ class CpuDequantizeCall:
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> CpuDequantizeCall | None:
     """Return a CpuDequantizeCall that repeats a call of dequantize.
 
-    Return None if the call cannot be cached: there are too many elements or tensor scales for one call of the library,
-    the scales are not linear, an array is not contiguous and aligned, or the recipe's rules are the amax rules.
+    Return None in these cases:
+
+    - There are no elements, or too many elements or tensor scales for one call of the library.
+    - The scales are not linear, or an array is not contiguous and aligned.
+    - The recipe has amax rules.
+
+    Raise Declined if the library does not support the recipe.
 
     q: the Quantized with NumPy arrays. given: the Quantized as the caller passed it, with arrays of any library.
     """

@@ -130,7 +130,10 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 
 def not_searched(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot run the search of a recipe during quantize, or None if it can."""
+    """Return the reason why the engine cannot run the search of a recipe during quantize.
+
+    Return None if it can, or if the recipe has no search.
+    """
     is_refused = r.search in FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
 

@@ -31,8 +31,9 @@ from fp4kit.reference.matrices import stack
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """Return the tensor amaxes of an array in their canonical shape, as reference.compute_tensor_amax does.
 
-    If an element is NaN or infinite, the specification computes them. mask: the sign mask of a Hadamard transform to
-    apply first; None for no transform.
+    The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
+    example because an element is NaN or infinite. mask: the sign mask of a Hadamard transform to apply first; None for
+    no transform.
     """
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
@@ -144,8 +145,9 @@ def fake_quantize(call: Call) -> np.ndarray:
 def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
     """Cut a call along its first axes. Yield the calls on the parts, each with the part of `values` for its result.
 
-    A part has at most FAKE_ELEMENTS (2^22) elements, except that a call with a seed is not cut: the random byte of an
-    element depends on its index in the whole x. In `call`, the quantized axis is the last one.
+    A part has at most FAKE_ELEMENTS (2^22) elements, or one row of blocks if that has more. Two kinds of calls are not
+    cut: on a 1-d array, and with a seed, because the random byte of an element depends on its index in the whole x. In
+    `call`, the quantized axis is the last one.
     """
     x, r = call.x, call.recipe
     if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):
@@ -226,8 +228,8 @@ def amax(call: Call) -> np.ndarray:
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """Return the largest magnitude of an array, float32 (). NaN propagates.
 
-    Raise Declined if axis is not None, if the array is empty, or if its elements are not aligned. Also raise Declined
-    for a strided array of more than two dimensions.
+    Raise Declined if axis is not None, if the array is empty, if its elements are not aligned, or if there is no usable
+    library. Also raise Declined for a strided array of more than two dimensions.
     """
     functions()
     if axis is not None or not x.size:
@@ -238,7 +240,14 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the float32 block amaxes with the smallest loss. Raise Declined unless the recipe has E4M3 scales."""
+    """Return the float32 block amaxes with the smallest loss.
+
+    Raise Declined in these cases:
+
+    - The recipe has E8M0 scales, or a grid of multiples of its amaxes is searched (has_grid).
+    - The library cannot compute the codes to which the candidates refer (searching.rule_of).
+    - The elements are not aligned, or there is no usable library.
+    """
     functions()
     if not search.searches_e4m3:
         raise Declined("the CPU engine searches only E4M3 block scales")

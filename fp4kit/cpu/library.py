@@ -350,7 +350,10 @@ def num_threads() -> int:
 
 
 def _default_threads() -> int:
-    """Return the first number in OMP_NUM_THREADS if it is positive, else the number of processors of this process."""
+    """Return the first number in OMP_NUM_THREADS if it is positive, else the number of processors of this process.
+
+    If the system does not tell which processors the process may use, all processors of the machine count.
+    """
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > 0:
         return int(requested)

@@ -103,7 +103,8 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     """Return the library's index of the block rule that gives the scale code of a block's own amax.
 
     The candidates are the codes from offsets[0] to offsets[1] relative to this code. If offsets is None, all codes 1
-    ... 126 are candidates. Then no rule is needed, and the result is -1. Raise Declined if the rule is not compiled.
+    ... 126 are candidates. Then no rule is needed, and the result is -1. Otherwise raise Declined if the recipe's block
+    rule is not specification.OWN_RULE, or is not compiled.
     """
     if offsets is None:
         return -1
