@@ -202,8 +202,8 @@ class CudaGroup:
     def _find_amaxes(self) -> list[Any]:
         """Return the tensor amax of each array, on the GPU.
 
-        If the caller passed amaxes, they are checked and returned. Otherwise, the arrays are zeros, in which kernels
-        will store the amaxes. If the recipe has no tensor scale, every entry is None.
+        If the caller passed amaxes, they are checked and returned; values on a GPU are not read. Otherwise, the arrays
+        are zeros, in which kernels will store the amaxes. If the recipe has no tensor scale, every entry is None.
         """
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
@@ -259,7 +259,8 @@ class CudaGroup:
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
         """Quantize all arrays, and return the results, which the next run overwrites.
 
-        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`.
+        compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses the amaxes as they
+            are: those of the caller, or the current content of `vector`.
         """
         with self._device:
             self._codes = self._codes or self._prepare_codes()
@@ -268,8 +269,9 @@ class CudaGroup:
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
         """Fake-quantize all arrays, and return the values, which the next run overwrites.
 
-        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. For a recipe with a
-            fake_rule and one tensor scale per block, the kernel that writes the values computes the amaxes.
+        compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses the amaxes as they
+            are: those of the caller, or the current content of `vector`. If amaxes are computed for a recipe with a
+            fake_rule and one tensor scale per block, the kernel that writes the values computes them.
         """
         with self._device:
             own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
@@ -281,7 +283,7 @@ class CudaGroup:
     def _run(self, prepared: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
         """Run prepared launches, and return their outputs. prepared: the pair (outputs, launches).
 
-        compute_amaxes: True computes the amaxes first.
+        compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses them as they are.
         """
         outputs, launches = prepared
         self._update(compute_amaxes)

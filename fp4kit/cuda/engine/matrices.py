@@ -77,9 +77,13 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
     """Return the request, with finds_amax set if the kernel should compute the tensor amax itself.
 
-    The kernel does so if the recipe has one tensor scale per tensor, the caller passed neither an amax nor a mask, and
-    x is one small matrix of aligned runs. Then each cluster of thread blocks reads the whole x, which is faster than
-    two more launches. Otherwise the request is returned unchanged.
+    The kernel does so if all of this holds; otherwise the request is returned unchanged:
+
+    - The recipe has one tensor scale per tensor.
+    - The caller passed no amax, and the call has no Hadamard transform.
+    - x is one small, nonempty matrix whose rows begin at multiples of 16 bytes (has_aligned_runs).
+
+    Then each cluster of thread blocks reads the whole x, which is faster than two more launches.
     """
     r = call.recipe
     needs_amax = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None

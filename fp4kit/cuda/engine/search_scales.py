@@ -192,7 +192,7 @@ def with_searched_amaxes(call: Call) -> Call:
     """Return the call with the block amaxes that its recipe's search chooses, and with the recipe without the search.
 
     Return the call unchanged if its recipe has no search, or if its scales are given. Raise Declined if no kernel
-    supports the recipe with given block amaxes.
+    supports the recipe with given block amaxes, or the search after the Hadamard transform of the call.
     """
     r = call.recipe
     if not r.search or call.has_scales:

@@ -184,7 +184,10 @@ def _takes_fake(request: LaunchRequest) -> bool:
 
 
 def has_patch_kernel(r: Recipe) -> bool:
-    """Return True if the kernel quantize_columns supports the blocks and scales of a recipe."""
+    """Return True if the kernel quantize_columns supports the blocks, scales and elements of a recipe.
+
+    It supports float elements in PATCH_BLOCKS with at most one tensor scale, without 4over6 and without a search.
+    """
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
     return r.block in PATCH_BLOCKS and one_scale and is_float
@@ -195,7 +198,8 @@ def _takes_patch(request: LaunchRequest) -> bool:
 
     has_patch_kernel(recipe) must be True. Rows must consist of whole square blocks or, for blocks of one row, have a
     multiple of PATCH_ROW_UNIT bytes. The kernel supports a Hadamard transform only for columnwise blocks of 16
-    elements. It does not support stochastic rounding, groups, or scales and block amaxes that the caller passes.
+    elements. It does not support stochastic rounding, groups, fake_rules, or scales and block amaxes that the caller
+    passes.
     """
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
@@ -211,7 +215,9 @@ def _takes_patch(request: LaunchRequest) -> bool:
 def _takes_table(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6 recipe.
 
-    The recipe must sum errors ("mae" or "mse"), and have one tensor scale and blocks of 1 x 16 or 16 x 16.
+    The matrix must have at least MIN_TABLE_ELEMENTS (2^23) elements and be quantized along its rows, not in a group and
+    not under scales that the caller passes. The recipe must sum errors ("mae" or "mse") without lane_sums, and have one
+    tensor scale and blocks of 1 x 16 or 16 x 16. Blocks of 16 x 16 also need amax_nan="propagate".
     """
     r = request.recipe
     is_square = r.block == (16, 16) and r.amax_nan == "propagate"
@@ -231,7 +237,8 @@ def _takes_tile(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_tile supports a request.
 
     The kernel quantizes along rows, for recipes that have blocks of several rows or 4over6. Blocks must have 16 or 32
-    columns, and the caller must not pass block amaxes.
+    columns, and a number of rows that divides THREADS (256). The caller must pass neither scales nor block amaxes, and
+    the request must not be for values by a fake_rule.
     """
     r = request.recipe
     rows, columns = r.block or (1, 0)
@@ -242,8 +249,8 @@ def _takes_tile(request: LaunchRequest) -> bool:
 def _takes_scaled(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_with_scales supports a request.
 
-    The request must be for rowwise codes under the caller's scales. The number of elements of a block must be a
-    multiple of SCALED_RUN.
+    It supports rowwise codes under the caller's scales, for recipes without blocks and for blocks whose number of
+    columns is a multiple of SCALED_RUN (16).
     """
     return (
         request.scaled
@@ -260,7 +267,8 @@ def _takes_unblocked(request: LaunchRequest) -> bool:
 def _takes_rows(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6.
 
-    The width of a block must be 16, or a multiple of 32.
+    The width of a block must be 16, or a multiple of 32. The kernel supports neither scales that the caller passes nor
+    fake_rules.
     """
     r = request.recipe
     rows, columns = r.block or (0, 0)
@@ -366,7 +374,10 @@ KERNEL_CHOICES = (
 
 @lru_cache(CACHE_SIZE)
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
-    """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does."""
+    """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does.
+
+    Also return None if kernels do not support the recipe (unsupported), or if a search must run first (needs_search).
+    """
     if unsupported(request.recipe) or needs_search(request):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)

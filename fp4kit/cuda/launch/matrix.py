@@ -83,9 +83,10 @@ class Matrix(NamedTuple):
 
 
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
-    """Return True if every row of x, and m.values if given, begins at a multiple of 16 bytes.
+    """Return True if every row of x, and the array m.values if given, begins at a multiple of 16 bytes.
 
-    Kernels can then load and store 16 bytes at a time.
+    Kernels can then load and store 16 bytes at a time. If a kernel takes x as one row (kernel_shape), only the start of
+    x counts.
     """
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
