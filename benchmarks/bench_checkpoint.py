@@ -209,12 +209,13 @@ def names_run(recipe: str) -> tuple[int, float]:
 def peak(who: int) -> int:
     """Return the peak resident memory in MB of this process or of its child processes.
 
-    Return 0 if the kernel does not report the peak of this process, or if no child process has ended.
+    Return 0 if no child process has ended, or if the system does not report the peak of this process.
 
     who: RUSAGE_SELF for this process, or RUSAGE_CHILDREN for the largest child process that has ended.
     """
     if who == resource.RUSAGE_SELF:  # ru_maxrss includes the peak of the parent process, so VmHWM is read instead
-        found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+        status = Path("/proc/self/status")
+        found = re.search(r"VmHWM:\s*(\d+)", status.read_text() if status.exists() else "")
         return (int(found[1]) << 10) // 10**6 if found else 0
     return (resource.getrusage(who).ru_maxrss << 10) // 10**6
 

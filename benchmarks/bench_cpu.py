@@ -220,7 +220,7 @@ def recipes(bench: CpuBench) -> None:
 
 
 def operations(bench: CpuBench) -> None:
-    """Time, for the recipes in SEVEN, the operations and dtypes that `recipes` does not time."""
+    """Time, for the recipes in SEVEN, the operations and dtypes that `recipes` does not time. Also time amax."""
     shape = (bench.args.size, bench.args.size)
     x = normal(shape)
     for recipe in _seven(bench):
@@ -262,7 +262,8 @@ def touch() -> None:
 def sizes(bench: CpuBench) -> None:
     """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over as many bytes.
 
-    Sizes that do not fit in memory are left out and recorded in bench.extra.
+    Sizes that do not fit in memory are left out and recorded in bench.extra. If the system does not report its memory,
+    all sizes are left out.
     """
     left_out = bench.extra.setdefault("left out", {})
     if not bench.args.quick:
@@ -303,9 +304,9 @@ def sizes(bench: CpuBench) -> None:
 
 
 def ggml(bench: CpuBench) -> None:
-    """Time ggml on float32 with one thread, next to fp4kit on bfloat16 and float32 with one thread.
+    """Time quantize and dequantize of ggml on float32 with one thread, next to fp4kit with one thread.
 
-    Does nothing without --ggml.
+    fp4kit is timed on float32 and, for quantize only, on bfloat16. Does nothing without --ggml.
     """
     if bench.args.ggml is None:
         return
@@ -339,7 +340,7 @@ def ggml(bench: CpuBench) -> None:
 
 
 def searches(bench: CpuBench) -> None:
-    """Time searches of block scales, next to a NumPy loop over the candidates.
+    """Time searches of block scales. search_scales is timed next to a NumPy loop over the candidates.
 
     Also count the blocks for which all candidates are tried.
     """
@@ -471,7 +472,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the groups. After each group, write the record so far. At the end, print the bars."""
+    """Run the groups, and print the bars at the end.
+
+    After each group, the record so far is written, if the run is whole or --output names a folder.
+    """
     args = parser().parse_args(arguments)
     whole = not (args.only or args.quick or args.recipes)
     args.recipes, args.repeat = args.recipes or fp4kit.recipes(), 3 if args.quick else args.repeat

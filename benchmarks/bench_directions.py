@@ -16,7 +16,7 @@ IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp
 
 
 def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
-    """Time quantize_both with the tensor amax given, and add its row to `bench`.
+    """Time quantize_both, with the tensor amax given if the recipe has one, and add its row to `bench`.
 
     The call reads x once. Raises AssertionError if its results are wrong.
 
@@ -37,7 +37,10 @@ def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = Fals
 
 
 def run(bench: Bench) -> None:
-    """Time the calls and add their rows to `bench`. Every input is bfloat16, and the tensor amax is given."""
+    """Time the calls and add their rows to `bench`.
+
+    Every input is bfloat16. The tensor amax is given, if the recipe has one.
+    """
     x = bench.normal(BF16)
     _, call = prepared(x, "nvfp4-te-2d")
     bench.row("quantize 16x16, amax given", "nvfp4-te-2d", x, traffic("nvfp4-te-2d", x), call, target=COLUMNWISE)

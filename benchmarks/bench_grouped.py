@@ -102,7 +102,8 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
         tensors: the tensors to quantize
         recipe: the id of the recipe
         fake: True for fake_quantize, False for quantize
-        loop: makes the calls that loop over Model-Optimizer's quantizers, which are timed beside fake_quantize
+        loop: makes the calls that loop over Model-Optimizer's quantizers. They are timed beside fake_quantize of
+            tensors of equal shapes
     """
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()

@@ -46,7 +46,9 @@ def operands(kind: str, size: int) -> tuple[Any, Any]:
 
 
 def peer(kind: str, step: DotAdd, a: Any, b: Any) -> Callable[[], Any] | None:
-    """Return mmasim's product of two operands as a function without arguments, or None if mmasim is not installed.
+    """Return mmasim's product of two operands as a function without arguments.
+
+    Return None if mmasim or torch is not installed.
 
     Args:
         kind: the kind of product: the id of a recipe, or the name of a dtype

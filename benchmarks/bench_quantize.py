@@ -42,7 +42,9 @@ STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 
 
 def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
-    """Return (q, call) for quantize of x with its tensor amax given. `call` writes its result into q.
+    """Return (q, call) for quantize of x. `call` writes its result into q.
+
+    The tensor amax is given to both, if the recipe has one.
 
     The call is made once into memory that is filled with bytes 0xEE. AssertionError is raised if the result differs
     from the CPU's.
@@ -69,7 +71,9 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
 
 
 def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> BenchmarkRow:
-    """Time quantize along rows with the tensor amax given, add its row to `bench`, and return the row.
+    """Time quantize along rows, add its row to `bench`, and return the row.
+
+    The tensor amax is given, if the recipe has one.
 
     target: the smallest efficiency that the row should have, or None for no target.
     """

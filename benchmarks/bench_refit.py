@@ -92,9 +92,9 @@ class RefitRank(Rank):
     def row(self, name: str, us: dict[str, float], elements: int, results: Sequence[Any]) -> dict[str, Any]:
         """Return the record of a timed call.
 
-        us: {name: microseconds}, where "step" is the name of the whole call. elements: the number of masters that this
-        process
-        reads. results: the Quantized that it writes.
+        us: {name: microseconds}, where "step" is the name of the whole call.
+        elements: the number of master weights that this process reads.
+        results: the Quantized that it writes.
         """
         written = sum(part.nbytes for q in results for part in (q.packed, q.block_scale))
         twice, once = (self.copy_us(4 * elements * reads + written) for reads in (2, 1))

@@ -24,7 +24,9 @@ SWEEP = "modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep"
 
 
 def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> dict[str, Call]:
-    """Return {"Model-Optimizer": call} of its sweep over block scales, or an empty dict if it is not installed.
+    """Return {"Model-Optimizer": call} of its sweep over block scales.
+
+    The dict is empty if Model-Optimizer or torch is not installed, or if other libraries are not timed.
 
     Without a Hessian, raise AssertionError unless the result of the sweep equals `found`, the block amaxes of
     search_scales.

@@ -105,7 +105,7 @@ def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None, t
 
 
 def _at_least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
-    """Return a bar that holds if the smallest figure is at least `wanted`.
+    """Return a bar that holds if the smallest figure is at least `wanted`. Without a figure, `holds` is None.
 
     Args:
         text: the first words of the bar's text
@@ -122,7 +122,7 @@ def _at_least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]]
 
 
 def _at_most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
-    """Return a bar that holds if the largest figure is at most `wanted`.
+    """Return a bar that holds if the largest figure is at most `wanted`. Without a figure, `holds` is None.
 
     Args:
         text: the first words of the bar's text

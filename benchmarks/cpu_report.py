@@ -174,7 +174,10 @@ def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _small_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the cells of a row in the table of group "small". Times are in microseconds; "" was not measured."""
+    """Return the cells of a row in the table of group "small". Times are in microseconds.
+
+    A time that was not measured is "", and a ratio that was not measured is "0.0".
+    """
     names = ("all", "all into", "one", "specification")
     found = (f"{row.times[name].median:.0f}" if name in row.times else "" for name in names)
     return row.operation, row.recipe, *found, f"{row.ratio('specification', 'all') or 0:.1f}"

@@ -25,7 +25,10 @@ Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # module name -> weight (N, K
 
 
 def layers_of(text: str) -> Layers:
-    """Return the linear layers of the demo model, with the mean squares of their inputs over the paragraphs of text."""
+    """Return the linear layers of the demo model's encoder, with the mean squares of their inputs over the text.
+
+    The inputs are those of all paragraphs of the text.
+    """
     folder = demo_source()
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     sums: dict[str, np.ndarray] = {}

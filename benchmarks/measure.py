@@ -238,7 +238,8 @@ class Bench:
             traffic: the bytes that the operation must move per element
             calls: one call, or several on different buffers that take turns
             kind: "kernel", "graph" or "host"; see BenchmarkRow
-            peers: {name: call}, timed in the same way; a call that raises is recorded as failed
+            peers: {name: call}, timed in the same way, unless other libraries are not timed; a call that raises is
+                recorded as failed
             timed: the time of the calls, if it is already known
             targets: target, target_us or beside; see BenchmarkRow
         """

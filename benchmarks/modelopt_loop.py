@@ -75,7 +75,8 @@ class Loop:
     def calls(self, recipe: str, xs: Sequence[Any], amaxes: Sequence[Any]) -> dict[str, Call]:
         """Return {name: call} of a loop that quantizes the tensors `xs` with their amaxes.
 
-        The dict is empty if Model-Optimizer is not installed or has no quantizer for the recipe.
+        The dict is empty if Model-Optimizer is not installed or has no quantizer for the recipe, or if other libraries
+        are not timed.
         """
         if recipe not in ATTRIBUTES or not self._modules:
             return {}

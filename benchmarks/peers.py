@@ -109,7 +109,8 @@ def _has_torchao(bench: Bench) -> bool:
 def quantize_mx(bench: Bench, x: Any, recipe: str) -> dict[str, Call]:
     """Return {name: call} of torchao's to_mx on x.
 
-    The dict is empty without torchao, for float16, and for recipes that MX_MODES lacks.
+    The dict is empty for float16 and for recipes that MX_MODES lacks. It is also empty if torchao is not installed, or
+    if other libraries are not timed.
     """
     if recipe not in MX_MODES or x.dtype == F16 or not _has_torchao(bench):
         return {}
@@ -119,7 +120,8 @@ def quantize_mx(bench: Bench, x: Any, recipe: str) -> dict[str, Call]:
 def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
     """Return {name: call} of torchao's to_dtype on the codes and scales of q, which decodes them to `dtype`.
 
-    The dict is empty without torchao, and for recipes that MX_MODES lacks.
+    The dict is empty for recipes that MX_MODES lacks. It is also empty if torchao is not installed, or if other
+    libraries are not timed.
     """
     if q.recipe.id not in MX_MODES or not _has_torchao(bench):
         return {}
@@ -146,7 +148,7 @@ def _nvfp4(given: bool) -> Callable[..., Any]:
 def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
     """Return {name: call} of torchao's nvfp4_quantize with a tensor scale.
 
-    The dict is empty for float16, and if torchao is not installed.
+    The dict is empty for float16. It is also empty if torchao is not installed, or if other libraries are not timed.
 
     amax: the tensor amax, or None to compute it in the call.
     """
@@ -158,7 +160,9 @@ def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """Return {"Model-Optimizer": call} of NVFP4QTensor.quantize, or an empty dict if it is not installed.
+    """Return {"Model-Optimizer": call} of NVFP4QTensor.quantize.
+
+    The dict is empty if Model-Optimizer or torch is not installed, or if other libraries are not timed.
 
     amax: the tensor amax, from which the tensor scale is computed; None to compute it in the call.
     """
@@ -175,7 +179,8 @@ def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
     """Return {name: call} of Model-Optimizer's Triton kernel fp4_fake_quant_block on x, with the given tensor amax.
 
-    The dict is empty if Model-Optimizer is not installed or has no such kernel.
+    The dict is empty if torch is not installed, if Model-Optimizer is not installed or has no such kernel, or if other
+    libraries are not timed.
     """
     gemm = module("modelopt.torch.kernels.quantization.gemm") if bench.peers and torch() is not None else None
     if gemm is None or not hasattr(gemm, "fp4_fake_quant_block"):
@@ -185,7 +190,10 @@ def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
 
 
 def amax(bench: Bench, x: Any) -> dict[str, Call]:
-    """Return {name: call} of torch's abs().max() of x, eager and compiled. The dict is empty without torch."""
+    """Return {name: call} of torch's abs().max() of x, eager and compiled.
+
+    The dict is empty if torch is not installed or other libraries are not timed.
+    """
     if not bench.peers or torch() is None:
         return {}
     return both_ways(bench, "torch", _abs_max, tensor(x))

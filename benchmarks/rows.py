@@ -100,7 +100,10 @@ class BenchmarkRow(Row):
 
     @property
     def met(self) -> bool | None:
-        """Return True if every target is reached, False if one is missed, None if the row has no target."""
+        """Return True if every target is reached, False if one is missed, None if the row has no target.
+
+        A target of efficiency counts only if the row has an efficiency.
+        """
         found = []
         if self.target is not None and self.efficiency is not None:
             found.append(self.efficiency >= self.target)
@@ -203,7 +206,10 @@ def element_bytes(**dtypes: Any) -> dict[str, Fraction]:
 
 
 def quantized_bytes(recipe: str) -> dict[str, Fraction]:
-    """Return {"codes" or "scales": bytes per element} of a recipe. The few float32 scales of a tensor are left out."""
+    """Return {"codes": bytes per element, "scales": bytes per element} of a recipe.
+
+    There is no entry "scales" for a recipe without block scales. The few float32 scales of a tensor are left out.
+    """
     r = fp4kit.recipe(recipe)
     codes = {"codes": Fraction(1, 2) if r.is_packed else Fraction(1)}
     return codes if r.scale is None else codes | {"scales": Fraction(1, r.block_size)}

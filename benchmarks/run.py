@@ -82,9 +82,9 @@ def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None])
 
 
 def main() -> int:
-    """Run the benchmarks, print their rows and write the record.
+    """Run the benchmarks, and print their rows. Return 1 if a benchmark raised an exception, else 0.
 
-    Return 1 if a benchmark raised an exception, else 0.
+    The record is written, unless the run is partial and --output names no folder.
     """
     args = parser().parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)

@@ -79,7 +79,10 @@ def initial(rng: np.random.Generator) -> Weights:
 
 
 def served(weights: Weights, recipe: str) -> Weights:
-    """Return the float32 weights with which a server computes that uses this recipe. The embedding is not quantized."""
+    """Return the float32 weights with which a server computes that uses this recipe. Only MATRICES are quantized.
+
+    For the recipe UNQUANTIZED, they are rounded to bfloat16 instead.
+    """
 
     def rounded(w: np.ndarray) -> np.ndarray:
         halved = w.astype(ml_dtypes.bfloat16)
