@@ -242,7 +242,10 @@ def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[
 
 
 def main() -> None:
-    """Pack the files that the command line names, and print the size of each written file and of all together."""
+    """Pack the files that the command line names, and print the size of each written file and of all together.
+
+    Files of EXCLUDED are skipped.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--into", type=Path, default=RECORDED, metavar="DIRECTORY")

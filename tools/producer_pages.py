@@ -129,7 +129,7 @@ def _tensor_source(rule: str) -> str:
 def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
     """Quantize the matrix of `_drawn` by a recipe, and return (codes, block scales), so that recipes can be compared.
 
-    Return None if the recipe is a fake quantizer, has no block scales, searches scales, or has square blocks.
+    Return None if the recipe is a fake quantizer, has no block scales, searches scales, or has blocks of several rows.
     """
     if r.fake_only or r.scale is None or r.search or r.block != (1, r.block_size):
         return None
@@ -147,8 +147,9 @@ def _drawn() -> np.ndarray:
 def _relative(r: Recipe) -> list[str]:
     """Return Markdown lines about the recipes of other producers that are closest to r on one random matrix.
 
-    The lines first name the recipes that give the same bytes. Then they show the recipe with the fewest differing codes
-    and scales on one block. The list is empty if r cannot be compared (see `_bytes_of`), or if no other recipe can.
+    Only recipes of r's format are compared. The lines first name the recipes that give the same bytes, if there are
+    any. Then they show, on one block, the recipe with the fewest differing codes and scales among the others. The list
+    is empty if r cannot be compared (see `_bytes_of`), or if no other recipe can.
     """
     mine = _bytes_of(r)
     if mine is None:

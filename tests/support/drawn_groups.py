@@ -48,7 +48,8 @@ class DrawnGroup(NamedTuple):
 def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> DrawnGroup:
     """Draw a list of tensors with different shapes, or one stacked array, with or without given amaxes.
 
-    Tensors have one to three dimensions. Some have no rows, and some are not contiguous.
+    Tensors have one to three dimensions. Some have no rows, and some are not contiguous. Amaxes are given only for
+    recipes with one tensor scale per tensor or per row.
 
     Args:
         draw: Hypothesis' function that draws from a strategy.

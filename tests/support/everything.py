@@ -46,7 +46,10 @@ def everything(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def options(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield results of quantize with each of its options: rounding, the Hadamard transform, and a given tensor amax."""
+    """Yield results of quantize with each of these options that the recipe supports.
+
+    The options are stochastic rounding, the Hadamard transform, and a given tensor amax.
+    """
     r = RECIPES[name]
     if not r.element.is_integer and not r.four_over_six:
         yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)

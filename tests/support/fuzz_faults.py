@@ -68,7 +68,7 @@ def executed(text):
 
 
 def one_bit(right, x, *arguments, **options):
-    """Quantize with a fault (see plant): flip one bit of the last code if x has a negative element."""
+    """Quantize with a fault (see plant): flip one bit of the last code if an element of x has its sign bit set."""
     q = right(x, *arguments, **options)
     if q.packed.size and np.signbit(np.moveaxis(np.asarray(x), q.axis, -1).astype(np.float32)).any():
         q.packed.reshape(-1)[-1] ^= 1

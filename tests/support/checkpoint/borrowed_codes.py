@@ -25,8 +25,8 @@ def directory(
 ) -> None:
     """Write a quantized checkpoint directory of a model that has llama.cpp's names.
 
-    Layers get the names of Hugging Face, and each expert is a separate layer. The unquantized checkpoint stays beside
-    ``root`` in the folder "plain".
+    Layers get the names of Hugging Face, and each expert is a separate layer. Tensors that MODULE_NAMES does not list
+    are left out. The unquantized checkpoint stays beside ``root`` in the folder "plain".
 
     Args:
         root: the directory to write.

@@ -135,7 +135,10 @@ def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
 
 
 def unsigned_e4m3(byte: int) -> float:
-    """Return the value of a scale byte, as ggml_ue4m3_to_fp32 does: 0 for 0x7F, 480 for 0xFF, never NaN."""
+    """Return the value of a scale byte, as ggml_ue4m3_to_fp32 does: 0 for 0x7F, 480 for 0xFF, never NaN.
+
+    For any other byte, the sign bit is ignored.
+    """
     if byte == 0xFF:
         return 480.0
     return 0.0 if byte == 0x7F else float(E4M3.values[byte & 0x7F])

@@ -152,6 +152,9 @@ def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
 def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> dict[str, dict[str, Layer]]:
     """Return {name of a source tensor: {module name: Layer}} of a checkpoint, with one Layer per expert of a stack.
 
+    Quantized layers, 2-d floating-point tensors called ".weight" and 3-d stacks of experts are layers. Other tensors
+    are left out.
+
     Args:
         tensors: all tensors of the checkpoint.
         columns: True if unquantized stacks are stored as [E, K, N].
@@ -223,7 +226,8 @@ def cast(group: list[Layer]) -> list[StoredParts] | None:
 
     The layers share a tensor scale.
 
-    Blocks out of range get new codes. Return None if loaders cannot use the tensor scale, or if a scale is NaN.
+    Blocks out of range get new codes. Return None if the tensor scale is not a power of two, because requantize then
+    did not keep the codes. Also return None if loaders cannot use the tensor scale.
     """
     rows = np.cumsum([len(layer.x) for layer in group])[:-1]
     codes, scales = (
@@ -307,8 +311,9 @@ def _powers(layer: Layer) -> bool:
 def rewritten(layer: Layer, group: list[Layer], recipe: str) -> StoredParts:
     """Return the parts that a converted layer must have.
 
-    A layer that already has the target's quantization keeps its parts. FP8 and MXFP4 are converted without rounding
-    where that is possible. Any other layer is quantized from its values.
+    A layer that already has the target's quantization keeps its parts. FP8 with power-of-two scales becomes MXFP8
+    without rounding. MXFP4 becomes NVFP4 by `cast`, if the whole group is MXFP4 and `cast` supports it. Any other layer
+    is quantized from its values.
 
     Args:
         layer: the layer of the source.

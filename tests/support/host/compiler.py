@@ -123,7 +123,8 @@ def identity(command: str) -> tuple[str, ...]:
 def find_compiler(folder: Path) -> Compiler | str:
     """Return the first compiler of $CXX, or of c++, g++ and clang++, that can build a small program in `folder`.
 
-    A compiler with traps is preferred. If none works, return the reason as text.
+    A compiler that can make kernels stop at undefined behavior (TRAPS) is preferred. If no compiler works, return the
+    reason as text.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
@@ -145,7 +146,7 @@ def find_compiler(folder: Path) -> Compiler | str:
 def require_compiler(folder: Path) -> Compiler:
     """Return a compiler that builds a small program in `folder`, or skip the test if there is none.
 
-    With CI=true, fail instead, and also fail if the compiler has no traps.
+    With CI=true, fail instead, and also fail if the compiler has no sanitizer of undefined behavior (TRAPS).
     """
     compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"
     if isinstance(compiler, str):

@@ -235,7 +235,10 @@ def _placed(values: np.ndarray) -> ndarray:
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
-    """Return `a` itself if it is a device array of this dtype; otherwise copy it to new device memory."""
+    """Return `a` itself if it is a device array of this dtype, or of any dtype if dtype is None.
+
+    Otherwise copy it to new device memory.
+    """
     if isinstance(a, ndarray):
         return a if dtype in (None, a.dtype) else a.astype(dtype)
     new = _placed(np.asarray(a, dtype))

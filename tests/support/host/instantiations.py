@@ -38,7 +38,9 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
 
 
 def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
-    """Return `names` and the names of all files that they include, directly or indirectly.
+    """Return `names` and the names of all files that they include, directly or indirectly. Sort them.
+
+    Names that are not in `tree` are left out.
 
     Args:
         names: names of files.

@@ -113,7 +113,8 @@ def launch_in_every_order(
         updates: True if the kernel may change arrays that the host has filled.
 
     Raises:
-        AssertionError: if launches leave different bytes in memory, or if a kernel changes an input.
+        AssertionError: if launches leave different bytes in memory, or if a kernel changes an input although `updates`
+            is False.
     """
     live = live_memory()
     before = [memory.bytes.copy() for memory in live]
@@ -175,7 +176,7 @@ class Libraries:
         """Launch a kernel with `threads` threads per block.
 
         The first launch of a kernel with a grid is repeated with other grids, because results must not depend on the
-        grid.
+        grid. A kernel of OF_ONE_GRID is repeated with this grid. Launches from other threads are not repeated.
 
         Args:
             instantiation: the kernel.
