@@ -255,8 +255,12 @@ class Options:
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
     """Raise CheckpointError if the plan cannot be executed into ``destination``; nothing is written.
 
-    Errors are a name that does not suit the output, an existing destination, leftovers of an interrupted run and too
-    little disk space.
+    These cases are errors:
+
+    - The name does not suit the output.
+    - The destination exists or cannot be written (see staging.check_destination).
+    - An interrupted run left files.
+    - There is too little disk space.
 
     resume: True to accept leftovers of the run to resume, and a destination that this run had already completed.
     removes: True to accept leftovers that can be removed, because the caller will remove them first.

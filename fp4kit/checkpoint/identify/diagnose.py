@@ -91,8 +91,8 @@ class Diagnosis:
     cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule gives every byte. It
         has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
     scaled: True if recipes give every byte only from the source with its columns multiplied by factors.
-    method: the method that made the layer, such as "GPTQ", if no recipe or rule gives every byte because the method
-        uses calibration data, but all codes fit the source as the method's do (calibrated.py). Otherwise None.
+    method: the method with calibration data that made the layer, such as "GPTQ". It is set only if no recipe or rule
+        gives every byte, and if all codes fit the source as the method's do (calibrated.py). Otherwise None.
     """
 
     recipe: str | None

@@ -69,9 +69,13 @@ class Fp8Layer:
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
     """Find the recipe or the rule that gives every code and scale of an FP8 layer.
 
-    If none does, the sentence of the Diagnosis says what the layer is. It also says one of three things: that the
-    scales are not amax / 448, that the scales are reciprocals, or which share of the codes is nearest to the source
-    under the stored scales. If the codes and the source differ in shape, the sentence says only this.
+    If none does, the sentence of the Diagnosis says what the layer is, and one of these things:
+
+    - All codes are nearest to the source under the stored scales, but the scales are not amax / 448.
+    - The scales are reciprocals.
+    - A certain share of the codes is nearest to the source under the stored scales.
+
+    If the codes and the source differ in shape, the sentence says only this.
 
     x: the source (N, K).
     amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.

@@ -130,9 +130,13 @@ class CheckpointVerdict:
     def is_clean(self) -> bool:
         """True if every layer has a counterpart in the source, and recipe or method of every layer are known.
 
-        A layer counts if a recipe or rule explains it without a mishap, or if it is recognized as the result of a
-        method with calibration data, such as GPTQ. A mishap is a fault that happened to a layer's bytes after the
-        recipe had made them. Layers may have different recipes. False if there are no quantized layers.
+        The recipe or method of a layer is known in two cases:
+
+        - A recipe or rule explains the layer without a mishap. A mishap is a fault that happened to a layer's bytes
+          after the recipe had made them.
+        - The layer is recognized as the result of a method with calibration data, such as GPTQ.
+
+        Layers may have different recipes. False if there are no quantized layers.
         """
         known = all(layer.explanation.recognized for layer in self.layers)
         return bool(self.layers) and not self.unpaired and known

@@ -243,6 +243,9 @@ class _Pairs:
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
         """Read one layer and its source, and return them with the further facts that explain it.
 
+        For a layer with a low-rank part (SVDQuant), the source is the rest of the weight, and only declared facts are
+        returned.
+
         weight: the weight of the checkpoint.
         expert: the number of the matrix in a stack of experts; 0 for a single layer.
         origin: the rows of the source from which the layer was made.

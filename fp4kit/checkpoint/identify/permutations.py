@@ -40,8 +40,11 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
     """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
 
     A stored row is matched with the source row that has its signs and is most like it. It may be any row of the
-    source or of the other half of a gated pair. Yield nothing if a row has no match, if two rows have the same match,
-    if the rows are in place, or if the layer has more than MAX_ROWS rows.
+    source or of the other half of a gated pair. Yield nothing in these cases:
+
+    - A row has no match, or two rows have the same match.
+    - The rows are in place.
+    - The layer has only one row, or more than MAX_ROWS rows.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
@@ -99,8 +102,8 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
 
     Return the source row of every stored row. Return None if a row has no source row or two rows share a source row.
 
-    index: for each stored row, the number of its source row; -1 if it has none; -2 - n if its codes are all zero,
-        where n is the number of the most similar source row.
+    index: for each stored row, the number of its source row, or -1 if it has none. For a row whose codes are all zero,
+        the number is -2 - n, where n is the most similar source row.
     rows: the number of rows of the source.
     """
     assigned = index[index >= 0]

@@ -131,8 +131,8 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether auto-round's search with an importance matrix may have chosen the block scales.
 
     Every block scale must be one that auto-round tries. In a sample, at least a quarter of the block scales must have
-    the smallest error without weights, because weights make other scales better in many blocks, but not in all. Return
-    False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
+    the smallest error without weights. (Weights make other scales better in many blocks, but not in all.) Return False
+    if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
@@ -158,7 +158,8 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
 
     The quotient is the source divided by the stored scales. A code q lies within half a unit of the quotient y if
     round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. At least half of the codes must
-    be the nearest. Return False if codes, scales or rows are not in order, or if elements do not have 4 bits.
+    be the nearest. Return False if codes, scales or rows are not in order, if the tensor scale is not positive and
+    finite, or if elements do not have 4 bits.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

@@ -1,9 +1,9 @@
 """Recognize layers whose nibbles are swapped, by the sizes of their columns. No source is needed.
 
-Swapped nibbles exchange neighboring columns within their block, so codes still fit their scales. But in trained models
-the sizes of a layer's columns are correlated with tensors that nibbles do not touch: the weight of the norm before the
-layer, and the columns of unquantized layers that read the same vector. If such a correlation exists only after
-neighboring columns are exchanged, the nibbles are swapped. Random weights have no such correlation.
+Swapped nibbles exchange neighboring columns within their block, so codes still fit their scales. But in trained models,
+the sizes of a layer's columns are correlated with tensors that nibbles do not touch. These tensors are the weight of
+the norm before the layer, and the columns of unquantized layers that read the same vector. If such a correlation exists
+only after neighboring columns are exchanged, the nibbles are swapped. Random weights have no such correlation.
 """
 
 from __future__ import annotations

@@ -178,8 +178,11 @@ def _equal_scales(sample: _Sample) -> str:
     replaced. Scales with a mantissa instead give every block an element of the largest code, more often than
     independent elements do.
 
-    "" is returned also if the form has no scale per block, if fewer than FEWEST_BLOCKS blocks can be judged, or if the
-    codes have only a few different magnitudes.
+    "" is returned also in these cases:
+
+    - The form has no scale per block.
+    - Fewer than FEWEST_BLOCKS blocks can be judged.
+    - The codes have only a few different magnitudes.
     """
     form, blocks = sample.form, _in_blocks(sample)
     scales = _scales(sample, sample.scales, blocks.shape)

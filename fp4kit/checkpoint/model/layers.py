@@ -54,7 +54,8 @@ class Piece:
     def number(self) -> int:
         """The number that, together with ``module``, identifies the piece in the keys of jobs.
 
-        The number is the index of the piece in its output layer, or ``expert`` if the piece is the whole layer.
+        The number is the index of the piece in its output layer, or ``expert`` if the piece is the whole layer. For
+        pieces with their own ``height``, it is the first row.
         """
         if self.height:
             return self.first_row
@@ -141,6 +142,9 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight in the container ``form``.
+
+    A single matrix gives one piece, or one per member (see Weight.members). A stack gives one piece per expert, or two
+    if it must be split and holds gate and up.
 
     Args:
         weight: a matrix or a stack of experts of the source.

@@ -401,8 +401,11 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     model, and whether there is an index.
 
     Raises:
-        CheckpointError: if a file is missing, if the files disagree with the index, if two tensors have the same name,
-            or if the directory holds a Diffusers pipeline, whose models are in subdirectories.
+        CheckpointError: in one of these cases:
+
+            - A file is missing or damaged, or the files disagree with the index.
+            - Two tensors have the same name, or two file names differ only in case.
+            - The directory holds a Diffusers pipeline, whose models are in subdirectories.
     """
     if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")

@@ -91,6 +91,8 @@ def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterat
 def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each float dtype that fewer layers have than the usual one.
 
+    Yield nothing if a layer has another dtype, such as bytes.
+
     Args:
         what: the tensor whose dtypes are compared, in words.
         dtypes: layer name -> dtype of this tensor, for the layers of one container.
@@ -119,7 +121,8 @@ def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry |
 
 
 def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning per layer whose bias is not one number per row of the layer.
+    """Yield a warning per layer whose bias is not one float per row of the layer.
+
 
     Args:
         weights: the weights of a model.

@@ -283,7 +283,7 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     Args:
         module: the name of the module.
         container: the container to try.
-        places: tensor name -> place, for all tensors of the checkpoint.
+        places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
         damaged: True to accept block scales of the wrong shape and a missing tensor scale.
     """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
@@ -367,7 +367,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
     Args:
         name, place: the tensor.
-        places: tensor name -> place, for all tensors of the checkpoint.
+        places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
         config: the content of config.json.
     """
     entry, module = place.entry, name.removesuffix(".weight")
@@ -393,7 +393,7 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
     Args:
         parent: the name of the module that holds the stacks.
-        places: tensor name -> place, for all tensors of the checkpoint.
+        places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
         config: the content of config.json.
     """
     by_type = has_transposed_stacks(config)

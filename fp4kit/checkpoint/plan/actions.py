@@ -29,8 +29,11 @@ def actions_of(
         requantize: True to allow requantizing.
 
     Raises:
-        CheckpointError: if a weight would be requantized but ``requantize`` is False; or if weights that share a tensor
-            scale have different dtypes, and the recipe rounds the scale to the dtype (see _check_dtypes).
+        CheckpointError: in one of these cases:
+
+            - A weight would be requantized, but ``requantize`` is False.
+            - Weights that share a tensor scale have different dtypes, and the recipe rounds the scale to the dtype (see
+              _check_dtypes).
     """
     forms = {name: _written(choices[name]) for name in selected}
     found = {name: action_of(weight, target_of(weight.container, forms[name])) for name, weight in selected.items()}

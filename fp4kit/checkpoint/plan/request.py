@@ -132,8 +132,11 @@ class Request:
             config: the content of the model's config.json.
 
         Raises:
-            CheckpointError: as ``form_for`` does, for every recipe; if the format cannot store layers in all of their
-                containers; or if there are recipes with patterns and the model is a GGUF file.
+            CheckpointError: in one of these cases:
+
+                - ``form_for`` raises it for one of the recipes.
+                - The recipes need several containers, and the format cannot store layers in all of them.
+                - There are recipes with patterns, and the model is a GGUF file.
         """
         if not self.recipes:
             return Mixture(LayerQuantization(self.recipe, self.form_for(config)), ())
@@ -202,8 +205,11 @@ class Request:
             config: the content of the model's config.json.
 
         Raises:
-            CheckpointError: if no loader can read this recipe and format for this model; if the container does not
-                support a requested input scale; or if split_max_size is given and the model is not a GGUF file.
+            CheckpointError: in one of these cases:
+
+                - No loader can read this recipe and format for this model.
+                - The container does not support a requested input scale.
+                - split_max_size is given, and the model is not a GGUF file.
         """
         if gguf.is_gguf_config(config):
             return self._gguf_form()

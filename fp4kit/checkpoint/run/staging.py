@@ -9,8 +9,8 @@ Before that, the journal records the inodes of the files. If the run is killed b
 the renamed files back.
 
 While it writes, a run holds a lock on the partial directory. The system releases the lock however the run ends. If a
-run is interrupted, or fails for a reason outside the model, the partial directory stays with a journal of the finished
-jobs, and a later run can resume it. If the run cannot succeed, because of the model or the request, the partial
+run is interrupted, or fails for a reason outside the model, the partial directory is kept with a journal of the
+finished jobs. A later run can resume it. If the run cannot succeed, because of the model or the request, the partial
 directory is removed.
 """
 

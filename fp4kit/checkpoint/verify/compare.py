@@ -102,9 +102,10 @@ def compare_checkpoints(
             prevent the decoding of layers; those that match a glob do not.
 
     Returns:
-        A CheckpointComparison. Between a model directory and a GGUF file, the tensors of layers that both have are
-        described by ``layers``, or by one entry of ``tensors`` if neither has quantized the layer. The SQNR of a layer
-        is 10 log10(sum a^2 / sum (a - b)^2) over its values.
+        A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
+
+        Between a model directory and a GGUF file, ``layers`` describes the tensors of layers that both have. If neither
+        has quantized a layer, one entry of ``tensors`` describes it instead.
 
     Raises:
         CheckpointError: a or b does not exist or is malformed, or their configs are nested too deeply to compare.

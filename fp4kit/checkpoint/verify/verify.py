@@ -230,8 +230,12 @@ def verify(
         A VerifyReport. Its ``clean`` is True if there are no errors.
 
     Raises:
-        CheckpointError: a directory cannot be opened, the recipe does not support the search, the activations do not
-            fit the layers, or a pattern of ``recipes`` decides about no layer that is encoded again.
+        CheckpointError: in one of these cases:
+
+            - The checkpoint or the source cannot be opened.
+            - The recipe does not support the search.
+            - The activations do not fit the layers.
+            - A pattern of ``recipes`` decides about no layer that has a counterpart in the source.
         ValueError: no recipe has an id that is given.
         TypeError: a recipe is neither an id nor a Recipe.
     """
