@@ -58,7 +58,9 @@ def bin_of(amax: np.float32) -> int:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Choose an amax above the collected inputs, so that larger inputs do not saturate (nvfp4_act_headroom).
+    """Choose an amax that is usually far above the collected inputs, so that larger inputs do not saturate.
+
+    The rule is Model-Optimizer's nvfp4_act_headroom:
 
         upper  = upper_percentile of the block amaxes
         anchor = anchor_percentile of the block amaxes of at least upper / 1e6
