@@ -20,8 +20,7 @@ from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import InputScale, by_layer
 from fp4kit.contract.stacks import matrix_of
 from fp4kit.quantized.container import Quantized
-from fp4kit.storage.errors import CheckpointError
-from fp4kit.storage.quantized_file import load
+from fp4kit.storage.quantized_file import load, recipes_of
 
 
 class LazyTensors(Mapping[str, Any]):
@@ -61,7 +60,7 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
     - A checkpoint has both, except that an unquantized model directory has no contract. Each matrix of a stack of
       experts is one layer, under the name of the expert's layer.
 
-    Raise CheckpointError if the path cannot be read.
+    Raise CheckpointError if the path cannot be read or a file of fp4kit.save is damaged.
     """
     place = Path(path)
     if place.suffix == ".json":
@@ -78,11 +77,11 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
 
 
 def _saved(path: Path) -> Mapping[str, Any] | None:
-    """Return the Quantized in a file of fp4kit.save; None if the file is of another kind."""
-    try:
-        return dict(load(path))
-    except (ValueError, KeyError, CheckpointError):
-        return None
+    """Return the Quantized in a file of fp4kit.save; None if the file is of another kind.
+
+    Raise CheckpointError if the file is damaged, so that its parts are not compared as plain tensors.
+    """
+    return None if recipes_of(path) is None else load(path)
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:

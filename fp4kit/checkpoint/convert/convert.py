@@ -67,8 +67,8 @@ class ConversionReport:
         plan: the plan that was executed.
         destination: the directory or file that was written.
         done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
-        doubts: warnings about scales of the source that are probably wrong, one per tensor. Empty if ``execute`` found
-            the result of an earlier, completed run.
+        doubts: warnings about scales or codes of the source that are probably wrong, one per tensor. Empty if
+            ``execute`` found the result of an earlier, completed run.
     """
 
     plan: Plan
@@ -198,9 +198,10 @@ def convert(
 
     An exception leaves no incomplete ``destination``.
 
-    Exact: codes and scales equal the result of fp4kit.quantize for the whole tensor, called with the largest amax of
-        the
-    layers that share its tensor scale. Only all-zero tensors and groups differ: their tensor scale is 1.
+    Exact: codes and scales of newly quantized tensors equal the result of fp4kit.quantize for the whole tensor, called
+        with the largest amax of the layers that share its tensor scale. With nonfinite="saturate", values are replaced
+        first. There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose
+        other block scales.
     """
     plan = make_plan(
         source,
@@ -226,8 +227,8 @@ class Options:
 
     Attributes:
         workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes.
-            None means fp4kit.num_threads() threads, but at least two; without the compiled engine, it means this
-            process alone. A script that uses processes needs ``if __name__ == "__main__":``.
+            None means fp4kit.num_threads() threads, but at least two. Without GPUs and the compiled engine, None means
+            this process alone. A script that uses processes needs ``if __name__ == "__main__":``.
         executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the
             files under the same paths.
         devices: indices of the CUDA devices among which the jobs are distributed in turn; empty for the CPU.

@@ -334,6 +334,8 @@ def convert_tensors(
               change its weight.
             - A tensor that is to be quantized contains NaN or infinity, or is neither float32, float16 nor bfloat16.
             - mlx-lm would not find a layer again, or no loader can use a scale.
+            - linear_qkv cannot be split by the heads in rules.config, or two stacks of experts do not fit together.
+            - ``rules.activations`` does not fit a layer (see Activations.of_layers).
             - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
             - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.
             - A pattern of ``rules.recipes`` decides about no layer, or fused layers get different recipes.

@@ -104,5 +104,10 @@ def test_files_of_tensors(models, tmp_path):
     assert found.layers[0].kind == "tensor" and found.layers[0].step == "value"
     with pytest.raises(CheckpointError, match="does not exist"):
         fp4kit.parity(tmp_path / "none", tmp_path / "q.safetensors")
+    damaged = bytearray((tmp_path / "q.safetensors").read_bytes())
+    damaged[-40] ^= 1  # its parts must not be compared as plain tensors
+    (tmp_path / "damaged.safetensors").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        fp4kit.parity(tmp_path / "damaged.safetensors", tmp_path / "damaged.safetensors")
     with pytest.raises(ValueError, match=r"weights is the contract .*; needs a model or a file of tensors"):
         fp4kit.parity(models / "served" / FILE, models / "served", weights=models / "served" / FILE)
