@@ -39,7 +39,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
         recipe: a recipe id or a Recipe, which sets the blocks; None reduces over axes instead. A recipe without blocks
             gives one amax per tensor scale: shape () or one per row.
         axis: the axes to reduce over; with a recipe, the axis along which blocks run (default -1).
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         float32, in the library and on the device of x.

@@ -29,7 +29,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         q: a Quantized in any scale layout.
         dtype: float32, float16 or bfloat16; None for the dtype of the original array.
         out: an array of q.shape and dtype to write to, which shares no memory with q.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         `out` if given, otherwise a new array in the library and on the device of q. It is a transposed view if the

@@ -141,6 +141,7 @@ def error_budget(
     Raises:
         TypeError: x or w has a dtype other than these three, or out_dtype is none of them.
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for the two recipes.
+        ValueError: a recipe or the unit is unknown, or a recipe only fake-quantizes.
 
     Numerics:
         - x' and w' are code times block scale times tensor scale, exact. For unit="dequantized", they are the float32

@@ -194,7 +194,8 @@ def explain(
         An Explanation. `explanation["code"]` is a step of the first recipe, and `explanation.steps` has all of them.
 
     Raises:
-        TypeError: index does not consist of integers, or x has an unsupported dtype.
+        TypeError: index does not consist of integers, x has an unsupported dtype, or a recipe is neither an id nor a
+            Recipe.
         ValueError: x or another argument does not fit the recipe, as for fp4kit.quantize.
         ValueError: recipe is an empty sequence.
         IndexError: x has no such element.

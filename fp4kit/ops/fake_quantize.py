@@ -41,7 +41,7 @@ def fake_quantize(
         block_amax: as in quantize.
         rounding: as in quantize. Recipes with a fake_rule accept only "nearest".
         seed: as in quantize.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         A new array with the shape and dtype of x, in its library and on its device.

@@ -36,7 +36,7 @@ def amax_grouped(
         xs: a sequence of arrays of any shapes, or one stacked array whose first axis counts the arrays (experts).
         recipe: as in amax.
         axis: as in amax.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         A list of float32 arrays, one per array of xs.
@@ -87,7 +87,7 @@ def quantize_grouped(
         seed: as in quantize, for all arrays.
         hadamard: as in quantize, for all arrays.
         block_amax: None, or one per array, as in quantize.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         A list of Quantized, one per array of xs.
@@ -138,7 +138,7 @@ def fake_quantize_grouped(
         block_amax: None, or one per array, as in quantize_grouped.
         rounding: as in fake_quantize, for all arrays.
         seed: as in fake_quantize, for all arrays.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         A list of new arrays, one per array of xs.

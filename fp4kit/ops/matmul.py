@@ -63,7 +63,7 @@ def matmul(
         alpha: a number by which the sums are multiplied. None means the tensor scale of a times that of b; one that is
             missing counts as 1.
         c: an array of the result's shape, float32, float16 or bfloat16, with which the sums begin; None means zeros.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         An array (..., M, N) of out_dtype, in the library and on the device of a. Besides the arguments and the result,

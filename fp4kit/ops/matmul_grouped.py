@@ -45,7 +45,7 @@ def matmul_grouped(
         out_dtype: as in matmul, for all products.
         alpha: as in matmul, for all products; or a sequence with one number per product.
         c: None; or a sequence of arrays, one per product; or, with m_indptr, one array (rows, N). See matmul.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         A list of arrays (M_i, N_i), one per product; with m_indptr, one array (rows, N). They have the dtype out_dtype,

@@ -64,15 +64,16 @@ def quantize(
             along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
             "no_signs" applies the transform without the random sign mask.
         block_amax: calibrated block amaxes, or those found by search_scales: float32 in the shape of the linear
-            block_scale, or flat in the same order. Accepted by static recipes, and, for blocks of one row, by recipes
-            with E8M0 scales and by recipes with an amax rule (fp4kit.custom_recipe).
+            block_scale, or flat in the same order. Accepted by static recipes. For blocks of one row, also accepted by
+            recipes whose block scales are E8M0 or follow an amax rule (fp4kit.custom_recipe), unless the recipe
+            searches scales or has a fake_rule.
         block_scale: block scales to encode with, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu.
         tensor_scale: tensor scale to encode with: float32, in any shape that tensor_amax may have. dequantize
             multiplies by it.
         out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. They must not share
             memory with x or each other. If tensor_scale is given, out must have no tensor_amax, and the scales are
             copied into out.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         `out` if given, otherwise a new Quantized. packed is uint8 (..., K/2), or (..., K) for elements of more than 4
@@ -222,7 +223,7 @@ def quantize_both(
         rounding: as in quantize, for both results.
         seed: an int from 0 to 2^64 - 2. The columnwise result uses seed + 1.
         hadamard: as in quantize, applied to the columnwise result only, as in TE.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         The pair (q_row, q_col): the results of quantize with axis=-1 and with axis=-2.

@@ -45,7 +45,7 @@ def hadamard(
             sign changes.
         seed: an int from 0 to 2^64 - 1. The signs are then random_signs(size, seed). Not together with `signs`.
         inverse: True undoes the transform with these signs.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         An array of the shape and dtype of x, in the library and on the device of x.
@@ -107,7 +107,7 @@ def rotate(
         signs: the s_i, each 1 or -1: (n,) for all blocks alike, or one per position along the axis. None for no sign
             changes.
         inverse: True multiplies with the transposed matrices, which undoes the rotation.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         An array of the shape and dtype of x, in the library and on the device of x.

@@ -75,7 +75,7 @@ def search_scales(
             weights are a diagonal Hessian.
         candidates: candidates of the list above.
         axis: the axis along which blocks run.
-        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
         The found amaxes. For a recipe with block scales: float32 in the shape of quantize's linear block_scale, such as

@@ -255,8 +255,8 @@ def _weight_values(
 ) -> Tensor:
     """Return the values of a weight after quantization as float32 (N, K); w itself for "high-precision".
 
-    A float w is quantized by parts.values. A Quantized, whose codes are w, with the scales block_scale and
-    tensor_scale, is only dequantized.
+    A float w is quantized by parts.values. A Quantized is only dequantized: w holds its codes, and block_scale and
+    tensor_scale are its scales.
     """
     if s.backward == "high-precision":
         return w.float()

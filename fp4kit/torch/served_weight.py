@@ -124,7 +124,7 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
 
 
 def largest(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w| as float32 (), or for a stack that of each expert as (E,). NaN propagates.
+    """Return the largest |w| as float32 (). For a stack, return the largest |w| of each expert as (E,). NaN propagates.
 
     For a DTensor, the result covers all shards, with one exception. If the experts of a stack are spread over ranks,
     each rank returns the amaxes of its own experts.
@@ -143,7 +143,10 @@ def largest(w: Tensor, stack: bool) -> Tensor:
 
 
 def _local_amax(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w| of a plain tensor as float32 (), or of each expert as (E,). Without elements, it is 0."""
+    """Return the largest |w| of a plain tensor as float32 (). For a stack, return that of each expert as (E,).
+
+    It is 0 if the tensor, or an expert, has no elements.
+    """
     rows = w.flatten(1) if stack else w.reshape(1, -1)
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0] if stack else (), dtype=torch.float32)

@@ -44,7 +44,10 @@ class AmaxName:
 
     @classmethod
     def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
-        """Return the AmaxName of a checkpoint's key. Raises ValueError, beginning with ``op``, for any other key."""
+        """Return the AmaxName of a checkpoint's key.
+
+        Raises ValueError, whose message begins with ``op``, if the key names no amax buffer of a quantizer.
+        """
         name = cls.find(key)
         if name is None:
             raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")

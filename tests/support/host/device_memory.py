@@ -174,7 +174,7 @@ _graph: Graph | None = None
 
 
 def on_stream(action: Callable[[], Any]) -> None:
-    """Do a piece of device work now, or store it in the graph that is being captured."""
+    """Do device work now, or store it in the graph that is being captured."""
     if _graph is None:
         action()
     else:
