@@ -90,7 +90,7 @@ class Collector:
                 than whole blocks of 16 are padded with zeros. An array without rows adds no token.
             expert: the number of the expert, or an integer array x.shape[:-1] with the expert of each token. Across
                 processes, experts are numbered through the whole model.
-            experts: the number of experts. Needed if ``expert`` is an array.
+            experts: the number of experts. Needed if ``expert`` is an array, and allowed only with ``expert``.
 
         Raises:
             TypeError: if x has an unsupported dtype, or another argument the wrong type.
@@ -98,6 +98,7 @@ class Collector:
             ValueError: if x is 0-d, has no columns, or has another number of columns than before.
             ValueError: if an expert number is out of range, if ``expert`` does not have the shape of the tokens, or if
                 ``expert`` is an array without ``experts``.
+            ValueError: if ``experts`` is given without ``expert``.
             ValueError: if ``layer`` is empty or, with experts, is not directly in a module called ``experts``.
 
         Numerics:
@@ -111,6 +112,10 @@ class Collector:
             raise ValueError(f"{op}: x has shape {x.shape}; needs (..., K), one row of inputs per token")
         if given and experts is None:
             raise ValueError(f"{op}: expert is an array; needs experts=, the number of experts, too")
+        if expert is None and experts is not None:
+            raise ValueError(
+                f"{op}: experts is {experts!r:.60}, without expert; needs expert=, the expert of each token"
+            )
         columns, tokens = x.shape[-1], x.shape[:-1]
         owner: Any = as_index(op, "expert", expert) if expert is not None and not given else None
         if owner is not None and not 0 <= owner < (owner + 1 if experts is None else as_index(op, "experts", experts)):

@@ -338,6 +338,7 @@ def test_loading_nothing():
         ((STACK, random(0)), {"expert": 4, "experts": 4}, ValueError, "expert is 4; needs 0 to 3"),
         ((STACK, random(0)), {"expert": True}, TypeError, "expert is"),
         ((STACK, random(0)), {"expert": np.zeros(5, int)}, ValueError, "expert is an array; needs experts="),
+        ((STACK, random(0)), {"experts": 4}, ValueError, "experts is 4, without expert; needs expert="),
         ((STACK, random(0)), {"expert": np.zeros(5), "experts": 2}, TypeError, "expert is float64; needs an integer"),
         ((STACK, random(0)), {"expert": np.zeros(4, int), "experts": 2}, ValueError, r"has shape \(4,\); needs \(5,\)"),
         ((STACK, random(0)), {"expert": np.full(5, 2), "experts": 2}, ValueError, "experts are 2 to 2; needs 0 to 1"),
