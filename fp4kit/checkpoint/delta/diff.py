@@ -100,12 +100,15 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
 
     Raises:
         CheckpointError: a version is not a checkpoint, the versions are of different kinds, or the file ``patch``
-            exists already.
+            exists already or has no parent directory.
+        OSError: a file cannot be read or written.
     """
     old, young, target = Path(base), Path(new), Path(patch)
     _check_kinds(old, young)
     if target.exists():
         raise CheckpointError(f"{target}: exists; name a new file, or remove it first")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target}: its parent directory does not exist; create {target.parent} first")
     before, after = files_of(old), files_of(young)
     flips = _Flips(young, after)
     tick = progress or (lambda count: None)

@@ -94,8 +94,8 @@ def _restored_layers(facts: PlanFacts) -> list[str]:
 def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
     """Yield a warning about fused layers whose parts keep different tensor scales. Yield nothing if there are none.
 
-    The tensor scales of the source are read, because vLLM uses one of them for the whole fused layer. Experts in stacks
-    are not checked. Nothing is yielded for output formats other than modelopt and compressed-tensors.
+    The tensor scales of the source are read, because vLLM uses one of them for the whole fused layer. FP8 layers and
+    experts in stacks are not checked. Nothing is yielded for output formats other than modelopt and compressed-tensors.
     """
     if facts.form is None or facts.form.format not in ("modelopt", "compressed-tensors"):
         return

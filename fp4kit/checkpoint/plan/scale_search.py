@@ -313,8 +313,8 @@ def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[st
         tensors: the plans of all tensors (plan.TensorPlan).
 
     Raises:
-        CheckpointError: if no layer gets new codes, or if column weights are missing or invalid. An imatrix may lack
-            layers; a warning names them.
+        CheckpointError: if no layer gets new codes by a recipe whose scales can be searched, or if column weights are
+            missing or invalid. An imatrix may lack layers; a warning names them.
     """
     if search is None:
         return ()

@@ -317,7 +317,8 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each module that the checkpoint's exclusion list makes an engine load wrongly.
 
-    Nothing is yielded if the container has no exclusion list, or if no engine reads it.
+    Nothing is yielded if the container has no exclusion list, if no engine reads it, or if the config declares no
+    quantization.
 
     model: the checkpoint.
     name: the container's name in loaders/, from _container_id.

@@ -393,7 +393,10 @@ _COLUMNS = (
 
 
 def _columns(report: VerifyReport) -> tuple[_Column, ...]:
-    """Return the columns of the table. If there are several layers, omit columns in which all cells are equal."""
+    """Return the columns of the table: the layer's name, and columns of values.
+
+    If there are several layers, columns of values in which all cells are equal are left out.
+    """
     if len(report.layers) < 2:
         return _COLUMNS
     name, *others = _COLUMNS

@@ -157,6 +157,8 @@ def test_files_that_are_no_patch(tmp_path: Path) -> None:
         diff(tmp_path / "m", tmp_path / "x", tmp_path / "z")
     with refused("exists; name a new file, or remove it first"):
         diff(tmp_path / "m", tmp_path / "m", tmp_path / "x")
+    with refused("its parent directory does not exist; create "):
+        diff(tmp_path / "m", tmp_path / "m", tmp_path / "none" / "z")
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
