@@ -100,7 +100,7 @@ def drawn(count: int, dtype: str) -> np.ndarray:
 
     Kinds 0 to 5 are common numbers, ties, wide ranges, sparse matrices with zeros of both signs, outliers, and the
     values and midpoints of E2M1. Kind 6 is near the smallest subnormal number, and kind 7 near the largest number.
-    Kind 8 has one NaN or infinity. In kind 9, the largest number of every 16 is within 32 ulp of a number of two bits.
+    Kind 8 has one NaN or infinity. Kind 9 has block maxima near powers of two, see `near_thresholds`.
     """
     rng, limits = np.random.default_rng(20261126), ml_dtypes.finfo(explorer.DTYPES[dtype])
     smallest, largest = float(limits.smallest_subnormal), float(limits.max)
@@ -125,10 +125,10 @@ def drawn(count: int, dtype: str) -> np.ndarray:
 
 
 def near_thresholds(rng: np.random.Generator, count: int, limits: ml_dtypes.finfo) -> np.ndarray:
-    """Return matrices of random magnitude whose every 16 numbers have a maximum m * 2^e * (1 + k * eps).
+    """Return matrices of random magnitude in which every 16 numbers have the maximum m * 2^e * (1 + k * eps).
 
-    m is 1, 1.25, 1.5 or 1.75, and k is between -32 and 32, because rules for power-of-two scales have their thresholds
-    there.
+    m is 1, 1.25, 1.5 or 1.75, and k is an integer from -32 to 32. The rules of power-of-two scales have their
+    thresholds there.
     """
     shape = count, ELEMENTS // 16, 1
     smallest, largest = int(limits.minexp), min(int(limits.maxexp) - 1, 90)
