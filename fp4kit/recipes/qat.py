@@ -1,4 +1,4 @@
-"""Define the recipe of the INT4 fake quantization in open training stacks, for quantization-aware training (QAT)."""
+"""Define the recipe of the INT4 fake quantization of slime and miles, for quantization-aware training (QAT)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def recipes() -> Iterator[Recipe]:
         apply="divide",
         narrow=True,
         amax_nan="propagate",
-        source="INT4 fake quantization of open training stacks",
+        source="INT4 fake quantization of the trainers slime and miles",
         exact="the formula clamp(round(w / s), -7, 7) * s for a weight w, where s = max(amax / 7, 1e-5)",
     )

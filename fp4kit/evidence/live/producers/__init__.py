@@ -29,5 +29,5 @@ WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
     "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
     "nunchaku": "Nunchaku quantizes with CUDA kernels, which need a GPU of sm_120",
-    "qat": "open training stacks have no package of their own",
+    "qat": "the trainers slime and miles have no package of their own",
 }
