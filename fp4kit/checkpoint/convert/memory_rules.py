@@ -150,7 +150,7 @@ class Rules:
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """Return why a tensor stays unquantized if its rows not being whole blocks is the only reason, otherwise "".
+        """Return the reason if a tensor stays unquantized only because its rows are not whole blocks; otherwise "".
 
         Args:
             name: the Hugging Face name of the tensor.

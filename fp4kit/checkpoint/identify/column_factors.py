@@ -86,7 +86,7 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 
 
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
-    """Yield functions that scale the source, one per rule of block scales and way in which a tool may scale columns.
+    """Yield functions that scale the source, for each rule of block scales and each way in which tools scale columns.
 
     A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
     uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.

@@ -128,7 +128,7 @@ class CheckpointVerdict:
 
     @property
     def is_clean(self) -> bool:
-        """True if every layer has a counterpart in the source, and recipe or method of every layer are known.
+        """True if every layer has a counterpart in the source, and the recipe or method of every layer is known.
 
         The recipe or method of a layer is known in two cases:
 
@@ -244,7 +244,7 @@ class CheckpointVerdict:
         return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
 
     def _without_recipe(self) -> str:
-        """Return the sentence for a format of which no recipe or rule explains a layer: the known causes, counted."""
+        """Return the sentence for a format if no recipe or rule explains a layer: the known causes, with counts."""
         counts = Counter(layer.explanation.cause for layer in self.layers)
         total, unknown = len(self.layers), counts.pop(None, 0)
         if not counts:

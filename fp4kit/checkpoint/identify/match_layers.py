@@ -160,7 +160,7 @@ def identify_checkpoint(
 
 
 def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
-    """Return the error message for a checkpoint of which no quantized layer has a counterpart in the source."""
+    """Return the error message if no quantized layer of a checkpoint has a counterpart in the source."""
     in_gguf, from_gguf = any(w.container and w.container.in_blocks for w in weights), str(source).endswith(".gguf")
     start = f"{destination}: no quantized layer has the name of a weight of {source}; "
     if in_gguf and not from_gguf:

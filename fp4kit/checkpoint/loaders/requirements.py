@@ -139,7 +139,7 @@ _INPUT_SCALES = {
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Split a tensor's name into (layer, suffix). Return None if its suffix is none of a quantized layer's tensors."""
+    """Split a tensor's name into (layer, suffix). Return None if no tensor of a quantized layer has such a suffix."""
     match = _SUFFIX.fullmatch(name)
     return (match[1], match[2]) if match else None
 

@@ -252,10 +252,10 @@ def prepare(
     activations: Activations | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
 ) -> Verification:
-    """Prepare a verification for ``execute``, without reading the values of layers.
+    """Prepare a verification for ``execute``, without comparing values.
 
-    Headers, configs and scalars are read, layers are matched with the layers of the source, and the requirements of
-    engines are checked.
+    Headers, configs, scalars and the first rows of 4-bit layers are read. Layers are matched with the layers of the
+    source, and the requirements of engines are checked.
 
     Args:
         destination: the model directory, GGUF file or safetensors file to verify.
