@@ -49,7 +49,9 @@ def register(commands: Any) -> None:
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
-    """Run the command selftest: find the engine and compare it. Return 1 if anything differs, otherwise 0.
+    """Run the command selftest: find the engine and compare it.
+
+    Return 1 if anything differs or nothing was compared, otherwise 0.
 
     Raise OSError if there is no GPU or, with --host, no compiled engine.
     """

@@ -312,7 +312,8 @@ class LiveCase:
     def attempt(self, value: Any) -> tuple[ProducerComparison, str]:
         """Compare the producer with fp4kit on a value, an array or a Quantized. Return (comparison, error text).
 
-        The error text is "" unless the producer raises an exception. The comparison then has no differences.
+        The error text is "" unless the producer raises an exception. After an exception, the comparison has no
+        differences. For a Quantized, an exception of fp4kit's decoder counts as one of the producer.
         """
         try:
             with quiet():
