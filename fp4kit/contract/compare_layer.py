@@ -72,7 +72,7 @@ def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarra
     """Return the counts of differing codes, block scales and tensor scales, and the elements that they affect.
 
     The count of a part is (0, 0) if a side lacks it, or if its formats or shapes differ between the sides. The elements
-    are a mask: True where a code or a block scale differs, counted parts only.
+    are a mask: True where a counted code or a counted block scale differs.
 
     Args:
         a, b: the compared rows of the two sides.
