@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fp4kit.storage.errors import CheckpointError, other_file, shown
 from fp4kit.storage.ggml_types import GGML_TYPES, ggml_nbytes
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 MAGIC = b"GGUF"
 _NO_MAGIC = "it does not begin with GGUF"
@@ -93,16 +93,6 @@ def is_gguf(path: Path) -> bool:
             return stream.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
-    """Return the checked header of a GGUF or safetensors file: a GgufFile if is_gguf(path), else a SafetensorsFile.
-
-    Raise the errors of read_gguf and read_header.
-
-    name: the file's name in error messages; None for the last part of ``path``.
-    """
-    return read_gguf(path, name) if is_gguf(path) else read_header(path, name)
 
 
 def read_gguf(path: Path, name: str | None = None) -> GgufFile:

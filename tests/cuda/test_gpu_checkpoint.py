@@ -18,7 +18,7 @@ from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.plan.plan_jobs import jobs_of
+from fp4kit.checkpoint.plan.plan import jobs_of
 from fp4kit.checkpoint.verify.verify import verify
 
 pytestmark = ON_GPU

@@ -46,7 +46,8 @@ def drawn(engine: str, later: bool) -> set[str]:
 def entered(engine: str) -> list[list[str]]:
     """Return [files that a first call of quantize enters, files that a later call enters], found in a new process.
 
-    engine: "compiled" for NumPy arrays, "torch" for PyTorch tensors, "specification" or "cuda".
+    engine: "compiled" for NumPy arrays, "torch" for PyTorch tensors, "specification" or "cuda". For "conversion", the
+        result is [files that a conversion enters].
     """
     script = ROOT / "tests" / "support" / "entered_files.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(script.parent)])}
@@ -87,6 +88,13 @@ def test_the_specification() -> None:
 def test_cuda(tmp_path: Path) -> None:
     require_compiler(tmp_path)
     compare("cuda", 20)
+
+
+@NEEDS_ENGINE
+def test_a_conversion() -> None:
+    """A conversion of five tensors enters few files, so that a reader can follow it."""
+    (files,) = entered("conversion")
+    assert "checkpoint/convert/run_job.py" in files and len(files) <= 56
 
 
 def test_files_of_the_page_exist() -> None:

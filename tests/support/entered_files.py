@@ -1,9 +1,11 @@
-"""Find out which files of fp4kit a call enters, to test that a cached call takes a short path.
+"""Find out which files of fp4kit a call enters, to test that a call takes a short path.
 
     python entered_files.py ENGINE
+    python entered_files.py conversion
 
 ENGINE is compiled, specification, torch or cuda. The script prints two lists of files as JSON: the files that a first
-call of quantize enters, and the files that a later call enters.
+call of quantize enters, and the files that a later call enters. For "conversion", it prints one list: the files that
+the main thread enters when it converts a checkpoint with five tensors.
 """
 
 from __future__ import annotations
@@ -61,9 +63,29 @@ def on_cuda() -> list[list[str]]:
     return found
 
 
+def conversion() -> list[list[str]]:
+    """Return a list with one element: the files that the main thread enters during a conversion of five tensors."""
+    from safetensors.numpy import save_file
+
+    from fp4kit import checkpoint
+
+    values = np.ones((64, 64), ml_dtypes.bfloat16)
+    layers = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    tensors = {"model.embed_tokens.weight": values, **dict.fromkeys(layers, values), "model.norm.weight": values[0]}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        source.mkdir()
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return [entered(lambda: checkpoint.convert(source, Path(folder) / "result", "nvfp4-te"))]
+
+
 def main(engine: str) -> list[list[str]]:
-    """Return the files that a first and a later call of quantize enter on an engine."""
+    """Return the files that a first and a later call of quantize enter on an engine, or that a conversion enters."""
     fp4kit.engine()  # load the compiled library
+    if engine == "conversion":
+        return conversion()
     if engine == "cuda":
         return on_cuda()
     x: Any = np.ones(SHAPE, np.float32)

@@ -36,16 +36,15 @@ def form_for(recipe: Recipe) -> Container:
     return form
 
 
-def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check(form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject once it is quantized.
 
     Args:
-        form: the container to write. Nothing is checked if it is None or not one of ComfyUI's.
+        form: the container to write, one of ComfyUI's.
         shapes: layer name -> shape, for the layers to quantize.
     """
-    if form is not None and form.format == FORMAT:
-        for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
-            raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
+    for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
+        raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
 
 
 def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:

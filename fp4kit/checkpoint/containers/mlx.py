@@ -87,7 +87,7 @@ def declaration(form: Container) -> dict[str, Any]:
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
 
-def check(form: Container | None, config: Mapping[str, Any], modules: Collection[str]) -> None:
+def check(config: Mapping[str, Any], modules: Collection[str]) -> None:
     """Raise CheckpointError unless mlx-lm is known to load a model correctly once ``modules`` are quantized.
 
     There are two reasons to reject a model:
@@ -96,12 +96,9 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
     - mlx-lm would drop the scales of experts that are among ``modules``.
 
     Args:
-        form: the container to write. Nothing is checked if it is None or not one of MLX's.
         config: the content of config.json, whose ``model_type`` decides.
         modules: the names of the layers to quantize.
     """
-    if form is None or form.format != FORMAT:
-        return
     kind = str(config.get("model_type", ""))
     if kind in _LOSING:
         lost = [name for name in modules if _EXPERTS in name.split(".")]

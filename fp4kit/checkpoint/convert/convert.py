@@ -31,8 +31,7 @@ from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
-from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.plan.plan_jobs import jobs_of
+from fp4kit.checkpoint.plan.plan import Plan, jobs_of
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all, start_devices
@@ -46,8 +45,9 @@ from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.gguf_file import read_any_header
+from fp4kit.storage.gguf_file import GgufFile, read_gguf
 from fp4kit.storage.json_object import dump_object
+from fp4kit.storage.safetensors_file import read_header
 from fp4kit.storage.whole_file import write_file
 
 _BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
@@ -431,7 +431,8 @@ def _check_planned(plan: Plan) -> None:
     The bytes of tensors are not compared.
     """
     for file in plan.source.files:
-        if read_any_header(file.path, file.name) != file:
+        read = read_gguf if isinstance(file, GgufFile) else read_header
+        if read(file.path, file.name) != file:
             raise CheckpointError(
                 f"{file.label}: changed since the conversion was planned; run again when nothing writes to it"
             )
@@ -550,9 +551,10 @@ class _Run:
         found: the measurements of the job's weight.
         """
         run_job.check_finite(job, found)
-        doubt = "; ".join(filter(None, (doubt_about(found.reach, found.lost), found.doubt)))
-        if doubt:
-            self.doubts.setdefault(job.name, f"{shown(job.name)}: {doubt}")
+        if job.weight.container is not None:
+            doubt = "; ".join(filter(None, (doubt_about(found.reach, found.lost), found.doubt)))
+            if doubt:
+                self.doubts.setdefault(job.name, f"{shown(job.name)}: {doubt}")
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise fp8_to_mxfp8.refused(job.name)
 

@@ -117,7 +117,8 @@ class TensorConverter:
                     continue
                 whole = name.removesuffix(".weight")
                 own = rules.of_layer(whole)
-                mlx.check(own.form, own.config, [whole])
+                if own.form.format == mlx.FORMAT:
+                    mlx.check(own.config, [whole])
                 self._check_module(whole, part)
                 for module, matrix in layers_of(name, part, own):
                     self._converted.append(module)

@@ -66,8 +66,8 @@ class Rules:
             )
         if self.format == comfy.FORMAT:
             raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
-        # Reject an unsuitable model here, before the first tensor is converted.
-        mlx.check(self.form, self.config, ())
+        if self.form.format == mlx.FORMAT:  # reject an unsuitable model before the first tensor is converted
+            mlx.check(self.config, ())
         if self.recipes:
             for choice in (self.mixture.default, *(choice for _, choice in self.mixture.choices)):
                 self._of_choice(choice)

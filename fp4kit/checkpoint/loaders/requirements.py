@@ -40,7 +40,7 @@ from fp4kit.checkpoint.loaders.engines import SERVING, Finding, Severity, findin
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS, container_of
 from fp4kit.checkpoint.loaders.missing_tensors import consequence
 from fp4kit.checkpoint.loaders.observations import SPLIT_EXPERTS
-from fp4kit.checkpoint.loaders.support import cell, engines_for, family_of, known_traps
+from fp4kit.checkpoint.loaders.support import engines_for, family_of, known_traps, split_experts
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, split_module
 from fp4kit.formats import FLT_MIN
 
@@ -389,21 +389,6 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
             continue
         if each.status != "loads" and (applies_to_experts is None or applies_to_experts in experts):
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
-
-
-_SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Finding]:
-    """Yield a warning if experts are stored separately in a model whose experts transformers reads only as stacks.
-
-    container: one of ``containers.CONTAINERS``.
-    family: the model's family, one of ``support.FAMILIES``.
-    names: the names of the model's modules or tensors.
-    """
-    each = cell(container, family, "transformers")
-    if SPLIT_EXPERTS in each.note and any(map(_SEPARATE_EXPERT.search, names)):
-        yield finding("transformers", "warning", "model", f"wrong values: {SPLIT_EXPERTS}")
 
 
 _TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container -> rows per block

@@ -12,13 +12,14 @@ engine does. The table determines:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, MIXTURES, LoaderContainer, container
-from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
-from fp4kit.checkpoint.loaders.observations import RUNS
+from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, Finding, How, Status, finding, named
+from fp4kit.checkpoint.loaders.observations import RUNS, SPLIT_EXPERTS
 
 # Models whose experts transformers reads only as stacks. It splits the experts of llama4 if the checkpoint is quantized
 # in compressed-tensors' format.
@@ -226,6 +227,21 @@ def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
         f"vLLM: in a MIXED_PRECISION checkpoint, some versions load only {known} and take layers in"
         f" {', '.join(other)} for unquantized; {changed}--format compressed-tensors has no such limit"
     ]
+
+
+_SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Finding]:
+    """Yield a warning if experts are stored separately in a model whose experts transformers reads only as stacks.
+
+    container: one of ``containers.CONTAINERS``.
+    family: the model's family, one of FAMILIES.
+    names: the names of the model's modules or tensors.
+    """
+    each = cell(container, family, "transformers")
+    if SPLIT_EXPERTS in each.note and any(map(_SEPARATE_EXPERT.search, names)):
+        yield finding("transformers", "warning", "model", f"wrong values: {SPLIT_EXPERTS}")
 
 
 def family_of(config: Mapping[str, Any]) -> str:

@@ -34,9 +34,9 @@ from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_i
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, comfy_layers, looks_quantized
+from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, any_quantized, comfy_layers, looks_quantized
 from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.gguf_file import is_gguf
+from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
@@ -96,6 +96,8 @@ def account(
 ) -> tuple[Item, ...]:
     """Return every item of a checkpoint: first its tensors, then its configs, then its metadata.
 
+    If no layer is quantized, the configs and the metadata have no items.
+
     Args:
         tensors: tensor name -> (its file, its header entry), for all tensors of the checkpoint.
         weights: the weights that ``weights_of`` finds in the tensors.
@@ -108,13 +110,11 @@ def account(
         CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
     """
     patterns = tuple(ignore)
-    found = [
-        *_tensor_items(tensors, weights),
-        *_layers_named_twice(weights),
-        *config_items(config or {}, weights),
-        *hf_quant_items(hf_quant_config or {}, config or {}, weights),
-        *_metadata_items(tensors, weights),
-    ]
+    found = [*_tensor_items(tensors, weights), *_layers_named_twice(weights)]
+    if any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
+        found += config_items(config or {}, weights)
+        found += hf_quant_items(hf_quant_config or {}, config or {}, weights)
+        found += _metadata_items(tensors, weights)
     return tuple(
         item._replace(group=IGNORED)
         if item.group == REFUSED and any(fnmatchcase(item.name, pattern) for pattern in patterns)
@@ -624,17 +624,17 @@ _CONCERNS_WEIGHTS = re.compile(
 
 
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of the files' safetensors metadata. Yield nothing if no layer is quantized.
+    """Yield an item for each entry of the files' safetensors metadata.
 
     Also yield a refused item for each torchao layer without such an entry. ComfyUI's entry gives several items. The
     metadata of GGUF files is not checked here.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
-    if not quantized:
-        return
     files = {file.path: file for file, _ in tensors.values()}
     yield from _without_class(files.values(), quantized)
-    entries = {(key, text) for file in files.values() if not is_gguf(file.path) for key, text in file.metadata.items()}
+    entries = {
+        (key, text) for file in files.values() if not isinstance(file, GgufFile) for key, text in file.metadata.items()
+    }
     for key, text in sorted(entries):
         if key == COMFY_METADATA:
             yield from _comfy_metadata(text, quantized)
@@ -754,7 +754,7 @@ def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Wei
         files: the files of the checkpoint.
         quantized: module name -> quantized weight.
     """
-    keys = {key for file in files if not is_gguf(file.path) for key in file.metadata}
+    keys = {key for file in files if not isinstance(file, GgufFile) for key in file.metadata}
     for name, weight in quantized.items():
         form = weight.container
         if form is not None and form.method == "torchao" and not {name, f"{name}.weight"} & keys:

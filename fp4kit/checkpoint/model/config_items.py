@@ -687,16 +687,11 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
     - An unknown entry whose name sounds like quantization, such as rotation_config, is a refused item.
     - Entries that are null or empty are skipped.
 
-    If no layer is quantized, nothing is yielded. In that case, check_declared refuses a config that declares
-    quantization.
-
     Args:
         config: the content of config.json.
         weights: the weights that ``weights_of`` finds in the model.
     """
     layers = _layers(weights)
-    if not layers.forms:
-        return
     for prefix, section in sections(config):
         for key, value in section.items():
             if not value:
@@ -822,7 +817,7 @@ def lost_column_scales(
 def hf_quant_items(
     content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
 ) -> Iterator[Item]:
-    """Yield an item for each entry of hf_quant_config.json; none if no layer is quantized.
+    """Yield an item for each entry of hf_quant_config.json.
 
     Args:
         content: the content of the file.
@@ -831,7 +826,7 @@ def hf_quant_items(
     """
     known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
     layers = _layers(weights)
-    for key, value in content.items() if layers.forms else ():
+    for key, value in content.items():
         if key == "quantization" and isinstance(value, Mapping):
             yield from _entries(value, key, HF_QUANT_CONFIG, known, layers)
         elif key == "producer":

@@ -8,7 +8,7 @@ from typing import Any
 from fp4kit.checkpoint.model.config_items import METHODS
 from fp4kit.checkpoint.model.declarations import KEYS, sections
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, Source
-from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.model.weights import Weight, any_quantized
 from fp4kit.storage.errors import CheckpointError, shown
 
 
@@ -19,8 +19,7 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
         source: the model.
         weights: the weights that ``weights_of`` finds in the source.
     """
-    stored = [weight for weight in weights.values() if weight.container is not None]
-    why = "" if stored else unfulfilled(source.config, source.hf_quant_config)
+    why = "" if any_quantized(weights.values()) else unfulfilled(source.config, source.hf_quant_config)
     if why:
         raise CheckpointError(why)
 

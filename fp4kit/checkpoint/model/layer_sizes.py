@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import shown
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 _N, _K = 0, 1
 # Other names of layers -> the names that _AXES uses.
@@ -122,6 +123,34 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
         needed = output.shape[_K]
         if query.shape[_N] not in (needed, 2 * needed):  # a gate of the output doubles the rows
             yield Misfit(query, _N, needed, ("o_proj",))
+
+
+def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:
+    """Return the header entry of a layer's bias; None if it has none. A stack of experts may have a bias too.
+
+    Args:
+        weight: the layer.
+        tensors: name -> header entry, for the tensors of the model.
+    """
+    names = (f"{weight.name}.bias", f"{weight.name}_bias")
+    return next((tensors[name] for name in names if name in tensors), None)
+
+
+def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield a warning per layer whose bias is not one float per row of the layer.
+
+    Args:
+        weights: the weights of a model.
+        tensors: name -> header entry, for the tensors of the model.
+    """
+    for weight in weights:
+        bias, rows = bias_of(weight, tensors), weight.shape[:-1]
+        if bias is None or (tuple(bias.shape) == rows and bias.dtype in FLOAT_DTYPES):
+            continue
+        yield (
+            f"{shown(weight.name)} {list(weight.shape)}: has {rows[-1]} rows, but its bias is {bias.dtype}"
+            f" {list(bias.shape)}; take the layer from another copy of the model"
+        )
 
 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:

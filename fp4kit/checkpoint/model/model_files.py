@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers.ggml_names import config_of
+from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, config_of
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
@@ -352,6 +352,14 @@ def hint_on_path(path: Path) -> str:
     return f"; for the hub's {name[1]}, run hf download {name[1]} --local-dir DIR and pass DIR"
 
 
+def is_gguf_config(config: Mapping[str, Any]) -> bool:
+    """Return whether ``config`` was built from the header of a GGUF file, as ggml_names.config_of does.
+
+    Such a config belongs to a GGUF file. The config of a model directory is config.json.
+    """
+    return ARCHITECTURE in config
+
+
 def open_source(root: Path) -> Source:
     """Open and check a model without reading tensor data, and return it as a Source.
 
@@ -362,19 +370,24 @@ def open_source(root: Path) -> Source:
     Raises:
         CheckpointError: if a file is missing or damaged, or if files contradict each other.
     """
-    if is_gguf(root):
-        parts = read_gguf_model(root)
-        return Source(root, config_of(parts[0].metadata), parts, (), False)
-    if root.suffix.lower() == ".safetensors" and resolved(root).is_file() and not _is_part_of_model(root):
-        return Source(root, {}, (read_header(resolved(root), root.name),), (), False)
-    if not resolved(root).is_dir():
-        state = "is a file" if root.exists() else "does not exist"
-        raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed{hint_on_path(root)}")
+    if not root.is_dir():
+        return _open_file(root)
     files, ignored, has_index = open_model_files(root)
     if not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{CONFIG}: is missing in {root}; {_hint_on_config(root)}")
     config = load_object(existing_file(root, CONFIG), CONFIG)
     return Source(root, config, files, ignored, has_index)
+
+
+def _open_file(path: Path) -> Source:
+    """Open and check a model that is a file, as open_source does. Raise CheckpointError if there is no such model."""
+    if is_gguf(path):
+        parts = read_gguf_model(path)
+        return Source(path, config_of(parts[0].metadata), parts, (), False)
+    if path.suffix.lower() == ".safetensors" and resolved(path).is_file() and not _is_part_of_model(path):
+        return Source(path, {}, (read_header(resolved(path), path.name),), (), False)
+    state = "is a file" if resolved(path).exists() else "does not exist"
+    raise CheckpointError(f"{path}: {state}; a Hugging Face model directory is needed{hint_on_path(path)}")
 
 
 def _is_part_of_model(path: Path) -> bool:

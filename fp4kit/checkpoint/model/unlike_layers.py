@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.model.layer_sizes import bias_of
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.storage.errors import listed, shown
+from fp4kit.storage.errors import listed
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 _NUMBER = re.compile(r"\d+")
@@ -106,33 +107,4 @@ def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
         yield (
             f"{listed(names)}: {what} in {dtype}, but in {usual} in {counts[usual]:,} of {len(dtypes):,} layers of this"
             " format; if the numbers were not converted, values are wrong; run fp4kit verify with --source"
-        )
-
-
-def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """Return the header entry of a layer's bias; None if it has none. A stack of experts may have a bias too.
-
-    Args:
-        weight: the layer.
-        tensors: name -> header entry, for the tensors of the model.
-    """
-    names = (f"{weight.name}.bias", f"{weight.name}_bias")
-    return next((tensors[name] for name in names if name in tensors), None)
-
-
-def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning per layer whose bias is not one float per row of the layer.
-
-
-    Args:
-        weights: the weights of a model.
-        tensors: name -> header entry, for the tensors of the model.
-    """
-    for weight in weights:
-        bias, rows = bias_of(weight, tensors), weight.shape[:-1]
-        if bias is None or (tuple(bias.shape) == rows and bias.dtype in FLOAT_DTYPES):
-            continue
-        yield (
-            f"{shown(weight.name)} {list(weight.shape)}: has {rows[-1]} rows, but its bias is {bias.dtype}"
-            f" {list(bias.shape)}; take the layer from another copy of the model"
         )

@@ -207,6 +207,11 @@ def looks_quantized(entry: TensorEntry) -> bool:
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
 
 
+def any_quantized(weights: Iterable[Weight]) -> bool:
+    """Return whether at least one of the weights is quantized."""
+    return any(weight.container is not None for weight in weights)
+
+
 def weights_of(
     tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
 ) -> dict[str, Weight]:

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, PATTERNS, RECI
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
-from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, weights_of
 from fp4kit.checkpoint.plan.row_orders import (
@@ -55,11 +55,11 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
         CheckpointError: if not exactly one of the two is a GGUF file, or if no layer corresponds. Also if the gguf
             package is missing or does not know the architecture.
     """
-    if _is_file(model) == _is_file(donor):
+    if is_gguf_config(model.config) == is_gguf_config(donor.config):
         raise CheckpointError(
             "--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"
         )
-    names, origins = GgufNames(model if _is_file(model) else donor, "--codes"), _origins(donor)
+    names, origins = GgufNames(model if is_gguf_config(model.config) else donor, "--codes"), _origins(donor)
     found = {names.of(donor, layer): origin for layer, origin in origins.items()}
     taken = dict(weights)
     with Readers() as readers:
@@ -83,18 +83,13 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
     return taken
 
 
-def _is_file(source: Source) -> bool:
-    """Return whether a source is a GGUF file; False for a model directory."""
-    return ARCHITECTURE in source.config
-
-
 def _origins(source: Source) -> dict[_Layer, Origin]:
     """Find the rows that store the MXFP4 or NVFP4 codes of a model's layers. Return them by (module, expert).
 
     A stack of experts in a GGUF file gives one entry per expert, with the stack's name and the expert's index. A stack
     in a model directory gives one entry per layer of an expert, with the name of that layer and the index 0.
     """
-    form, found = GGUF_NVFP4 if _is_file(source) else CT_NVFP4, {}
+    form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
     for weight in weights_of(source.tensors, source.config).values():
         if weight.container is not None and weight.container.kind in _KINDS:
             for piece in pieces(gate_first(weight, source.config), form, source.config, False):
@@ -111,7 +106,7 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
     model directory, the layers of each expert have names of their own, with expert 0; a gate_up stack gives gate and up
     of each expert.
     """
-    if len(weight.shape) == 2 or _is_file(model):
+    if len(weight.shape) == 2 or is_gguf_config(model.config):
         return [(weight.name, e) for e in range(weight.experts)]
     stack = gate_first(weight, model.config)
     return [(name, 0) for e in range(weight.experts) for name, _ in parts_of(stack, e, model.config)]
@@ -188,7 +183,7 @@ class GgufNames:
 
         If ``source`` is a GGUF file, this is ``layer`` itself.
         """
-        if _is_file(source):
+        if is_gguf_config(source.config):
             return layer
         module = layer[0].replace("language_model.", "")
         match = _EXPERT.fullmatch(module)
@@ -210,7 +205,7 @@ class GgufNames:
         """
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
-        return order_of_heads(leaf, weight.shape[-2], self._config, _is_file(source))
+        return order_of_heads(leaf, weight.shape[-2], self._config, is_gguf_config(source.config))
 
 
 def recorded_recipe(source: Source) -> str:
@@ -222,7 +217,7 @@ def recorded_recipe(source: Source) -> str:
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
     found = own.get("recipe") if isinstance(own, Mapping) else None
-    if isinstance(found, str) or isinstance(declared, Mapping) or _is_file(source):
+    if isinstance(found, str) or isinstance(declared, Mapping) or is_gguf_config(source.config):
         return found if isinstance(found, str) else ""
     return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
 

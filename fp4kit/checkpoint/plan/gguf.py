@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from fp4kit.checkpoint.containers import ggml_names
 from fp4kit.checkpoint.containers.container import Container
@@ -13,14 +12,6 @@ from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 
 FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
-
-
-def is_gguf_config(config: Mapping[str, Any]) -> bool:
-    """Return whether ``config`` was built from the header of a GGUF file, as ggml_names.config_of does.
-
-    Such a config belongs to a GGUF file. The config of a model directory is config.json.
-    """
-    return ggml_names.ARCHITECTURE in config
 
 
 def stores(recipe: Recipe) -> bool:
@@ -44,18 +35,16 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if a GGUF file cannot be converted. A model directory always passes.
+    """Raise CheckpointError if a GGUF file cannot be converted.
 
     A GGUF file fails if it is an image or audio projector. It also fails if ``form`` stores tensor scales and llama.cpp
     cannot use a tensor scale for one of the modules.
 
     Args:
-        source: the model to convert.
+        source: the GGUF file to convert.
         form: the container to write, or None to write unquantized tensors.
         modules: the names of the modules to quantize.
     """
-    if not is_gguf_config(source.config):
-        return
     file = source.files[0]
     if source.config[ggml_names.ARCHITECTURE] == "clip":
         raise CheckpointError(

@@ -12,8 +12,8 @@ from typing import Any
 
 from fp4kit.checkpoint.model import layer_sizes
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
-from fp4kit.checkpoint.model.unlike_layers import unfit_biases, unlike_layers
-from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.model.unlike_layers import unlike_layers
+from fp4kit.checkpoint.model.weights import Weight, any_quantized
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
@@ -144,8 +144,9 @@ def doubtful_layers(
     cut = layer_sizes.misfits(weights, config)
     yield from (misfit.text for misfit in cut)
     entries = {name: entry for name, (_, entry) in tensors.items()}
-    yield from unfit_biases(weights, entries)
-    yield from unlike_layers(weights, entries)
+    yield from layer_sizes.unfit_biases(weights, entries)
+    if any_quantized(weights):
+        yield from unlike_layers(weights, entries)
     names = {misfit.weight.name for misfit in cut}
     yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
 

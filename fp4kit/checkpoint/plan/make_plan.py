@@ -10,9 +10,9 @@ from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.model import closed_world, side_files, transforms, wrapper_names
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declared_quantization import check_declared
-from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, open_source
-from fp4kit.checkpoint.model.weights import weights_of
-from fp4kit.checkpoint.plan import gguf, kv_cache, layer_checks, scale_search
+from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
+from fp4kit.checkpoint.model.weights import any_quantized, weights_of
+from fp4kit.checkpoint.plan import kv_cache, layer_checks
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import (
     borrow_codes,
@@ -25,6 +25,7 @@ from fp4kit.checkpoint.plan.plan_facts import PlanFacts
 from fp4kit.checkpoint.plan.plan_tensors import recorded, shard_plan
 from fp4kit.checkpoint.plan.plan_warnings import different_tensor_scales, exclusions_of, unmeasured
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
@@ -40,7 +41,7 @@ def make_plan(
     requantize: bool = False,
     nonfinite: str = "error",
     codes: str | Path | None = None,
-    search: scale_search.ScaleSearch | None = None,
+    search: ScaleSearch | None = None,
     activations: Activations | None = None,
     ignore: Iterable[str] = (),
     split_max_size: int | None = None,
@@ -140,12 +141,13 @@ def _plan(facts: PlanFacts) -> Plan:
             " format than bf16"
         )
     shards = tuple(shard_plan(facts, file, *recorded(facts)) for file in facts.source.files)
-    if gguf.is_gguf_config(facts.config):
+    if is_gguf_config(facts.config):
         shards = (_joined(shards),)
     if facts.request.split_max_size is not None:
         parts_of(shards[0].outputs, {}, facts.request.split_max_size)  # raises if the limit is too small
     _check_outputs(shards)
-    found = scale_search.check_layers(facts.request.search, (tensor for shard in shards for tensor in shard.tensors))
+    search = facts.request.search
+    found = () if search is None else search.check_layers(tensor for shard in shards for tensor in shard.tensors)
     ignore, warnings = exclusions_of(facts)
     warnings += found
     names = {file.name for file in facts.source.files} | {INDEX, DIFFUSERS_INDEX}
@@ -158,8 +160,9 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += tuple(layer_checks.missing_experts(weight.name for weight in facts.weights.values()))
     warnings += tuple(layer_checks.wide_floats(facts.others()) if facts.form is not None else ())
     warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))
-    lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
-    warnings += (lost,) if lost else ()
+    if any_quantized(facts.weights.values()):
+        lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
+        warnings += (lost,) if lost else ()
     if facts.kv_cache.is_carried(format):
         found_troubles = kv_cache.troubles(facts.source.tensors)
         warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)

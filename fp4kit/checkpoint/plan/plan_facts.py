@@ -7,7 +7,7 @@ share a tensor scale, because loaders fuse them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,20 +22,18 @@ from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
-from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
 from fp4kit.checkpoint.plan import gguf, kv_cache, layer_checks
-from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
-from fp4kit.checkpoint.plan.job import (
-    CARRY,
-    RENAME,
-)
+from fp4kit.checkpoint.plan.job import CARRY, QUANTIZE, RENAME, REQUANTIZE, action_of, target_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
+from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, check, decide
+from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
@@ -91,17 +89,16 @@ class PlanFacts:
         self.form = next(iter(self.forms)) if len(self.forms) == 1 else self.form
         self.input_scaled = frozenset(form.name for form, own in self.forms.items() if self._has_input_scale(form, own))
         self.has_input_scale = self.form is not None and self.form.name in self.input_scaled
-        mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
-        comfy.check(self.form, {weight.name: weight.shape for weight in self.selected.values()})
-        gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
+        self._check_engine()
         for form in self.forms:
             check_input_scale(form, form.name in self.input_scaled)
         self._check_recipes()
         self.groups = self._groups()
         self.actions = self._actions()
         self.input_amaxes = self._input_amaxes()
-        if not request.requantize:
-            fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
+        carried = [self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY]
+        if carried and not request.requantize:
+            fp8_to_mxfp8.check(carried)
 
     def _decisions(self) -> dict[str, Decision]:
         """Decide for all weights and all other tensors whether to convert them. Return a dict by tensor name.
@@ -176,6 +173,16 @@ class PlanFacts:
         """
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
+    def _check_engine(self) -> None:
+        """Raise CheckpointError if a format has only one engine, and this engine could not load the selected layers."""
+        shapes = {weight.name: weight.shape for weight in self.selected.values()}
+        if is_gguf_config(self.config):
+            gguf.check(self.source, self.form, shapes)
+        elif self.form is not None and self.form.format == mlx.FORMAT:
+            mlx.check(self.config, shapes)
+        elif self.form is not None and self.form.format == comfy.FORMAT:
+            comfy.check(self.form, shapes)
+
     def _check_recipes(self) -> None:
         """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes."""
         if not self.request.recipes:
@@ -233,7 +240,7 @@ class PlanFacts:
                 if name in self.groups:
                     groups[self.groups[name]].add(tensor)
         choices = {tensor: self.mixture.of(weight.name) for tensor, weight in self.selected.items()}
-        return actions_of(self.selected, groups, choices, self.request.requantize)
+        return _actions_of(self.selected, groups, choices, self.request.requantize)
 
     def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
         """Return whether the layers of a container get an input scale: from the user, or their own if all have one.
@@ -301,3 +308,81 @@ class PlanFacts:
         """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)
+
+
+def _actions_of(
+    selected: Mapping[str, Weight],
+    groups: Mapping[str, Collection[str]],
+    choices: Mapping[str, LayerQuantization],
+    requantize: bool,
+) -> dict[str, str]:
+    """Choose one of the actions in job.py for each weight to convert. Return a dict from tensor name to action.
+
+    If weights that share a tensor scale would get different actions, the quantized ones among them are requantized.
+
+    Args:
+        selected: the weights to convert, by the name of the tensor with their values or codes.
+        groups: group name -> the tensor names of the weights that share a tensor scale.
+        choices: the recipe and the container of each weight to convert, by the same names.
+        requantize: True to allow requantizing.
+
+    Raises:
+        CheckpointError: in one of these cases:
+
+            - A weight would be requantized, but ``requantize`` is False.
+            - Weights that share a tensor scale have different dtypes, and the recipe rounds the scale to the dtype (see
+              _check_dtypes).
+    """
+    forms = {name: _written(choices[name]) for name in selected}
+    found = {name: action_of(weight, target_of(weight.container, forms[name])) for name, weight in selected.items()}
+    mixed: dict[str, str] = {}
+    for group, names in groups.items():
+        for name in names:
+            _check_dtypes(group, [selected[one] for one in names], choices[name].recipe)
+        if len({found[name] for name in names}) > 1:
+            mixed |= {name: group for name in names if found[name] != QUANTIZE}
+    found |= dict.fromkeys(mixed, REQUANTIZE)
+    lossy = next((name for name, action in found.items() if action == REQUANTIZE), None)
+    if lossy is not None and not requantize:
+        raise CheckpointError(_loss(selected[lossy], forms[lossy], mixed.get(lossy)))
+    return found
+
+
+def _written(choice: LayerQuantization) -> Container:
+    """Return the container of a choice, which must be quantized."""
+    assert choice.form is not None
+    return choice.form
+
+
+def _loss(weight: Weight, form: Container, group: str | None) -> str:
+    """Return the error message for a weight that would have to be requantized although that is not allowed.
+
+    Args:
+        weight: the weight, which is quantized.
+        form: the container to write.
+        group: the name of the group of weights that share a tensor scale, if the group is the reason; otherwise None.
+    """
+    why = f"quantizing it as {form} would change its values"
+    if group is not None:
+        why = f"it shares a tensor scale with layers that are stored differently: {shown(group)}"
+    way_out = "use --requantize to allow that, or convert the unquantized release"
+    return f"{shown(weight.name)}: is already quantized as {weight.container}, and {why}; {way_out}"
+
+
+def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> None:
+    """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
+
+    Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. A
+    quantized weight counts as float32.
+
+    Args:
+        group: the name of the group of weights that share the tensor scale, for the error message.
+        weights: the weights of the group.
+        recipe: the recipe of the weights.
+    """
+    dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
+    if len(dtypes) > 1 and recipe.tensor_rule == "compressed_tensors":
+        raise CheckpointError(
+            f"{shown(group)}: these layers share a tensor scale, but {recipe.id} rounds it to each layer's"
+            f" dtype ({', '.join(dtypes)}); use another recipe"
+        )

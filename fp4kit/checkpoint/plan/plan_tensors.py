@@ -15,8 +15,8 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.layers import Piece, pieces, unquantized_pieces
+from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, is_interleaved, located, part_names
-from fp4kit.checkpoint.plan import gguf, scale_search
 from fp4kit.checkpoint.plan.borrowed_codes import (
     recorded_patterns,
     recorded_recipe,
@@ -63,9 +63,9 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
     own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
     if patterns:
         own[PATTERNS] = json.dumps({"recipes": patterns})
-    if gguf.is_gguf_config(facts.config) and facts.request.search is not None:
+    if is_gguf_config(facts.config) and facts.request.search is not None:
         own[SCALE_SEARCH] = facts.request.search.words.removeprefix("searched by ")
-    taken_over = {} if gguf.is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
+    taken_over = {} if is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
     taken_over.pop(PATTERNS, None)
     if facts.form is not None and facts.form.format == mlx.FORMAT:
         taken_over["format"] = mlx.FORMAT
@@ -173,7 +173,8 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
     shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
     made_by = facts.mixture.of(weight.name).recipe
     words = _WORDS[action] + (f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else "")
-    words += scale_search.words_of(facts.request.search, action, made_by)
+    search = facts.request.search
+    words += "" if search is None else search.words_for(action, made_by)
     reason = f"{facts.decisions[weight.tensor].reason}: {words}{shared}"
     about = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
     return TensorPlan(*about, group=groups, recipe=made_by)

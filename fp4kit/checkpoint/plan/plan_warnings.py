@@ -35,7 +35,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     if facts.form is None:
         family, names = support.family_of(facts.config), [weight.name for weight in facts.weights.values()]
-        return (), tuple(shown(str(found)) for found in requirements.split_experts("bf16", family, names))
+        return (), tuple(shown(str(found)) for found in support.split_experts("bf16", family, names))
     quantized = [
         w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized())
     ]
@@ -49,7 +49,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)
     ids = [container_id(form, form.name in facts.input_scaled) for form in facts.forms]
     warnings += support.mixture_warnings(ids)
-    for form in facts.forms:
+    for form in (form for form in facts.forms if form.block[0] > 1):
         rows = {w.name: w.shape[-2] for w in quantized if facts.form_of(w.name) is form}
         warnings += [shown(str(found)) for found in requirements.partial_blocks(container_id(form, False), rows)]
     warnings += [*_rows_of_other_length(facts), *filter(None, [diffusers_classes.warning(facts.config)])]
@@ -59,7 +59,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     subtrees = sorted({found.subtree for found in facts.decisions.values() if found.subtree is not None})
     ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
     warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
-    separate = requirements.split_experts(declared.id, support.family_of(facts.config), converted)
+    separate = support.split_experts(declared.id, support.family_of(facts.config), converted)
     warnings += [shown(str(found)) for found in separate]
     return ignore, tuple(warnings)
 
@@ -100,12 +100,16 @@ def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
     if facts.form is None or facts.form.format not in ("modelopt", "compressed-tensors"):
         return
     # Engines encode FP8 layers anew with the largest scale of a fused layer, so scales of FP8 may differ.
+    kept = [
+        weight
+        for tensor, weight in facts.selected.items()
+        if facts.actions[tensor] == RENAME and len(weight.shape) == 2 and TENSOR_SCALE in weight.parts
+        if weight.container is not None and weight.container.scale is not None and weight.name in facts.groups
+    ]
     stored: dict[str, set[float]] = defaultdict(set)
-    with Readers() as readers:
-        for tensor, weight in facts.selected.items():
-            kept = facts.actions[tensor] == RENAME and len(weight.shape) == 2 and TENSOR_SCALE in weight.parts
-            kept = kept and weight.container is not None and weight.container.scale is not None
-            if kept and weight.name in facts.groups:
+    if kept:
+        with Readers() as readers:
+            for weight in kept:
                 stored[facts.groups[weight.name]].add(float(scalar_of(readers, weight, TENSOR_SCALE)))
     names = [group for group, scales in stored.items() if len(scales) > 1]
     if names:

@@ -14,6 +14,7 @@ from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WR
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8
 from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.plan import gguf
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
@@ -140,7 +141,7 @@ class Request:
         """
         if not self.recipes:
             return Mixture(LayerQuantization(self.recipe, self.form_for(config)), ())
-        if gguf.is_gguf_config(config):
+        if is_gguf_config(config):
             raise CheckpointError(
                 f"--recipe {shown(self.recipes[0][0])}=...: a GGUF file records one recipe; give one --recipe without a"
                 " pattern"
@@ -211,7 +212,7 @@ class Request:
                 - The container does not support a requested input scale.
                 - split_max_size is given, and the model is not a GGUF file.
         """
-        if gguf.is_gguf_config(config):
+        if is_gguf_config(config):
             return self._gguf_form()
         if self.split_max_size is not None:
             raise CheckpointError("split-max-size: only GGUF models are split; leave it out")

@@ -266,6 +266,39 @@ class ScaleSearch:
         """
         return not isinstance(self.columns, Imatrix) and self.columns_of(layer) is None
 
+    def check_layers(self, tensors: Iterable[Any]) -> tuple[str, ...]:
+        """Check that the search fits the layers of a plan, and return warnings; () if there are none.
+
+        Args:
+            tensors: the plans of all tensors (plan.TensorPlan).
+
+        Raises:
+            CheckpointError: if no layer gets new codes by a recipe whose scales can be searched, or if column weights
+                are missing or invalid. An imatrix may lack layers; a warning names them.
+        """
+        searched = (t for t in tensors if t.action in SEARCHED and t.recipe is not None and self.supports(t.recipe))
+        pieces = [piece for tensor in searched for piece in tensor.pieces]
+        if not pieces:
+            raise CheckpointError(
+                "scale search: no layer gets new codes, so there are no scales to search; leave it out"
+            )
+        if isinstance(self.columns, Imatrix):
+            return self.columns.check((piece.module, piece.weight, piece.expert) for piece in pieces)
+        if self.columns is not None:
+            self.columns.check((piece.module, piece.weight) for piece in pieces)
+        return ()
+
+    def words_for(self, action: str, recipe: Recipe) -> str:
+        """Return the words to add to TensorPlan.reason for a layer of a plan: ", scales searched by mse".
+
+        Return "" if the action computes no new codes, or if the recipe's scales cannot be searched.
+
+        Args:
+            action: what happens to the layer, one of the actions in job.py.
+            recipe: the recipe of the layer.
+        """
+        return f", scales {self.words}" if action in SEARCHED and self.supports(recipe) else ""
+
 
 def recorded_search(
     request: Mapping[str, Any], config: Mapping[str, Any], requested: ScaleSearch | None
@@ -303,44 +336,6 @@ def recorded_search(
         return ScaleSearch(objective), weighted, []
     except CheckpointError:
         return None, weighted, [f"the checkpoint records an unknown scale search: {shown(str(objective))}"]
-
-
-def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[str, ...]:
-    """Check that a scale search fits the layers of a plan, and return warnings; () if there are none.
-
-    Args:
-        search: the user's scale search; with None, nothing is checked.
-        tensors: the plans of all tensors (plan.TensorPlan).
-
-    Raises:
-        CheckpointError: if no layer gets new codes by a recipe whose scales can be searched, or if column weights are
-            missing or invalid. An imatrix may lack layers; a warning names them.
-    """
-    if search is None:
-        return ()
-    searched = (t for t in tensors if t.action in SEARCHED and t.recipe is not None and search.supports(t.recipe))
-    pieces = [piece for tensor in searched for piece in tensor.pieces]
-    if not pieces:
-        raise CheckpointError("scale search: no layer gets new codes, so there are no scales to search; leave it out")
-    if isinstance(search.columns, Imatrix):
-        return search.columns.check((piece.module, piece.weight, piece.expert) for piece in pieces)
-    if search.columns is not None:
-        search.columns.check((piece.module, piece.weight) for piece in pieces)
-    return ()
-
-
-def words_of(search: ScaleSearch | None, action: str, recipe: Recipe) -> str:
-    """Return the words to add to TensorPlan.reason for a layer whose scales are searched: ", scales searched by mse".
-
-    Return "" if ``search`` is None, the action computes no new codes, or the recipe's scales cannot be searched.
-
-    Args:
-        search: the user's scale search, or None.
-        action: what happens to the layer, one of the actions in job.py.
-        recipe: the recipe of the layer.
-    """
-    searched = search is not None and action in SEARCHED and search.supports(recipe)
-    return f", scales {search.words}" if search is not None and searched else ""
 
 
 class Losses(NamedTuple):

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from fp4kit.checkpoint.containers import ggml_names
+from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
@@ -285,7 +286,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
         counts[0] if counts else None,
         str(config.get("model_type", "")),
         has_encoder,
-        ggml_names.ARCHITECTURE in config,
+        is_gguf_config(config),
         diffusers_classes.class_of(config),
     )
 

@@ -27,6 +27,7 @@ from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.layer_sizes import tied_head
+from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.weights import Weight, part_names
@@ -167,7 +168,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     tensor_scales: tensor name -> stored value, for tensor scales and input scales.
     """
     form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
-    if ggml_names.ARCHITECTURE in config:
+    if is_gguf_config(config):
         scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
         found = ggml_names.scale_troubles(config[ggml_names.ARCHITECTURE], scaled, model.tensors)
         return [Issue("error", name, text, ggml_names.ENGINE) for name, text in found]

@@ -40,12 +40,12 @@ from fp4kit.checkpoint.model.model_files import (
     INDEX,
     Source,
     existing_file,
+    is_gguf_config,
     open_source,
 )
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
-from fp4kit.checkpoint.plan.gguf import is_gguf_config
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.storage.errors import CheckpointError, shown

@@ -26,7 +26,7 @@ from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, e
 from fp4kit.checkpoint.model.manifest import differences
 from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.plan.plan_jobs import jobs_of
+from fp4kit.checkpoint.plan.plan import jobs_of
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import run_all
 
