@@ -131,7 +131,10 @@ class ElementFormat:
             )
 
     def _check_float(self) -> None:
-        """Raise ValueError unless the fields describe a float format whose values are all exact in float32."""
+        """Raise ValueError unless the fields describe a float format whose values are all exact in float32.
+
+        The format must have a finite value other than zero. Only E8M0 may lack a zero.
+        """
         facts = (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.signed)
         if not self.has_zero and facts != (8, 0, 127, "nan", False):
             raise ValueError(f"ElementFormat {self.name}: has_zero is False; needs True for every format but E8M0")

@@ -93,6 +93,8 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
     """Return the ids of the recipes that the names stand for, each once; () for no names.
 
+    Raise ValueError for an unknown name.
+
     families: True if the name of a format or a producer stands for all its recipes. False if a name such as "nvfp4"
         stands for one recipe, of which it is an alias.
     """

@@ -593,7 +593,7 @@ def _values(w: Weights) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two arrays are equal, or both None. False if only one of them is None."""
+    """Return whether two arrays are equal in shape and values, or both None. False if only one of them is None."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 

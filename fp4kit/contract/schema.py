@@ -469,7 +469,10 @@ def _layer_pattern(parameter: str) -> str:
 
 
 def _pattern(pair: Any) -> tuple[str, Recipe | None]:
-    """Return a (pattern, recipe or None) pair with its recipe looked up. Raise TypeError for anything else."""
+    """Return a (pattern, recipe or None) pair with its recipe looked up.
+
+    Raise TypeError for anything else, and ValueError for an unknown recipe.
+    """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{OP}: patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
     pattern, recipe = pair

@@ -416,8 +416,9 @@ def _on_host(array: Any) -> Any:
 def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
     """Return the arrays of a cache, with scales of float8_e4m3fn viewed as uint8.
 
-    Raise TypeError or ValueError unless the number of arrays, their dtypes and dimensions, and the lengths of their
-    last axes fit the layout.
+    Raise TypeError unless all arrays are bytes of NumPy or all are bytes of CuPy. Raise ValueError unless the number of
+    arrays and their numbers of axes fit the layout. For the vllm container, _check_pages checks the pages too. The
+    lengths of the other axes are left to the caller.
     """
     names = _ARRAYS[layout.container]
     if len(arrays) != len(names):

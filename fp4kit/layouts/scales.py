@@ -52,7 +52,8 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
     Raises:
         TypeError: shape is not a sequence of ints.
-        ValueError: the layout is unknown, or a swizzled layout gets a shape of fewer than two axes.
+        ValueError: the layout is unknown, a length is negative, or a swizzled layout gets a shape of fewer than two
+            axes.
 
     Examples:
         >>> from fp4kit import layouts
@@ -121,7 +122,8 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
     Raises:
         TypeError: scales are not a NumPy or CuPy array, or shape is not a sequence of ints.
-        ValueError: the layout is unknown, or scales do not have the size that the layout needs.
+        ValueError: the layout is unknown, a length is negative, a swizzled layout gets a shape of fewer than two axes,
+            or scales do not have the size that the layout needs.
 
     Examples:
         >>> import numpy as np
@@ -149,7 +151,8 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the number of scales is the one that a layout needs, padding included.
 
-    Also raise ValueError if the layout is unknown or a length is negative.
+    Also raise ValueError if the layout is unknown, if a length is negative, or if a swizzled layout gets a shape of
+    fewer than two axes.
 
     shape: the shape (..., R, C) of the scales in linear layout. scales may have any shape.
     """
