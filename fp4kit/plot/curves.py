@@ -61,12 +61,15 @@ def error_against_scale(
     """Draw the error of a block under each possible block scale, and mark the scales that recipes choose.
 
     The error is the mean squared error of the decoded values. For the curve, the first recipe quantizes the block once
-    under every positive scale of its format. The curve is drawn within a factor of 6 of the best scale.
+    under every positive scale of its format. If its block scales are float32 or 16-bit numbers, the recipe instead
+    quantizes the block under the scales that it computes from 256 amaxes per octave. The curve is drawn within a factor
+    of 6 of the best scale.
 
     Args:
         x: one block: a float32, float16 or bfloat16 array of the block size.
         recipes: one or several recipes with equal element and scale formats, in blocks of one row.
-        tensor_amax: the amax of the tensor that the block comes from; None uses the amax of x.
+        tensor_amax: the amax of the tensor that the block comes from, or of its row for recipes with one tensor scale
+            per row. None uses the amax of x. Recipes without a tensor scale per tensor or row ignore it.
         ax: the Axes to draw on.
 
     Returns:
@@ -76,8 +79,14 @@ def error_against_scale(
         TypeError: x is not an array of numbers, or a recipe is neither an id nor a Recipe.
         ValueError: x is not one block, is not finite, or consists of zeros.
         ValueError: recipes is empty, or the formats or blocks of two recipes differ.
-        ValueError: a recipe is unknown, has no codes or no block scales, has blocks of several rows, or has one tensor
-            scale per row or block.
+        ValueError: a recipe is unknown, has no codes or no blocks, or has blocks of several rows.
+
+    Examples:
+        >>> import fp4kit.plot, numpy as np
+        >>> nf4 = fp4kit.custom_recipe("my-nf4", fp4kit.formats.NF4, "bfloat16", block=64)
+        >>> ax = fp4kit.plot.error_against_scale(np.linspace(-1, 2, 64, dtype=np.float32), nf4)
+        >>> [line.get_label() for line in ax.lines]
+        ['sampled scales', 'smallest error', 'my-nf4']
     """
     op = "plot.error_against_scale"
     given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)
@@ -88,26 +97,21 @@ def error_against_scale(
         raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
     if not np.isfinite(array).all() or not array.any():
         raise ValueError(f"{op}: x holds a NaN or an infinity, or only zeros; needs finite numbers")
-    assert first.scale is not None
-    codes = np.flatnonzero((first.scale.values > 0) & np.isfinite(first.scale.values)).astype(np.uint8)
     found = [_quantized(array, r, tensor_amax) for r in chosen]
-    rows = np.broadcast_to(array, (len(codes), len(array)))
-    all_scales = quantize(rows, first, block_scale=codes[:, None], tensor_scale=found[0].tensor_scale)
-    errors = _mean_square(dequantize(all_scales, np.float32), array)
-    tensor = 1 if found[0].tensor_scale is None else float(found[0].tensor_scale)
-    scales = first.scale.values[codes].astype(np.float64) * tensor
-    order = np.argsort(scales)
-    near = order[(scales[order] > scales[errors.argmin()] / 6) & (scales[order] < scales[errors.argmin()] * 6)]
-    ax = axes(ax, 8, 4)
-    ax.plot(scales[near], errors[near], "-", color=GREY, marker=".", label="every scale")
+    scales, values = _swept(array, first, found[0])
+    errors = _mean_square(values, array)
     best = int(errors.argmin())
-    ax.plot(scales[best], errors[best], "o", color="black", fillstyle="none", markersize=15, label="least error")
+    order = np.argsort(scales)
+    near = order[(scales[order] > scales[best] / 6) & (scales[order] < scales[best] * 6)]
+    ax = axes(ax, 8, 4)
+    label = "sampled scales" if first.scale is None else "every scale"
+    ax.plot(scales[near], errors[near], "-", color=GREY, marker=".", label=label)
+    ax.plot(scales[best], errors[best], "o", color="black", fillstyle="none", markersize=15, label="smallest error")
     for i, (r, q) in enumerate(zip(chosen, found, strict=True)):
         error = _mean_square(dequantize(q, np.float32), array)
-        factor = 1 if q.tensor_scale is None else float(q.tensor_scale)
-        at = float(r.scale.values[int(q.block_scale.reshape(-1)[0])]) * factor if r.scale else 1.0
-        ax.plot(at, error, MARKS[i % len(MARKS)], color=(BLUE, ORANGE)[i % 2], markersize=8, label=r.id)
-    ax.set(xscale="log", yscale="log", xlabel="block scale × tensor scale", ylabel="mean squared error")
+        mark = {"marker": MARKS[i % len(MARKS)], "color": (BLUE, ORANGE)[i % 2], "markersize": 8}
+        ax.plot(_scale_of(q, r), error, linestyle="none", label=r.id, **mark)
+    ax.set(xscale="log", yscale="log", xlabel=_scale_name(first), ylabel="mean squared error")
     ax.legend(frameon=False, fontsize=9)
     without_frame(ax)
     return ax
@@ -117,25 +121,57 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
     """Return the first recipe.
 
     Raise ValueError if there is no recipe, if the formats or blocks of two recipes differ, or if a recipe has no codes,
-    no block scales, blocks of several rows, or more than one tensor scale.
+    no blocks, or blocks of several rows.
     """
     if not recipes:
         raise ValueError(f"{op}: recipes is empty; needs at least one recipe")
     first = recipes[0]
     for r in recipes:
-        if r.scale is None or r.fake_only or r.block_rows > 1 or r.tensor_scaling not in ("none", "tensor"):
-            raise ValueError(
-                f"{op}: {r.id} is not supported; needs a recipe with codes, with block scales of one row, and with at"
-                " most one tensor scale, such as nvfp4-te"
-            )
+        if r.fake_only or not r.block or r.block_rows > 1:
+            has = "no codes" if r.fake_only else f"blocks of {r.block_rows} rows" if r.block else "no blocks"
+            raise ValueError(f"{op}: {r.id} has {has}; needs a recipe with codes, in blocks of one row, like nvfp4-te")
         if (r.element, r.scale, r.block) != (first.element, first.scale, first.block):
             raise ValueError(f"{op}: {r.id} and {first.id} differ in format or block; draw them on two Axes")
     return first
 
 
 def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
-    """Return one quantized block. tensor_amax is used if the recipe has one tensor scale per tensor."""
-    return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling == "tensor" else None)
+    """Return one quantized block. tensor_amax is used if the recipe has a tensor scale per tensor or row."""
+    return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None)
+
+
+def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales of a block and the block's values under each scale, of shapes (scales,) and (scales, block).
+
+    For block scales of at most 8 bits, the scales are all positive values of the format, times the tensor scale of q.
+    For float32 or 16-bit block scales, the recipe computes them from 256 amaxes per octave, from 1/8 to 8 times the
+    amax of the block.
+    """
+    if r.scale is None:
+        amaxes = np.float64(q.tensor_amax) * np.exp2(np.arange(-768, 769) / 256)
+        amaxes = np.minimum(amaxes, np.finfo(np.float32).max).astype(np.float32)
+        swept = quantize(np.broadcast_to(x, (len(amaxes), len(x))), r, tensor_amax=amaxes[:, None])
+        scales, places = np.unique(swept.tensor_scale, return_index=True)
+        return scales.astype(np.float64), dequantize(swept, np.float32)[places]
+    codes = np.flatnonzero((r.scale.values > 0) & np.isfinite(r.scale.values)).astype(np.uint8)
+    rows = np.broadcast_to(x, (len(codes), len(x)))
+    given = q.tensor_scale
+    if r.tensor_scaling == "row":
+        given = np.broadcast_to(given, (len(codes), 1))
+    swept = quantize(rows, r, block_scale=codes[:, None], tensor_scale=given)
+    tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
+    return r.scale.values[codes].astype(np.float64) * tensor, dequantize(swept, np.float32)
+
+
+def _scale_of(q: Any, r: Recipe) -> float:
+    """Return the scale of the only block of q: the product of the block scale and the tensor scale, if q has both."""
+    tensor = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
+    return tensor if r.scale is None else float(r.scale.values[int(q.block_scale.reshape(-1)[0])]) * tensor
+
+
+def _scale_name(r: Recipe) -> str:
+    """Return the label of the axis of scales."""
+    return "block scale × tensor scale" if r.scale is not None and r.tensor_scaling != "none" else "block scale"
 
 
 def _mean_square(values: np.ndarray, x: np.ndarray) -> np.ndarray:

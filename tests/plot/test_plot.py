@@ -109,6 +109,35 @@ def test_error_against_scale_of_powers_of_two(x):
     assert {np.log2(scale) % 1 for scale in ax.lines[0].get_xdata()} == {0.0} and len(ax.lines) == 4
 
 
+@pytest.mark.parametrize("scale", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_error_against_float_scales(x, scale):
+    """The curve consists of scales of the recipe's type with their errors, and contains the scale that it chooses."""
+    block, recipe = x[0], fp4kit.custom_recipe("mine", fp4kit.formats.NF4, np.dtype(scale).name, block=64)
+    ax = fp4kit.plot.error_against_scale(block, recipe)
+    scales, errors = ax.lines[0].get_data()
+    assert len(scales) > 500 and np.array_equal(scales, scales.astype(scale).astype(np.float64))
+    q = fp4kit.quantize(np.broadcast_to(block, (len(scales), 64)), recipe, tensor_scale=np.float32(scales)[:, None])
+    assert np.array_equal(errors, np.mean((fp4kit.dequantize(q).astype(np.float64) - block) ** 2, -1))
+    at, error = (float(part[0]) for part in ax.lines[2].get_data())
+    assert at == fp4kit.quantize(block, recipe).tensor_scale and error == errors[scales == at]
+    assert ax.lines[1].get_ydata()[0] == errors.min() < error and ax.get_xlabel() == "block scale"
+
+
+def test_error_against_scale_of_producers_float_scales(x):
+    for recipe in ("fp8-deepseek-v4", "int4-modelopt", "int4-qat"):
+        block = np.resize(x, fp4kit.recipe(recipe).block[1]).astype(np.float16)
+        curve, _, mark = fp4kit.plot.error_against_scale(block, recipe).lines
+        assert mark.get_ydata()[0] == curve.get_ydata()[curve.get_xdata() == mark.get_xdata()[0]]
+
+
+def test_error_against_scale_takes_the_amax_of_a_row(x):
+    """A tensor scale per row gives the curve of a tensor scale per tensor, within its last bits."""
+    ids = "nvfp4-te-4over6-mse-448", "nvfp4-flashinfer-token-4over6-mse-448"
+    axes = [fp4kit.plot.error_against_scale(x[0, :16], id, tensor_amax=np.float32(3)) for id in ids]
+    curves = [ax.lines[0].get_data() for ax in axes]
+    assert np.allclose(*curves, rtol=1e-5) and len(curves[0][0]) > 20
+
+
 def test_layers_are_sorted_and_the_bad_one_is_hatched():
     ax = fp4kit.plot.layers({"a": 20.0, "b": 12.0, "c": 20.5, "d": float("inf")})
     assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "a", "c", "d"]
@@ -149,8 +178,13 @@ def test_wrong_arguments_are_named(x):
         fp4kit.plot.block(x, ["nvfp4-te", "mxfp4"], (0, 0))
     with pytest.raises(ValueError, match="recipe is empty; needs a recipe id, or several"):
         fp4kit.plot.block(x, [], (0, 0))
-    for recipe in ("nvfp4-te-rowscaled", "nvfp4-te-2d", "fp8-modelopt", "nvfp4-modelopt-fake"):
-        with pytest.raises(ValueError, match=f"{recipe} is not supported; needs a recipe with codes"):
+    for recipe, has in (
+        ("nvfp4-te-2d", "blocks of 16 rows"),
+        ("fp8-deepgemm-block", "blocks of 128 rows"),
+        ("fp8-modelopt", "no blocks"),
+        ("nvfp4-modelopt-fake", "no codes"),
+    ):
+        with pytest.raises(ValueError, match=f"{recipe} has {has}; needs a recipe with codes, in blocks of one row"):
             fp4kit.plot.error_against_scale(x[0, :16], recipe)
     for bad in (np.zeros(16, np.float32), np.full(16, np.nan, np.float32)):
         with pytest.raises(ValueError, match="x holds a NaN or an infinity, or only zeros"):
