@@ -17,6 +17,7 @@ from fp4kit.checkpoint.loaders.configs import KNOWN_TO
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
 from fp4kit.checkpoint.loaders.engines import VERSIONS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.plan import input_rotation
 from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.diffusers_classes import class_of
@@ -84,6 +85,8 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
         return ()
     known = plan.format_name in CONTAINERS or plan.format_name in MIXTURES
     found = support.engines_for(plan.format_name, support.family_of(plan.source.config)) if known else ()
+    doubted = {each.engine for each in input_rotation.findings(plan.rotated_layers, plan.source.tensors)}
+    found = tuple(each for each in found if each not in doubted)
     if MODELOPT_AWQ in plan.layers_of_forms:  # no engine is known to load AWQ layers in a mixture
         return tuple(each for each in found if "NVFP4_AWQ" in KNOWN_TO.get(each, ()) and not plan.is_mixed)
     return found

@@ -96,6 +96,10 @@ def register(subparsers: Any) -> None:
             ),
             ("fp4kit convert Llama Llama-5-bits --bits 5.0", "assign NVFP4, FP8 or no recipe to every layer"),
             (
+                "fp4kit convert Llama Llama-Rotated --format compressed-tensors --hadamard 32",
+                "rotate layers first, for engines that rotate their inputs",
+            ),
+            (
                 "fp4kit convert Llama Llama-W4A4 --activations act.safetensors",
                 "also write input scales, so that engines quantize activations",
             ),
@@ -201,7 +205,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Add the options about values and scales: --requantize, --nonfinite, --codes and --input-scale."""
+    """Add the options about values and scales, such as --requantize, --nonfinite, --hadamard and --input-scale."""
     group = parser.add_argument_group("values and scales")
     group.add_argument(
         "--requantize", action="store_true", help="allow quantized layers to be quantized again, which loses accuracy"
@@ -219,6 +223,13 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="take the codes from this quantized model: a directory if SRC is a GGUF file, a GGUF file if SRC is a"
         " directory",
+    )
+    group.add_argument(
+        "--hadamard",
+        type=int,
+        metavar="SIZE",
+        help="rotate every layer by a Hadamard transform of SIZE columns (16 to 512) before it is quantized, and"
+        " declare that engines rotate its inputs. For --format compressed-tensors",
     )
     group.add_argument(
         "--input-scale",
@@ -393,6 +404,8 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
     other = next((option for option, value in given.items() if value), None)
     if other is not None:
         raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {other} out, or use --candidates")
+    if args.hadamard is not None:
+        raise CheckpointError("--bits: measures errors without a rotation; leave --hadamard out, or --bits")
     columns = None
     if args.column_weights is not None or args.imatrix is not None:
         columns = ScaleSearch.of("mse", args.column_weights, args.imatrix)
@@ -472,6 +485,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
         ignore=args.ignore,
         split_max_size=None if args.split_max_size is None else bytes_of_text(args.split_max_size),
         recipes=recipes,
+        hadamard=args.hadamard,
     )
 
 
@@ -569,6 +583,7 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
         "recipes": [{"pattern": pattern, "recipe": one.id} for pattern, one in plan.request.recipes],
         "scale_search": plan.request.search and plan.request.search.facts(),
         "activations": plan.request.activations and plan.request.activations.facts,
+        "hadamard": plan.request.hadamard,
         "format": plan.format_name,
         "files": tuple(paths_to_write(plan, destination).values()),
         "bytes_in": plan.bytes_in,

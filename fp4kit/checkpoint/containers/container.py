@@ -22,6 +22,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 COLUMN_SCALE, TAG = "column_scale", "tag"
+ROTATION = "rotation"  # the matrix of a transform, stored beside one of the layers that are rotated by it
 LOW_RANK_A, LOW_RANK_B = "low_rank_a", "low_rank_b"  # SVDQuant adds B A to the decoded matrix: A [r, K], B [N, r]
 # Usual safetensors dtype of codes or block scales -> the dtypes that are accepted in its place, because some tools
 # declare equal bytes under them. U8 may hold any 8-bit codes, and float32 scales may be stored as BF16 or F16.

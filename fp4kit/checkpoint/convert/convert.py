@@ -20,6 +20,7 @@ from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
@@ -156,6 +157,7 @@ def convert(
     ignore: Iterable[str] = (),
     split_max_size: int | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
+    hadamard: int | None = None,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -179,6 +181,8 @@ def convert(
             model with such contents.
         split_max_size: the most bytes of tensors per file of a GGUF model; None for one file.
         recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe``.
+        hadamard: the size of a Hadamard transform that rotates every layer before it is quantized; None for no
+            rotation.
 
     The function make_plan describes the arguments from ``format`` on in full.
 
@@ -200,8 +204,8 @@ def convert(
 
     Exact: codes and scales of newly quantized tensors equal the result of fp4kit.quantize for the whole tensor, called
         with the largest amax of the layers that share its tensor scale. With nonfinite="saturate", values are replaced
-        first. There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose
-        other block scales.
+        first. With ``hadamard``, the whole tensor is fp4kit.hadamard(W, hadamard) for a weight W. There are two
+        exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other block scales.
     """
     plan = make_plan(
         source,
@@ -217,6 +221,7 @@ def convert(
         ignore=ignore,
         split_max_size=split_max_size,
         recipes=recipes,
+        hadamard=hadamard,
     )
     return execute(plan, destination, options)
 
@@ -648,5 +653,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         declared = {**declared, "kv_cache_scheme": scheme}
         if beside is not None:
             beside = {**beside, "quantization": {**beside["quantization"], "kv_cache_quant_algo": algorithm}}
+    if plan.rotated_layers:
+        size, others = plan.request.hadamard, plan.other_modules
+        assert size is not None
+        declared = {**declared, transforms.KEY: transforms.declaration(size, plan.rotated_layers, others)}
     config["quantization_config"] = declared
     return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import TAG, VALUES
+from fp4kit.checkpoint.containers.container import ROTATION, TAG, VALUES
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.slabs import (
@@ -29,6 +29,7 @@ from fp4kit.checkpoint.model.slabs import (
     values_of,
 )
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
+from fp4kit.checkpoint.model.transforms import sylvester
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.job import (
     CARRY,
@@ -191,6 +192,8 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         replaced, losses = quantize_rows.write(job, readers, output, np.float32(shared.amax))
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
+    if output.has(ROTATION):
+        output.put(ROTATION, sylvester(job.weight.rotation))
     return Made(action, replaced, losses, changes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -26,7 +26,7 @@ from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.quantized_layers import recorded
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.model.transforms import decodable
+from fp4kit.checkpoint.model.transforms import decodable, undo
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.recipes import RECIPES, Recipe
@@ -63,6 +63,10 @@ class Origin:
     def shape(self) -> tuple[int, int]:
         """The shape (rows, columns) of the values."""
         return self.span[1] - self.span[0], self.weight.shape[-1]
+
+    def rotated(self, size: int) -> Origin:
+        """Return the rows, rotated in blocks of ``size`` columns when they are read; unchanged rows if size is 0."""
+        return replace(self, weight=replace(self.weight, rotation=size)) if size else self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,7 +146,7 @@ def identify_checkpoint(
     """
     stored, origin = open_source(Path(destination)), open_source(Path(source))
     known = weights_of(stored.tensors, stored.config, damaged=True)
-    check_model(stored, known, ignore)
+    sizes = undo(stored, known, ignore).sizes
     check_model(origin, weights_of(origin.tensors, origin.config))
     weights = [weight for weight in known.values() if weight.container is not None]
     if not weights:
@@ -152,7 +156,7 @@ def identify_checkpoint(
         )
     tick = progress or (lambda count: None)
     with Readers() as readers:
-        pairs = _Pairs(stored, weights, origin, readers, tick)
+        pairs = _Pairs(stored, weights, origin, sizes, readers, tick)
         found, unpaired = tuple(pairs), tuple(pairs.unpaired())
         if not found:
             raise CheckpointError(_nothing_matches(weights, destination, source))
@@ -212,13 +216,24 @@ class _Pairs:
 
     Each item is a function without arguments. It reads the layer and its source when it is called, so that only one
     pair is in memory.
+
+    sizes: layer name -> columns per block of its Hadamard transform, for the rotated layers of the checkpoint. They are
+        compared with rotated rows of the source.
     """
 
-    def __init__(self, stored: Source, weights: list[Weight], source: Source, readers: Readers, tick: Progress) -> None:
+    def __init__(
+        self,
+        stored: Source,
+        weights: list[Weight],
+        source: Source,
+        sizes: Mapping[str, int],
+        readers: Readers,
+        tick: Progress,
+    ) -> None:
         self.config, self.weights, self.readers, self.tick = stored.config, weights, readers, tick
         self.recorded = recorded(stored)
         self.scaling = _scaling_of(stored, weights)
-        self._origin = Counterparts(source).of
+        self._counterparts, self._sizes = Counterparts(source), sizes
         self.amaxes: dict[tuple[str, int], tuple[float, ...]] = {}
         self.members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
         self.groups = fused_layers.shared_amax_groups(weight.name for weight in weights)
@@ -227,6 +242,11 @@ class _Pairs:
                 origin = self._origin(weight, expert)
                 if origin is not None:
                     self.members[self.groups[weight.name], expert].append(origin)
+
+    def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
+        """Return the rows that Counterparts.of finds, rotated like the weight; None if the source has none."""
+        found = self._counterparts.of(weight, expert, name)
+        return None if found is None else found.rotated(self._sizes.get(weight.name, 0))
 
     def __iter__(self) -> Iterator[Callable[[], LayerPair]]:
         for weight in self.weights:

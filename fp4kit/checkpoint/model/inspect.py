@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
@@ -62,6 +62,14 @@ class Checkpoint:
         """
         return weights_of(self.tensors, self.config or {})
 
+    def without(self, names: Collection[str]) -> Checkpoint:
+        """Return the checkpoint without the tensors that have these names."""
+        if not names:
+            return self
+        kept = (tuple(entry for entry in file.entries if entry.name not in names) for file in self.files)
+        files = tuple(replace(file, entries=entries) for file, entries in zip(self.files, kept, strict=True))
+        return replace(self, files=files)
+
     @property
     def layers(self) -> dict[str, Weight]:
         """A map from module name to weight, for the quantized weights: linear layers and stacks of experts."""
@@ -71,9 +79,9 @@ class Checkpoint:
     def items(self) -> tuple[Item, ...]:
         """The entries of the checkpoint that may concern quantization, and whether fp4kit knows them.
 
-        See closed_world.py.
+        See closed_world.py, and transforms.py for transforms, whose matrices are not read.
         """
-        return closed_world.items_of(self, self.weights)
+        return transforms.resolved(self, self.weights, reads=False).items
 
     @property
     def unrecognised(self) -> tuple[str, ...]:

@@ -105,7 +105,8 @@ class Slab(NamedTuple):
         scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
         tensor_scale: the factor to multiply by on decode; None if there is none.
         divisor: the stored tensor scale if decoding divides by it, as compressed-tensors does; None otherwise.
-        rotation: the columns per block of a Hadamard transform that is undone on decode; 0 if there is none.
+        rotation: the columns per block of a Hadamard transform that values_of applies (see Weight.rotation); 0 if there
+            is none.
         column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
         low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded
             values before the columns are multiplied.
@@ -240,6 +241,7 @@ def slabs(
             yield Slab(
                 start,
                 transposed[VALUES].rows(start, count) if transposed else _values(readers, weight, expert, start, count),
+                rotation=weight.rotation,
             )
 
 
@@ -464,14 +466,14 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
     multiplied last. For compressed-tensors, FP8 values are then rounded to the dtype of the scales (Container.rounds).
-    If the slab has a rotation, it is undone at the end, in float32 (fp4kit.hadamard).
+    If the slab has a rotation, fp4kit.hadamard is applied at the end. It keeps the dtype of the values.
 
     Args:
         weight: the weight that the slab was read from.
         slab: the slab.
     """
     if slab.values is not None:
-        return slab.values
+        return hadamard(slab.values, slab.rotation) if slab.rotation else slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
         values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale, slab.divisor)
@@ -499,8 +501,8 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     """Return a slab with only the columns [first, end) of ``slab``.
 
-    If the slab is quantized, ``first`` must be a boundary of its blocks and of its rotation's blocks. ``end`` must be
-    such a boundary too, or the number of columns.
+    ``first`` must be a boundary of the rotation's blocks and, if the slab is quantized, of its own blocks. ``end`` must
+    be such a boundary too, or the number of columns.
 
     Args:
         weight: the weight that the slab was read from.

@@ -1,8 +1,10 @@
-"""Undo the transforms that compressed-tensors declares: Hadamard rotations of the inputs of layers.
+"""Undo or declare the transforms of compressed-tensors: Hadamard rotations of the inputs of layers.
 
 In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns, and an engine rotates the
 inputs of the layer by the same matrix before the product. H is Sylvester's Hadamard matrix, so that the transform is
 its own inverse. Only transforms of this kind are undone. If a checkpoint declares another one, an error names it.
+
+A conversion with --hadamard applies such a transform. ``declaration`` returns what it writes into config.json.
 
 Source: compressed-tensors 0.20 transform/factory/hadamard.py and transform/utils/matrix.py. Tests run its code.
 """
@@ -10,11 +12,12 @@ Source: compressed-tensors 0.20 transform/factory/hadamard.py and transform/util
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fp4kit.call.rotation import HADAMARD_SIZES
 from fp4kit.checkpoint.model import closed_world
@@ -24,9 +27,10 @@ from fp4kit.checkpoint.model.items import REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Weight, located, weights_of
 from fp4kit.ops.rotate import hadamard
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import shown
 
 KEY = "transform_config"
+_GROUP = "v"  # the name of the config group that ``declaration`` returns; llm-compressor uses it for such transforms
 _SCHEME = {"type", "apply", "randomize", "requires_grad", "head_dim", "precision"}
 _APPLY = {"targets", "location", "inverse", "ignore"}
 
@@ -36,13 +40,18 @@ class Undone(NamedTuple):
 
     Attributes:
         weights: tensor name -> weight. Weights with transforms have a rotation.
-        items: every item of the model, none of which is refused.
+        items: every item of the model.
         matrices: the names of the tensors that hold the matrices of transforms; a decoded model does not need them.
     """
 
     weights: dict[str, Weight]
     items: tuple[Item, ...]
     matrices: frozenset[str] = frozenset()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Layer name -> number of columns per block of its transform, for the layers with transforms."""
+        return {weight.name: weight.rotation for weight in self.weights.values() if weight.rotation}
 
 
 class _NotUndone(Exception):
@@ -58,33 +67,110 @@ def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore:
         ignore: globs of item names, as given with ``--ignore``.
 
     Raises:
-        CheckpointError: if an item is refused, which includes a transform that is not undone; if a stored matrix is not
-            that of its transform; or if a glob matches no item that would be refused.
+        CheckpointError: if an item is refused, which includes a transform that is not undone and a stored matrix that
+            is not that of its transform; or if a glob matches no item that would be refused.
     """
     patterns = tuple(ignore)
-    items = closed_world.items_of(model, weights, patterns)
+    found = resolved(model, weights, patterns)
+    closed_world.check(found.items, patterns)
+    return found
+
+
+def resolved(
+    model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = (), reads: bool = True
+) -> Undone:
+    """Return a model with its transforms undone, and all its items, refused ones included.
+
+    If a transform is declared that is not undone, its item says why, and no weight has a rotation.
+
+    Args:
+        model: the opened model.
+        weights: the weights that ``weights_of`` finds in the model.
+        ignore: globs of item names, as given with ``--ignore``.
+        reads: True to read stored matrices, and to refuse those that are not the matrix of their transform. False reads
+            no tensor.
+    """
+    items = closed_world.items_of(model, weights, ignore)
     if not any(_declares(item) for item in items):
-        closed_world.check(items, patterns)
         return Undone(dict(weights), items)
     try:
         sizes = dict(_sizes(declared(model.config or {})[KEY], weights))
     except _NotUndone as reason:
-        rest = [item for item in items if item.group == REFUSED and not _declares(item)]
         why = f"declares rotations of the weights; it {reason}, which is not undone"
-        refused = [item._replace(why=why) for item in items if _declares(item)]
-        raise CheckpointError(closed_world.refusal([*refused, *rest])) from None
-    matrices = {f"{weights[tensor].name}.{name}_input.weight": size for tensor, (name, size) in sizes.items()}
+        return Undone(dict(weights), tuple(item._replace(why=why) if _declares(item) else item for item in items))
+    matrices = {matrix_name(weights[tensor].name, name): size for tensor, (name, size) in sizes.items()}
     found = {name: size for name, size in matrices.items() if name in model.tensors}
-    for name, size in found.items():
-        _check_matrix(model, name, size)
-    items = tuple(
-        Item(UNDERSTOOD, item.place, item.name, "undone when the weights are decoded", item.what)
-        if _declares(item) or item.name in found
-        else item
-        for item in items
-    )
-    closed_world.check(items, patterns)
+    wrong = {name: size for name, size in found.items() if reads and not _is_sylvester(model, name, size)}
+    items = tuple(_understood(item, len(sizes), found, wrong) for item in items)
     return Undone(_turned(weights, sizes), items, frozenset(found))
+
+
+def _understood(item: Item, layers: int, found: Mapping[str, int], wrong: Mapping[str, int]) -> Item:
+    """Return an item of a model whose transforms are undone. Refused transforms and matrices become understood.
+
+    layers: the number of layers with transforms.
+    found: the names of the tensors that hold matrices of transforms, and the sizes of the matrices.
+    wrong: those of ``found`` that hold other values than the matrix of their transform.
+    """
+    if item.group != REFUSED:
+        return item
+    if item.name in wrong:
+        why = f"is not the Hadamard matrix of size {wrong[item.name]} that {KEY} declares"
+        return item._replace(group=REFUSED, why=f"{why}; use a checkpoint without transforms")
+    if item.name in found:
+        return Item(UNDERSTOOD, item.place, item.name, f"the matrix of the transforms in {KEY}", item.what)
+    if _declares(item):
+        why = f"Hadamard transforms of the inputs of {layers} layers, undone when the weights are decoded"
+        return Item(UNDERSTOOD, item.place, item.name, why, item.what)
+    return item
+
+
+def declaration(size: int, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
+    """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
+
+    It declares a Hadamard transform of the weights and of the inputs of these layers.
+
+    Args:
+        size: the number of columns per block of the transform.
+        rotated: the names of the layers that were rotated.
+        others: the names of all other modules with tensors, which the declaration must not match.
+    """
+    targets = _targets(rotated, others)
+    both = [
+        {"targets": targets, "location": place, "inverse": place == "weight_input", "ignore": []}
+        for place in ("input", "weight_input")
+    ]
+    group = {"type": "hadamard", "apply": both, "randomize": False, "requires_grad": False, "head_dim": size}
+    return {"config_groups": {_GROUP: {**group, "precision": "torch.float32"}}}
+
+
+def _targets(rotated: Collection[str], others: Collection[str]) -> list[str]:
+    """Return targets that match all layers of ``rotated`` and no module of ``others``, sorted.
+
+    Layers share the pattern "re:(.*\\.)?LEAF$" if no other module has their leaf name. Such a pattern also matches when
+    an engine renames the parents of a layer. All other layers are named one by one.
+    """
+    taken = {name.rpartition(".")[2] for name in others}
+    leaves = {name: name.rpartition(".")[2] for name in rotated}
+    return sorted({name if leaf in taken else rf"re:(.*\.)?{re.escape(leaf)}$" for name, leaf in leaves.items()})
+
+
+def matrix_name(layer: str, group: str = _GROUP) -> str:
+    """Return the name of the tensor beside a layer that holds the matrix of its transform.
+
+    Args:
+        layer: the name of the layer.
+        group: the name of the config group that declares the transform.
+    """
+    return f"{layer}.{group}_input.weight"
+
+
+def sylvester(size: int) -> npt.NDArray[np.float32]:
+    """Return Sylvester's Hadamard matrix with elements 1 and -1, float32 [size, size].
+
+    compressed-tensors stores the matrices of transforms like this, without the factor size^-1/2.
+    """
+    return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))
 
 
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
@@ -125,6 +211,8 @@ def _sizes(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, tup
     if not isinstance(groups, Mapping) or set(value) != {"config_groups"}:
         raise _NotUndone(f"is {brief(value)}")
     seen: set[str] = set()
+    matrices = {matrix_name(weight.name, name) for weight in weights.values() for name in groups}
+    weights = {tensor: weight for tensor, weight in weights.items() if tensor not in matrices}
     for name, scheme in groups.items():
         for weight in _transformed(name, scheme, weights):
             if weight.tensor in seen:
@@ -207,17 +295,12 @@ def _matches(weight: Weight, targets: list[str]) -> bool:
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))
 
 
-def _check_matrix(model: closed_world.OpenedModel, name: str, size: int) -> None:
-    """Raise CheckpointError unless a stored matrix is Sylvester's Hadamard matrix of this size.
+def _is_sylvester(model: closed_world.OpenedModel, name: str, size: int) -> bool:
+    """Return whether a stored matrix is Sylvester's Hadamard matrix of this size.
 
     Args:
         name, size: the tensor that holds the matrix, and the number of rows that the matrix must have.
     """
     with Readers() as readers:
         matrix = readers.array(located(*model.tensors[name]))
-    expected = np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(size))
-    if matrix.shape != expected.shape or not np.array_equal(matrix.astype(np.float32), expected):
-        raise CheckpointError(
-            f"{shown(name)}: is not the Hadamard matrix of size {size} that {KEY} declares; use a checkpoint without"
-            " transforms"
-        )
+    return np.array_equal(matrix.astype(np.float32), sylvester(size))

@@ -142,8 +142,9 @@ class Weight:
         members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
             those of the first member. Usually ().
         order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
-        rotation: the number of columns per block of a Hadamard transform that is undone when the weight is decoded; 0
-            if there is none (see transforms.py).
+        rotation: the number of columns per block of a Hadamard transform that is applied to the values when they are
+            read; 0 if there is none. The transform is its own inverse: it also undoes a stored rotation (see
+            transforms.py).
     """
 
     name: str

@@ -68,6 +68,8 @@ def target_of(have: Container | None, form: Container) -> Container:
 def action_of(weight: Weight, form: Container | None) -> str:
     """Return the action that brings a weight into the container to write, such as "rename" or "requantize".
 
+    A rotated weight cannot keep its codes.
+
     Args:
         weight: the weight to convert.
         form: the container to write; None to write unquantized values.
@@ -77,6 +79,8 @@ def action_of(weight: Weight, form: Container | None) -> str:
         return COPY if form is None else QUANTIZE
     if form is None:
         return DEQUANTIZE
+    if weight.rotation:
+        return REQUANTIZE
     if have.same_codes(form) and (form.rounds or not is_rounded(weight)):
         return RENAME
     if (have.kind, form.kind) == ("mxfp4", "nvfp4"):  # only a tensor scale brings exponents into the range of E4M3
@@ -98,7 +102,7 @@ class Target(NamedTuple):
     """Locate the bytes [position, position + nbytes) of an output file to which a job writes one part of its output.
 
     Attributes:
-        part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
+        part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, ROTATION or VALUES.
         path: the output file.
         position: the offset of the first byte in the file.
         nbytes: the number of bytes.

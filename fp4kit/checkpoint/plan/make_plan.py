@@ -12,7 +12,7 @@ from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
-from fp4kit.checkpoint.plan import kv_cache, layer_checks
+from fp4kit.checkpoint.plan import input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import (
     borrow_codes,
@@ -46,6 +46,7 @@ def make_plan(
     ignore: Iterable[str] = (),
     split_max_size: int | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
+    hadamard: int | None = None,
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -85,6 +86,9 @@ def make_plan(
         recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe_id``, for example
             [("*.down_proj", "nvfp4-te-2d")]. Patterns match whole module names of the source, as in Wishes.only. The
             first pattern that matches a layer decides. Every pattern must decide about a quantized layer.
+        hadamard: the size of a Hadamard transform, 16 to 512, by which every layer W is rotated before it is quantized:
+            fp4kit.hadamard(W, hadamard). The config declares that engines must rotate the inputs of these layers alike.
+            Needs the format compressed-tensors. None rotates no layer.
 
     Returns:
         The plan, for ``execute``.
@@ -107,7 +111,10 @@ def make_plan(
         ignore=tuple(ignore),
         split_max_size=split_max_size,
         recipes=tuple((pattern, recipe(one)) for pattern, one in recipes),
+        hadamard=hadamard,
     )
+    if hadamard is not None and codes is not None:
+        raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     closed_world.check_no_adapter(model.tensors, request.ignore)
@@ -163,6 +170,8 @@ def _plan(facts: PlanFacts) -> Plan:
     if any_quantized(facts.weights.values()):
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()
+    rotated = [weight.name for weight in facts.selected.values() if weight.rotation]
+    warnings += tuple(str(found) for found in input_rotation.findings(rotated, facts.source.tensors))
     if facts.kv_cache.is_carried(format):
         found_troubles = kv_cache.troubles(facts.source.tensors)
         warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)

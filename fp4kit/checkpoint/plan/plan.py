@@ -142,6 +142,19 @@ class Plan:
         return {form: [*names] for form, names in found.items()}
 
     @property
+    def rotated_layers(self) -> list[str]:
+        """The names of the layers that are rotated before they are quantized; [] if there are none."""
+        pieces = (piece for tensor in self.converted for piece in tensor.pieces if piece.form is not None)
+        return list(dict.fromkeys(piece.module for piece in pieces if piece.weight.rotation))
+
+    @property
+    def other_modules(self) -> list[str]:
+        """The names of the modules with tensors that are not rotated layers."""
+        names = (output.name.rpartition(".")[0] for tensor in self.tensors for output in tensor.outputs)
+        rotated = {*self.rotated_layers}
+        return list(dict.fromkeys(name for name in names if name not in rotated))
+
+    @property
     def is_mixed(self) -> bool:
         """True if layers are written in several containers that the config must tell apart.
 

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
-from fp4kit.checkpoint.plan import gguf, kv_cache, layer_checks
+from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import CARRY, QUANTIZE, RENAME, REQUANTIZE, action_of, target_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
@@ -83,6 +83,8 @@ class PlanFacts:
             for name, weight in self.weights.items()
             if name in self.decisions and self.decisions[name].converted
         }
+        if request.hadamard is not None:
+            self._rotate(request.hadamard)
         if self.form is not None:
             layer_checks.check(self.selected, self.others())
         self.forms = self._forms()
@@ -152,6 +154,16 @@ class PlanFacts:
             return candidate(name, entry.dtype, entry.shape, facts)
         dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
         return Candidate(name, weight.name, dtype, weight.shape, facts)
+
+    def _rotate(self, size: int) -> None:
+        """Mark the selected weights as rotated, in blocks of ``size`` columns.
+
+        Raises CheckpointError if a selected weight cannot be rotated (see input_rotation.rotated).
+        """
+        facts = model_facts(self.config)
+        found = {name: self._candidate(name, self.source.tensors[name][1], facts) for name in self.selected}
+        self.selected = input_rotation.rotated(self.selected, found, size)
+        self.weights |= self.selected
 
     def form_of(self, module: str) -> Container | None:
         """Return the container to write for a layer of the source; None for unquantized output."""
@@ -300,6 +312,14 @@ class PlanFacts:
         tensor: the name of the tensor with the weight's values or codes.
         """
         return self.actions[tensor] == RENAME and INPUT_SCALE in self.selected[tensor].parts
+
+    @property
+    def matrix_holder(self) -> Weight | None:
+        """The rotated weight beside which the matrix of the rotation is stored; None if no weight is rotated.
+
+        One copy is enough, because compressed-tensors and vLLM share the matrix among the layers of a transform.
+        """
+        return next((weight for weight in self.selected.values() if weight.rotation), None)
 
     def without_input_scale(self, weight: Weight, piece: Piece) -> bool:
         """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token.

@@ -9,11 +9,13 @@ from fp4kit import __version__
 from fp4kit.checkpoint.containers import mlx
 from fp4kit.checkpoint.containers.container import (
     INPUT_SCALE,
+    ROTATION,
     SCALES,
     TENSOR_SCALE,
+    OutputTensor,
 )
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
-from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.layers import Piece, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, is_interleaved, located, part_names
@@ -167,17 +169,27 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
         else piece
         for piece in pieces(weight, form, facts.config, has_input_scale)
     )
+    if weight.rotation and weight is facts.matrix_holder:
+        found = tuple(_with_matrix(weight, piece) for piece in found)
     if action == RENAME and is_rounded(weight):
         found = tuple(_with_scales_of(weight, piece) for piece in found)
     groups = {piece.module: facts.groups[piece.module] for piece in found if piece.module in facts.groups}
     shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
     made_by = facts.mixture.of(weight.name).recipe
-    words = _WORDS[action] + (f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else "")
+    words = f"rotated in blocks of {weight.rotation}, " if weight.rotation else ""
+    words += _WORDS[action] + (f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else "")
     search = facts.request.search
     words += "" if search is None else search.words_for(action, made_by)
     reason = f"{facts.decisions[weight.tensor].reason}: {words}{shared}"
     about = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
     return TensorPlan(*about, group=groups, recipe=made_by)
+
+
+def _with_matrix(weight: Weight, piece: Piece) -> Piece:
+    """Return the piece of a rotated layer that also writes the matrix of the rotation."""
+    shape = (weight.rotation, weight.rotation)
+    matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
+    return replace(piece, outputs=(*piece.outputs, matrix))
 
 
 def _with_scales_of(weight: Weight, piece: Piece) -> Piece:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fp4kit.call.rotation import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import is_gguf_config
-from fp4kit.checkpoint.plan import gguf
+from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
@@ -50,6 +51,8 @@ class Request:
             model/closed_world.py).
         split_max_size: the largest number of bytes of tensors per file of a split GGUF model; None to write one file.
         recipes: (pattern, recipe) pairs; the first pattern that matches a layer decides in place of ``recipe``.
+        hadamard: the size of the Hadamard transform that rotates layers before they are quantized (see
+            input_rotation.py); None for no rotation.
 
     Raises:
         CheckpointError: if an option is unknown or out of range, or if two options exclude each other.
@@ -68,6 +71,7 @@ class Request:
     ignore: tuple[str, ...] = ()
     split_max_size: int | None = None
     recipes: tuple[tuple[str, Recipe], ...] = ()
+    hadamard: int | None = None
 
     @property
     def gives_input_scales(self) -> bool:
@@ -110,6 +114,28 @@ class Request:
             raise CheckpointError(f"split_max_size: got {self.split_max_size!r}; a positive number of bytes is needed")
         if self.input_scale is not None and self.activations is not None:
             raise CheckpointError("activations: are given with an input scale for all layers; use only one of them")
+        self._check_hadamard()
+
+    def _check_hadamard(self) -> None:
+        """Raise CheckpointError if layers are to be rotated by an unknown size or with options that exclude this."""
+        if self.hadamard is None:
+            return
+        start = f"--hadamard {self.hadamard!r}"
+        if type(self.hadamard) is not int or self.hadamard not in HADAMARD_SIZES:
+            raise CheckpointError(f"{start}: is no size; use one of {', '.join(map(str, HADAMARD_SIZES))}")
+        if self.format != input_rotation.FORMAT:
+            raise CheckpointError(
+                f"{start}: only the config of {input_rotation.FORMAT} declares rotated inputs; add --format"
+                f" {input_rotation.FORMAT}"
+            )
+        if self.activations is not None:
+            raise CheckpointError(f"{start}: activations were measured before the rotation; leave them out")
+        if self.search is not None and self.search.columns:
+            raise CheckpointError(f"{start}: column weights belong to columns before the rotation; leave them out")
+        if self.nonfinite != "error":
+            raise CheckpointError(
+                f"{start}: NaN and infinity would spread over their blocks; leave --nonfinite {self.nonfinite} out"
+            )
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors.

@@ -209,10 +209,10 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         unlisted = (Issue("error", layer, _UNLISTED, "vLLM") for layer in unlisted_layers(config, model.layers))
         ids = [name, *(_container_id(container(one), (), config) for one in others)]
         traps = (Issue("warning", "model", text) for text in support.mixture_warnings(ids))
-        return [*map(_issue, findings), *unlisted, *traps, *unknown]
+        return [*map(loader_issue, findings), *unlisted, *traps, *unknown]
     declared = declared_for(form.kind, name, config) if others and form is not None else config
     findings = requirements.findings(name, tensors, scales, declared, model.hf_quant_config)
-    return [*(_issue(one) for one in (*findings, *_exclusions(model, name, form, config))), *unknown]
+    return [*(loader_issue(one) for one in (*findings, *_exclusions(model, name, form, config))), *unknown]
 
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
@@ -236,7 +236,7 @@ def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales
     tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if t in parts}
     scales = {tensor: scale for tensor, scale in tensor_scales.items() if tensor in parts}
     found = requirements.findings(known, tensors, scales, declared_for(form.kind, known, config))
-    return [_issue(one) for one in found]
+    return [loader_issue(one) for one in found]
 
 
 def _unknown(container: str, names: list[str]) -> Issue:
@@ -274,7 +274,7 @@ def _is_checked_with(form: Container | None, name: str) -> bool:
     return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 
 
-def _issue(found: Finding) -> Issue:
+def loader_issue(found: Finding) -> Issue:
     """Convert a finding about an engine to an Issue."""
     return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
 

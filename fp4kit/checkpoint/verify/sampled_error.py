@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
@@ -56,9 +57,13 @@ def sampled_error(destination: str | Path, source: Source) -> SampledError:
 
     Raises CheckpointError if a file cannot be read.
     """
-    weights = list(inspect_checkpoint(destination).layers.values())
+    made = inspect_checkpoint(destination)
+    weights = list(made.layers.values())
+    sizes = transforms.resolved(made, made.weights, reads=False).sizes
     checks = [
-        check for check in checks_of(weights, origins_of(weights, source), Settings()) if check.origin is not None
+        check
+        for check in checks_of(weights, origins_of(weights, source, sizes), Settings())
+        if check.origin is not None
     ]
     found: dict[str, float] = {}
     with Readers() as readers:

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.closed_world import check_model, items_of, rest_of_kv
+from fp4kit.checkpoint.model.closed_world import check_model, rest_of_kv
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
@@ -26,7 +26,7 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
-from fp4kit.checkpoint.plan import kv_cache
+from fp4kit.checkpoint.plan import input_rotation, kv_cache
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
@@ -42,6 +42,7 @@ from fp4kit.checkpoint.verify.input_scales import input_scale_issues, unlike_act
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
     doubtful_declarations,
+    loader_issue,
     loader_issues,
     refused_items,
     stored_issues,
@@ -276,8 +277,11 @@ def prepare(
     """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
-    refused = refused_items(items_of(model, model.weights, ignore))
+    turned = transforms.resolved(model, model.weights, ignore)
+    model = model.without(turned.matrices)
+    refused = refused_items(turned.items)
     issues = [*refused, *doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scales)]
+    issues += [loader_issue(found) for found in input_rotation.findings(turned.sizes, model.tensors)]
     issues += unusable_tensor_scales(model.layers.values())
     issues += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
     issues += input_scale_issues(model.layers.values(), scales)
@@ -288,7 +292,7 @@ def prepare(
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
     original = open_source(Path(source))
-    beside = _SourceComparison(model, original, settings, _check_source(model, original))
+    beside = _SourceComparison(model, original, settings, _check_source(model, original), turned.sizes)
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
     found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
@@ -452,17 +456,24 @@ class _SourceComparison:
     """Match the tensors of a checkpoint with the tensors of its source, and decide which to compare.
 
     checks: the matrices that are quantized in the checkpoint or were decoded from a quantized source.
-    unneeded: the names of tensors of the source that the checkpoint does not need.
     copies: (stored, source) pairs of all other tensors that both have under one name, with equal shapes, and with equal
         dtypes or two float dtypes.
+
+    unneeded: the names of tensors of the source that the checkpoint does not need.
+    sizes: the sizes of the rotations of the checkpoint's layers, as origins_of needs them.
     """
 
     def __init__(
-        self, model: Checkpoint, original: Source, settings: Settings, unneeded: frozenset[str] = frozenset()
+        self,
+        model: Checkpoint,
+        original: Source,
+        settings: Settings,
+        unneeded: frozenset[str],
+        sizes: Mapping[str, int],
     ) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()
-        checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
+        checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original, sizes), settings))
         checked = {check.stored.name for check in checks}
         rest = [weight for weight in weights if weight.name not in checked]
         self.checks = (*checks, *reencode.checks_of_restored(rest, _restored(model, original), settings))

@@ -130,7 +130,8 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
 def test_linear_stands_for_all_layers(model: Model) -> None:
     ignore = ["lm_head", "re:.*down_proj"]
     both = [apply(where, targets=["Linear"], ignore=ignore) for where in ("input", "weight_input")]
-    plan = make_plan(model.with_transforms({"v": scheme(apply=both)}), format="bf16")
+    matrix = {f"{LAYER}.v_input.weight": sylvester(SIZE)}  # a matrix of a transform is not a layer
+    plan = make_plan(model.with_transforms({"v": scheme(apply=both)}, matrix), format="bf16")
     rotations = {piece.weight.name: piece.weight.rotation for tensor in plan.converted for piece in tensor.pieces}
     assert {name: size for name, size in rotations.items() if size != SIZE} == {
         f"model.layers.{i}.mlp.down_proj": 0 for i in range(2)
@@ -176,7 +177,7 @@ def test_a_matrix_of_another_rotation_is_refused(model: Model) -> None:
     other = sylvester(SIZE)
     other[3] *= -1
     made = model.with_transforms({"v": scheme()}, {f"{LAYER}.v_input.weight": other})
-    with refused(f"{LAYER}.v_input.weight: is not the Hadamard matrix of size 16"):
+    with refused(f"{LAYER}.v_input.weight (F32 [16, 16]): is not the Hadamard matrix of size 16"):
         make_plan(made, format="bf16")
     made = model.with_transforms({"v": scheme()}, {f"{LAYER}.w_input.weight": sylvester(SIZE)})
     with refused(f"{LAYER}.w_input.weight"):

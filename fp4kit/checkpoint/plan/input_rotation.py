@@ -1,0 +1,74 @@
+"""Rotate layers before they are quantized (--hadamard): check that layers and engines allow it, and mark the weights.
+
+A rotated weight W [N, K] is quantized as fp4kit.hadamard(W, size). An engine gets the product of the unrotated layer if
+it rotates the inputs by the same matrix, which ``transform_config`` of compressed-tensors declares (see
+model/transforms.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.checkpoint.loaders.engines import Finding, finding
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.selection.name_rules import Candidate
+from fp4kit.storage.errors import CheckpointError, listed
+
+FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
+
+
+def rotated(selected: Mapping[str, Weight], candidates: Mapping[str, Candidate], size: int) -> dict[str, Weight]:
+    """Return weights that are rotated when they are read, in blocks of ``size`` columns.
+
+    Args:
+        selected: tensor name -> weight, for the weights to quantize.
+        candidates: the same tensor names -> the descriptions by which the selection rules judge.
+        size: the number of columns per block of the Hadamard transform.
+
+    Raises:
+        CheckpointError: if no engine rotates the inputs of a layer, or if the rows of a layer do not consist of whole
+            blocks of the transform.
+    """
+    experts = [weight.name for name, weight in selected.items() if candidates[name].kind == "routed expert"]
+    _refuse(size, experts, "engines do not rotate the inputs of routed experts", "leave them out with --keep")
+    uneven = [weight.name for weight in selected.values() if weight.shape[-1] % size]
+    smaller = [str(one) for one in HADAMARD_SIZES if all(weight.shape[-1] % one == 0 for weight in selected.values())]
+    way_out = f"use {' or '.join(smaller)}, or leave them out with --keep" if smaller else "leave them out with --keep"
+    _refuse(size, uneven, "the length of their rows is no multiple of the size", way_out)
+    return {name: replace(weight, rotation=size) for name, weight in selected.items()}
+
+
+def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
+    """Raise CheckpointError if there are layers that cannot be rotated.
+
+    size: the size that the user gave.
+    layers: the names of these layers.
+    why, way_out: the reason, and what the user can do.
+    """
+    if layers:
+        raise CheckpointError(f"--hadamard {size}: {listed([*layers])}: {why}; {way_out}")
+
+
+def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
+    """Yield why an engine cannot run a checkpoint with rotated layers. Yield nothing if no layer is rotated.
+
+    Args:
+        rotated_layers: the names of the rotated layers.
+        tensors: the names of all tensors of the checkpoint.
+
+    Source: transformers 5.23 quantizers/quantizer_compressed_tensors.py, which does not read ``transform_config``; vLLM
+    compressed_tensors/transform/linear.py, whose method ``apply`` asserts that there is no bias.
+    """
+    if not rotated_layers:
+        return
+    why = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
+    yield finding("transformers", "warning", "model", why)
+    why = "is not known to rotate inputs; an engine that does not gives wrong outputs"
+    yield finding("SGLang", "warning", "model", why)
+    names = {*tensors}
+    biased = [layer for layer in rotated_layers if f"{layer}.bias" in names]
+    if biased:
+        why = f"does not run rotated layers that have a bias ({listed(biased)})"
+        yield finding("vLLM", "warning", "model", why)

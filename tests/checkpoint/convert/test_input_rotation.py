@@ -1,0 +1,222 @@
+"""Test --hadamard: layers are rotated before they are quantized, and the config of compressed-tensors declares this."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import synthetic
+from oracle import arrays, load
+from synthetic import refused
+
+import fp4kit
+from fp4kit.__main__ import main
+from fp4kit.calibration import Collector
+from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
+from fp4kit.checkpoint.contract.of_checkpoint import contract_of
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.model.transforms import decodable, sylvester
+from fp4kit.checkpoint.plan import input_rotation
+from fp4kit.checkpoint.verify.verify import verify
+
+CT = {"format": "compressed-tensors"}
+NVFP4, MXFP4, FP8 = "nvfp4-compressed-tensors", "mxfp4-ocp", "fp8-modelopt-channel"
+FIRST, ONE = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+LEAVES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+PATTERN = r"re:(.*\.)?{}$"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a dense model, one with experts and two rotated versions of the first, and return their directory.
+
+    In the second rotated version, only one layer is quantized.
+    """
+    root = tmp_path_factory.mktemp("models")
+    synthetic.dense(root / "dense")
+    synthetic.moe(root / "moe")
+    convert(root / "dense", root / "served", NVFP4, hadamard=16, **CT)
+    convert(root / "dense", root / "one_layer", NVFP4, hadamard=16, wishes=Wishes(only=(ONE,)), **CT)
+    return root
+
+
+def declared(root: Path) -> Any:
+    return json.loads((root / "config.json").read_text())["quantization_config"]["transform_config"]
+
+
+def rotated_by_hand(source: Path, target: Path, size: int, names: set[str]) -> Path:
+    """Write a copy of a model in which fp4kit.hadamard has rotated the weights of some layers."""
+    shutil.copytree(source, target)
+    for path in source.glob("*.safetensors"):
+        tensors = {
+            name: fp4kit.hadamard(x, size) if name.removesuffix(".weight") in names else x
+            for name, x in safetensors.numpy.load_file(path).items()
+        }
+        synthetic.write_file(target / path.name, tensors)
+    return target
+
+
+# (recipe, size, layers, other options, targets). If some layers of a leaf name are not rotated, the targets are names.
+CASES: tuple[tuple[str, int, Wishes, dict[str, Any], list[str]], ...] = (
+    (NVFP4, 16, Wishes(), {}, [PATTERN.format(leaf) for leaf in LEAVES]),
+    (MXFP4, 64, Wishes(keep=("*.down_proj",)), {}, [PATTERN.format(leaf) for leaf in LEAVES if leaf != "down_proj"]),
+    (NVFP4, 32, Wishes(keep=("*.down_proj", "model.layers.1.*")), {"recipes": [("*.o_proj", FP8)]}, []),
+)
+
+
+def test_codes_are_those_of_rotated_weights(models: Path, tmp_path: Path) -> None:
+    """A result has the tensors of the conversion of rotated weights, one matrix, and targets that match its layers."""
+    for i, (recipe, size, wishes, more, expected_targets) in enumerate(CASES):
+        out = tmp_path / f"out{i}"
+        plan = convert(models / "dense", out, recipe, hadamard=size, wishes=wishes, **more, **CT).plan
+        assert all(f"rotated in blocks of {size}, quantized" in tensor.reason for tensor in plan.converted)
+        names = set(plan.rotated_layers)
+        by_hand = rotated_by_hand(models / "dense", tmp_path / f"rotated{i}", size, names)
+        convert(by_hand, tmp_path / f"plain{i}", recipe, wishes=wishes, **more, **CT)
+        found, expected = load(out), load(tmp_path / f"plain{i}")
+        assert found.pop(f"{FIRST}.v_input.weight")[2] == sylvester(size).tobytes()
+        assert found == expected and {name for name in found if name.endswith("_packed")}
+        model = inspect_checkpoint(out)
+        sizes = {w.name: w.rotation for w in decodable(model.tensors, model.config or {}).values() if w.rotation}
+        assert sizes == dict.fromkeys(names, size)
+        (group,) = declared(out)["config_groups"].values()
+        targets = [apply["targets"] for apply in group["apply"]]
+        assert targets[0] == targets[1] == sorted(expected_targets or names)
+        assert verify(out, source=models / "dense").clean
+
+
+def test_decoding_undoes_the_rotation(models: Path, tmp_path: Path) -> None:
+    """Decoded layers differ from the source by quantization errors, and verify compares them with the codes."""
+    convert(models / "served", tmp_path / "undone", format="bf16")
+    assert verify(tmp_path / "undone", source=models / "served").clean
+    source, undone = (arrays(load(root)) for root in (models / "dense", tmp_path / "undone"))
+    assert source.keys() == undone.keys()
+    for name, x in source.items():
+        error = undone[name].astype(np.float64) - x.astype(np.float64)
+        # NVFP4 has a relative error of about 0.095 for normal numbers; a wrong rotation gives more than 1.
+        is_layer = name.rpartition(".")[0].rpartition(".")[2] in LEAVES
+        assert np.linalg.norm(error) <= (0.11 * np.linalg.norm(x.astype(np.float64)) if is_layer else 0), name
+
+
+def test_records_of_the_rotation(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifest, the contract, the items and the documents of the commands tell of the rotation."""
+    made = models / "served"
+    assert json.loads((made / "fp4kit_manifest.json").read_text())["request"]["hadamard"] == 16
+    contract = contract_of(made)
+    assert (contract.hadamard, contract.hadamard_signs) == (16, "+" * 16)
+    whys = {item.name: (item.group, item.why) for item in inspect_checkpoint(made).items}
+    assert whys["quantization_config.transform_config"] == (
+        "understood",
+        "Hadamard transforms of the inputs of 14 layers, undone when the weights are decoded",
+    )
+    assert whys[f"{FIRST}.v_input.weight"] == ("understood", "the matrix of the transforms in transform_config")
+    arguments = ["convert", str(models / "dense"), str(tmp_path / "out"), "--format", "compressed-tensors"]
+    assert main([*arguments, "--hadamard", "16", "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["hadamard"] == 16 and any("transformers" in text for text in document["warnings"])
+    assert main(["verify", str(made), "--source", str(models / "dense"), "--json"]) == 0
+    issues = json.loads(capsys.readouterr().out)["issues"]
+    assert [(one["severity"], one["loader"].split()[0]) for one in issues] == [
+        ("warning", "transformers"),
+        ("warning", "SGLang"),
+    ]
+    assert main([*arguments, "--hadamard", "16", "--recipe", NVFP4, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["engines"] == ["vLLM"] and document["sqnr"]["median_db"] > 20
+
+
+@pytest.mark.exhaustive
+def test_recipes_of_rotated_layers_are_identified(models: Path) -> None:
+    assert identify_checkpoint(models / "one_layer", models / "dense").recipe == NVFP4
+
+
+def test_verify_finds_a_wrong_declaration(models: Path, tmp_path: Path) -> None:
+    """A declaration of another size, a missing declaration and a changed matrix are errors."""
+
+    def changed(name: str, **keys: Any) -> Path:
+        made = tmp_path / name
+        shutil.copytree(models / "one_layer", made)
+        config = json.loads((made / "config.json").read_text())
+        config["quantization_config"]["transform_config"]["config_groups"]["v"].update(keys)
+        (made / "config.json").write_text(json.dumps(config))
+        return made
+
+    def errors(made: Path, source: Path | None = None) -> str:
+        found = verify(made, source)
+        return " ".join(f"{issue.subject}: {issue.sentence}" for issue in found.issues if issue.severity == "error")
+
+    assert f"with blocks of 80 for {ONE}, which is not undone" in errors(changed("size", head_dim=80))
+    assert f"{ONE}: bytes of codes that differ" in errors(changed("other", head_dim=32), models / "dense")
+    missing = changed("missing")
+    config = json.loads((missing / "config.json").read_text())
+    del config["quantization_config"]["transform_config"]
+    (missing / "config.json").write_text(json.dumps(config))
+    assert f"{ONE}.v_input.weight" in errors(missing)
+    matrix = changed("matrix")
+    (path,) = (p for p in matrix.glob("*.safetensors") if sylvester(16).tobytes() in p.read_bytes())
+    path.write_bytes(path.read_bytes().replace(sylvester(16).tobytes(), (-sylvester(16)).tobytes()))
+    assert "is not the Hadamard matrix of size 16" in errors(matrix)
+
+
+def test_quantized_layers_are_rotated_only_on_request(models: Path, tmp_path: Path) -> None:
+    """Rotation changes codes, so that a quantized source needs requantize=True."""
+    only = {"wishes": Wishes(only=(ONE,)), **CT}
+    convert(models / "dense", tmp_path / "quantized", NVFP4, **only)
+    with refused("is already quantized"):
+        make_plan(tmp_path / "quantized", NVFP4, hadamard=16, **only)
+    out = tmp_path / "out"
+    assert convert(tmp_path / "quantized", out, NVFP4, hadamard=16, requantize=True, **only).actions["requantize"] == 1
+    assert verify(out, source=tmp_path / "quantized").clean
+
+
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("dense", {"hadamard": 24}, "--hadamard 24: is no size; use one of 16, 32, 64, 128, 256, 512"),
+    ("dense", {"hadamard": True}, "--hadamard True: is no size"),
+    ("dense", {"hadamard": 16, "format": None}, "only the config of compressed-tensors declares rotated inputs; add"),
+    ("dense", {"hadamard": 16, "format": "modelopt"}, "only the config of compressed-tensors"),
+    ("dense", {"hadamard": 16, "format": "mlx"}, "only the config of compressed-tensors"),
+    ("dense", {"hadamard": 16, "format": "bf16"}, "only the config of compressed-tensors"),
+    ("dense", {"hadamard": 16, "codes": "x"}, "the codes of another model cannot be rotated; leave --codes out"),
+    ("dense", {"hadamard": 16, "nonfinite": "keep"}, "would spread over their blocks; leave --nonfinite keep out"),
+    (
+        "dense",
+        {"hadamard": 32},
+        "--hadamard 32: model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj: the length of their rows is no"
+        " multiple of the size; use 16, or leave them out with --keep",
+    ),
+    ("moe", {"hadamard": 16}, "engines do not rotate the inputs of routed experts; leave them out with --keep"),
+    ("served", {"hadamard": 16, "requantize": True}, "declares rotations of the weights"),
+)
+
+
+def test_what_does_not_fit_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, options, text in REFUSED:
+        with refused(text):
+            make_plan(models / name, NVFP4, **{**CT, **options})
+    vectors = {f"model.layers.{i}.mlp.up_proj": np.ones(64, np.float32) for i in range(2)}
+    synthetic.write_file(tmp_path / "columns.safetensors", vectors)
+    search = ScaleSearch.of("mse", tmp_path / "columns.safetensors")
+    with refused("column weights belong to columns before the rotation"):
+        make_plan(models / "dense", "nvfp4-modelopt-static", hadamard=16, search=search, **CT)
+    collector = Collector()
+    collector.collect("a", np.ones((1, 16), np.float32))
+    collector.save(tmp_path / "inputs.safetensors")
+    with refused("activations were measured before the rotation"):
+        activations = Activations.of([tmp_path / "inputs.safetensors"])
+        make_plan(models / "dense", NVFP4, hadamard=16, activations=activations, **CT)
+    assert main(["convert", str(models / "dense"), str(tmp_path / "out"), "--bits", "5", "--hadamard", "16"]) == 2
+    assert "--bits: measures errors without a rotation" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_findings_about_engines() -> None:
+    assert not [*input_rotation.findings([], ["a.bias"])]
+    texts = [str(found) for found in input_rotation.findings(["a", "b"], ["a.weight", "a.bias", "b.weight"])]
+    assert [text.split()[0] for text in texts] == ["transformers", "SGLang", "vLLM"]
+    assert texts[2].endswith("does not run rotated layers that have a bias (a)")
