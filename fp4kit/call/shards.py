@@ -81,7 +81,7 @@ def square_block(op: str, r: Recipe, length: int) -> int:
 
 
 class Partition(NamedTuple):
-    """Hold where the shards of all processes begin and end. Each process owns one shard of each matrix.
+    """Hold the beginnings and ends of the shards of all processes. Each process owns one shard of each matrix.
 
     Attributes:
         starts, ends: int64 (processes, matrices), the index of the first element of each shard in its flattened
