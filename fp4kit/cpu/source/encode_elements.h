@@ -38,8 +38,10 @@ constexpr bool kNearestE2m1 =
 // The ways to scale elements by their factors:
 //   general     with the operations that the recipe names; valid for every usable factor
 //   fast        without the operations that have no effect, and with quotients from quotient_by or Divisor; valid for
-//               scaled magnitudes below kFastScaledBelow and factors below the result of fast_below
-//   multiplier  like `fast`, but divisors are replaced by exact multipliers (exact_division.h)
+//               scaled magnitudes below kFastScaledBelow and factors below the result of fast_below. If E divides, the
+//               factor must also be above kFastDivisorAbove, and is_last_significand(factor) must be false
+//   multiplier  like `fast`, and valid in the same cases, but divisors are replaced by exact multipliers
+//               (exact_division.h)
 enum class Method { general, fast, multiplier };
 
 // Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In.
@@ -71,8 +73,8 @@ constexpr float kFastScaledBelow = 6.9f;
 // to an integer, which is in the last bits of the sum.
 constexpr float kRoundToInteger = 0x1.8p23f;
 
-// Return the bits of the smaller of two positive floats, or the bits of the other one if one is NaN. Compare as
-// integers where the processor can, because products leave the integer units free.
+// Return the bits of the smaller of two positive floats, or the bits of b if a is NaN. Compare as integers where the
+// processor can, because products leave the integer units free.
 static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
   return bits_of(fminf(a, b));
@@ -250,8 +252,8 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
 }
 
 // Encode `count` elements by the method that `factors` names, and store their codes, packed, in `out`. Use the general
-// method if the named one is not compiled for E. `random`: one byte per element for stochastic rounding; not read
-// otherwise.
+// method if the named one is not compiled for E, and always for stochastic rounding. `random`: one byte per element for
+// stochastic rounding; not read otherwise.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

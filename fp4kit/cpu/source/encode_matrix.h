@@ -63,9 +63,10 @@ struct KnownAmaxes {
   i64 step = 0;
 };
 
-// Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr if a
-// divisor depends on more than its scale code or has no exact multiplier, if rounding is stochastic, if blocks do not
-// have 16 columns, or if the matrix has fewer than 2^14 elements.
+// Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr if
+// multipliers must not replace divisors (unused_bits is 0), if a divisor depends on more than its scale code or has no
+// exact multiplier, if rounding is stochastic, if blocks do not have 16 columns, or if the matrix has fewer than 2^14
+// elements.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kMinElements = 1 << 14;
   const u32 unused_bits = kElements[call.element].unused_bits[call.input];
@@ -137,7 +138,8 @@ struct Encoder {
 
   // Return an array with one factor per run of `count` blocks: block_factors itself if a block is one run, otherwise
   // run_factors, which this function fills. Return nullptr if a factor is not usable or is outside of min_factor ...
-  // max_factor. If the recipe flushes, subnormal numbers in block_factors are set to zero first.
+  // max_factor (see EncodeCall). After this check, subnormal numbers in block_factors are set to zero if the recipe
+  // flushes.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b)

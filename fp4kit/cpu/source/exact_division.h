@@ -11,7 +11,8 @@ constexpr bool kHasFma = true;
 constexpr bool kHasFma = false;  // because a fused multiply-add would be a function call
 #endif
 
-// The fast methods accept divisors d with kFastDivisorAbove < d < kFastDivisorBelow.
+// The fast methods accept only divisors d with kFastDivisorAbove < d < kFastDivisorBelow. For some arithmetics, the
+// upper bound is smaller (fast_below in encode_elements.h).
 constexpr float kFastDivisorAbove = 0x1p-90f, kFastDivisorBelow = 0x1p90f;
 
 // A divisor `value`, its rounded reciprocal, and the rounded difference correction = 1 / value - reciprocal.
@@ -68,7 +69,8 @@ static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 u
 }
 
 // Multipliers, indexed by the code of a block's scale, for recipes whose divisor depends on the scale code alone.
-// all_exact is true if every divisor that the fast methods accept has an exact multiplier (is_exact_multiplier).
+// all_exact is true if every divisor between kFastDivisorAbove and kFastDivisorBelow has an exact multiplier
+// (is_exact_multiplier).
 struct Multipliers {
   float of_code[256];
   bool all_exact;

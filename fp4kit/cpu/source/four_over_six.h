@@ -75,8 +75,8 @@ using ErrorTermsFunction = void (*)(const float*, const float*, const float*, Te
 // The next three structs combine the errors of elements into the errors of kLanes blocks, each for one kind of recipe.
 // add(row, terms) adds the error terms of a row. result(block_rows) returns the errors of the blocks.
 
-// Add the terms of each row in order. Then add the sums of rows as a tree: first those of rows i and i + 8, then i and
-// i + 4, then i and i + 2, and last i and i + 1.
+// Add the terms of each row in order. Then add the sums of rows as a tree: first those of rows at the distance
+// block_rows / 2, then of rows at half that distance, and so on, down to neighboring rows.
 template <int kRows>
 struct RowSums {
   LaneVector rows[kRows] = {};

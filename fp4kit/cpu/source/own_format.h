@@ -177,8 +177,8 @@ struct OwnEncoder {
   }
 };
 
-// Store the values of a block of `count` codes under one scale, by the tables of `own`. Return false if one of them, or
-// the scale, is NaN or infinite.
+// Store the values of a block of `count` codes under one scale, by the tables of `own`. Return false if the scale is
+// NaN or infinite, or if a one-byte code stands for NaN or infinity. 4-bit codes are not checked.
 template <class Out>
 bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& own, typename Input<Out>::Bits* out) {
   using Value = typename Input<Out>::Bits;

@@ -2,9 +2,9 @@
 // gives the results of reference/search_factors.py (for auto-round).
 //
 // Factor: in this file, the number by which an amax is multiplied. Trial: the blocks of a row whose error is measured
-// under one factor. A block takes part in a trial only if its scale code is new: such blocks are gathered, encoded,
-// decoded and measured together. Factors rise from the second one on. So a code that is not new is the code of the
-// previous trial or of the first trial.
+// under one factor. They are gathered, encoded, decoded and measured together. If factors_by_code, a block takes part
+// in a trial only if its scale code is new; otherwise all blocks do. Factors rise from the second one on. So a code
+// that is not new is the code of the previous trial or of the first trial.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"

@@ -18,13 +18,14 @@
 //   out                      output: one amax per block, stored once per row of the block; rows are out_step apart
 //   unproven                 output: incremented by the number of blocks that had a full search
 //   tile_rows, tile_columns  rows and columns of a tile
-//   lower, upper             candidates are the codes c + lower ... c + upper, where c is the code of the block's own
-//                            amax
+//   lower, upper             candidates are the codes c + lower ... c + upper, clamped to 1 ... kLastCandidate, where c
+//                            is the code of the block's own amax
 //   power                    exponent of errors in a loss: 2, 1, infinity (the largest error counts) or another number
 //   tensor_amax, block_rule  determine c; block_rule is -1 if all codes 1 ... kLastCandidate are candidates
 //   input                    type of the elements, as an InputKind
 //   block_rows               rows of a block
-//   is_pruned                0 if every block shall have a full search
+//   is_pruned                0 if every block shall have a full search; 1 for the pruned search where it is valid: for
+//                            squared errors without a Hessian, blocks of one row, and scales in the proven range
 //   threads                  largest number of threads to use
 struct SearchScalesCall {
   Source x;

@@ -231,7 +231,7 @@ template <class Narrow>
 constexpr int kNarrowCount = 16;
 #endif
 
-// Pack `count` codes, an even number, two per byte. The first code of a pair is in the low nibble.
+// Pack `count` codes, an even number of codes below 16, two per byte. The first code of a pair is in the low nibble.
 static void pack_codes(const u8* codes, i64 count, u8* out) {
   for (i64 i = 0; i < count / 2; ++i) {
     u16 pair;

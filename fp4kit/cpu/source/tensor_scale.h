@@ -111,7 +111,7 @@ bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found
 }
 
 // Compute tensor scales from the given tensor amaxes by a tensor rule, and store them in `found`. Return false if an
-// amax is NaN, infinite or negative.
+// amax is NaN, infinite, negative or -0.
 bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;
@@ -122,11 +122,13 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
 
 // Compute the tensor scales of a call by a tensor rule, and store them in `found`. They are computed from the given
 // tensor amaxes or, if `given` is nullptr, from the elements. Return false if an element or a given amax is not finite,
-// or if a given amax is negative. Store nothing, and return true, if tensor_rule is -1.
+// or if a given amax is negative or -0. Store nothing, and return true, if tensor_rule is -1.
 //
-// The block amaxes are kept for the encoder in two cases, if the matrix has at most 2^22 elements: if one thread does
-// all work, or if blocks have several rows. Otherwise the encoder computes them again, because loading many of them
-// from the cache of another core takes longer.
+// The block amaxes are kept for the encoder if all of this holds:
+//   - They are computed here: there is one tensor scale, which is computed from the elements, and a block rule.
+//   - The matrix consists of whole blocks, and has at most 2^22 elements.
+//   - One thread does all work, or blocks have several rows.
+// Otherwise the encoder computes them again, because loading many of them from the cache of another core takes longer.
 bool find_tensor_scales(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   constexpr i64 kMaxElements = 1 << 22;
   if (tensor_rule < 0) return true;

@@ -33,8 +33,9 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
   }
 }
 
-// Compute the amax of each column of each matrix in a.x, and raise a.amax to it. It is launched for fp4kit.amax without
-// a recipe, along an axis other than the last one. A thread block takes one tile at a time. Launch with any grid.
+// Compute the amax of each column of each matrix in a.x, and raise a.amax to it. Used by fp4kit.amax without a recipe,
+// for consecutive axes that end before the last one, and for blocks of several rows with float32 scales. A thread block
+// takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

@@ -44,8 +44,8 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   }
 }
 
-// Clip all whole runs of the array. Each run begins at a multiple of 16 bytes, and all its elements have the same amax.
-// A thread takes one run at a time, because several loads in flight were slower.
+// Clip all whole runs of the array. Runs are aligned as read_run requires, and all elements of a run have the same
+// amax. A thread takes one run at a time, because several loads in flight were slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;

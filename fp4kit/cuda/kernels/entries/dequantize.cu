@@ -24,7 +24,9 @@ struct DequantizeArguments {
   i64 ahead;  // how many steps ahead codes are prefetched into the L2 cache
 };
 
-// The sizes of runs and steps for a recipe R and an output type Out.
+// Compile-time constants for a recipe R and an output type Out: elements and bytes of a run (16 bytes of values), runs
+// per thread and step, and which shortcuts apply. kFlat: the matrix is treated as one long row. kTable: each thread
+// block makes a table of the Scales of all scale codes.
 template <class R, class Out>
 struct DequantizeTraits {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);

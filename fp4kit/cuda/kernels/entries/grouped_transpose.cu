@@ -14,8 +14,8 @@ struct ByteScales : S {
   static constexpr bool kScaleWords = false;
 };
 
-// Transpose the codes and scales of each matrix of the group, as transpose_kernel does for one stack. It is launched to
-// update the columnwise copies of cast_master_weights. A thread block takes one piece at a time. Launch with any grid.
+// Transpose the codes and scales of each matrix of the group, as transpose_kernel does for one stack. Used to update
+// the columnwise copies of cast_master_weights. A thread block takes one piece at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grouped_transpose_kernel(Members group) {
   for_each_piece(group, [](const TransposeArguments& a, Grid grid, u32 aligned) {

@@ -138,7 +138,7 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
 }
 
 // Store the scale code of a block. Also store its tensor scale if the block begins a row with a tensor scale, or has
-// its own tensor scale. Only the thread that has the first run of the block stores anything.
+// its own tensor scale. Only the thread that has the first run of the block stores anything, and none does if R::kFake.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
@@ -150,9 +150,9 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Quantize and store a run by the fast path, and return true. Return false, and store nothing, if the run must take the
-// exact path. `own` is largest_bits_of(x). The threads of a block exchange their amaxes, so all threads of a warp must
-// call this function.
+// Quantize a run by the fast path, store it if place.inside, and return true. Return false, and store nothing, if the
+// run must take the exact path. `own` is largest_bits_of(x). The threads of a block exchange their amaxes, so all
+// threads of a warp must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,

@@ -3,7 +3,7 @@
 // a.tensor_amax holds the amaxes that the tensor scales imply. Otherwise a.tensor_amax is nullptr.
 //
 // A thread takes a run of 16 elements of a row, and computes the factor of its block from the given scale code by the
-// recipe's rule. The whole block is read only if the rule depends on whether all its elements are zeros.
+// recipe's rule. The whole block is read only if its factor or its codes depend on its amax (kReadsBlock).
 //
 // Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
 // all rows of x, and of values if they are stored, begin at multiples of 16 bytes.

@@ -61,7 +61,7 @@ FP4KIT_DEVICE LaneBlocks lane_blocks(const RotateArguments& a, i64 index) {
 FP4KIT_DEVICE int lane_of(int e) {
   return kContiguous ? e / kSize : e % kLanes;
 }
-// Return the index of element e of the tile in its block.
+// Return the position of tile element e within the block that contains it.
 FP4KIT_DEVICE int index_of(int e) {
   return kContiguous ? e % kSize : e / kLanes;
 }

@@ -68,7 +68,8 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
 }
 
 // Search all blocks of the matrix, and store the amax of each block's best code in a.block_amax. The candidates are the
-// codes from a.lower to a.upper beside the block's own code, which is the code of its amax. Three cases are compiled:
+// codes from a.lower to a.upper relative to the block's own code, which is the code of its amax. Three cases are
+// compiled:
 //
 //   kAll           all codes 1 ... kLastCandidate are candidates, whatever a.lower and a.upper are
 //   kEight         a.lower <= -8 and a.upper >= 8

@@ -107,7 +107,7 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   return y;
 }
 
-// Return the code of x, found by comparing x with the value of each code times `step`.
+// Return the code of x, found by comparing x with the value of each code times `step`. R::kRounding must be `first`.
 template <class R>
 FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);

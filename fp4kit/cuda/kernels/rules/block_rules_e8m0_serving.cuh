@@ -236,8 +236,9 @@ struct block_e8m0_comfy_kitchen : by_amax {
   }
 };
 
-// Return the exponent field of amax after kAddend is added to its bits, minus the exponent of the largest element
-// value. The code is at most that of the scale 2^(127 - emax). NaN counts as infinity.
+// Base of MSLK's rules that compute the code from the bits of the amax. The code is the exponent field of the amax
+// after kAddend is added to its bits, minus emax, the exponent of the largest element value. It is clamped to
+// 0 ... 254 - emax. NaN counts as infinity.
 template <u32 kAddend>
 struct mslk_bits : inverse_factor {
   template <class R, class In>

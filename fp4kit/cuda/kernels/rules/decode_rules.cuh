@@ -4,7 +4,8 @@
 //   scale<R>(code, tensor)     return the Scale of a block: what `apply` needs of the scale code and the tensor scale
 //   product_scale(scale)       return the Scale for value * scale; only in rules with block scales that need an amax
 //   apply(value, scale)        return the element whose code has the value `value`
-//   apply_pair(values, scale)  return `apply` of two bfloat16 values, if the scale is a power of two
+//   apply_pair(values, scale)  return `apply` of two bfloat16 values; valid only for scales that are a power of two,
+//                              NaN or infinity
 //   kNeedsAmax                 true if the rule depends on the tensor's amax or encode scale too
 //   kReadsNanAsNumber          true if NaN codes decode to the numbers that their bits would encode without NaN
 #pragma once

@@ -27,7 +27,8 @@ FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
 }
 
 // Return the scale code of a block, and store the Factor of the block in f. If R::kHasTable, the Factor is looked up in
-// `table` and adapted to the amax. Otherwise it is computed, and `table` is not read.
+// `table`, and its field `value` is adapted to the amax of the block. Otherwise it is computed, and `table` is not
+// read.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);

@@ -1,5 +1,6 @@
 // The fake quantizers that producers implement themselves, one struct per quantizer. They give the results of the
-// functions of the same names in reference/fake.py. A rule has these members:
+// functions of the same names in reference/fake.py. In this file, `amax` is the amax of a block, or 1 without blocks.
+// tensor_amax is the amax of the tensor, the row or the block, by R::kTensorScaling. A rule has these members:
 //
 //   scale<R, In>(amax, tensor_amax)   return the FakeScale of a block; only if kHasCodes is false
 //   code<R>(amax, tensor_amax)        return the E4M3 code of a block's scale; only if kHasCodes is true
@@ -133,7 +134,8 @@ struct fake_mx_modelopt : fake_product {
 // ---- rules of integers: -0 and NaN are kept
 
 // The rule of Model-Optimizer's integers. The result is clip(rint(x * s), lowest, max) / s, with s = max / tensor_amax.
-// lowest and max are the smallest and the largest integer of the format.
+// lowest and max are the smallest and the largest integer of the format. If tensor_amax is at most 2^-24, the result is
+// +0, or 0 * x in recipes with one scale per block.
 struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
   static constexpr float kUnscaled = -1.0f;  // stands for tensor_amax <= 2^-24; no scale is negative
@@ -163,7 +165,8 @@ struct fake_int_modelopt {
 };
 
 // The rule of INT4 quantization-aware training (recipe int4-qat). The result is clip(rint(x / s), -max, max) * s, with
-// s = max(tensor_amax / max, 1e-5) and max = the largest integer of the format.
+// s = max(tensor_amax / max, 1e-5) and max = the largest integer of the format. The recipe has one float32 scale per
+// block, so tensor_amax is the amax of the block.
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>
@@ -188,7 +191,8 @@ struct fake_int4_qat {
 };
 
 // The rule of FP-Quant with method abs_max. The result is round(x / s) * s, where ties go toward zero and every zero of
-// x becomes -0. s is 2^(floor(log2(amax)) - 2) / 0.75, or 0 if the power is below 2^-126.
+// x becomes -0. s is 2^(floor(log2(amax)) - 2) / 0.75. It is 0 if the power is below 2^-126, and NaN if the amax is not
+// finite.
 struct fake_fp_quant {
   static constexpr bool kHasCodes = false;
   template <class R, class In>
@@ -215,7 +219,8 @@ struct fake_fp_quant {
 };
 
 // The rule of FP-Quant for NVFP4 with method abs_max. The result is round(x * 3 / s) * s / 3, where ties go toward zero
-// and every zero of x becomes -0. s is the E4M3 value nearest to amax * 3 / 6, and 3 is FP-Quant's global scale.
+// and every zero of x becomes -0. s is the E4M3 value nearest to amax * 3 / 6, or NaN if the amax is not finite. 3 is
+// FP-Quant's global scale.
 struct fake_nvfp4_fp_quant {
   static constexpr bool kHasCodes = false;
   static constexpr float kGlobal = 3.0f;

@@ -6,7 +6,7 @@
 
 // The scale of a fake quantizer. Elements are multiplied with `encode` before rounding and with `decode` after it. If a
 // rule divides, one of the two is the divisor and the other one its rounded reciprocal. The reciprocal is NaN if
-// quotient_by could give a wrong quotient with it.
+// quotient_by could give a wrong quotient with it. Rules that never use a reciprocal store the divisor in both.
 struct FakeScale {
   float encode, decode;
 };

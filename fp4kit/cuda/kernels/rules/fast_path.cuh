@@ -86,8 +86,9 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   return takes;
 }
 
-// Return the scaled element of a finite x: the number whose rounding gives its code. It is that of scaled_element,
-// without the recipe's rules for NaN.
+// Return the scaled element of a finite x: the number whose rounding gives its code. It differs from the result of
+// scaled_element in three ways that change no code: it has the rounding of quotient_by if R divides, it is multiplied
+// by FastPath::kNudge, and the recipe's rules for NaN are left out.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   float y;

@@ -76,8 +76,8 @@ FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
 }
 
 // Return true if no float32 sum of the transform rounds (reason 1 at the head of this file). `largest` is the float32
-// bits of the largest result |y|, and `smallest` those of the smallest nonzero element |x|. Neither may be infinite or
-// NaN.
+// bits of the largest result |y|, and `smallest` those of the smallest nonzero element |x|, or smaller bits. Return
+// false if `largest` is infinite or NaN.
 template <class In>
 FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   constexpr u32 kMaxExponentGap =

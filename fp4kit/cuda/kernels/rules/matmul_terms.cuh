@@ -58,8 +58,9 @@ FP4KIT_DEVICE double over(i64 shift, double power) {
   return double_of((static_cast<u64>(2046 + shift) << 52) - double_bits_of(power));
 }
 
-// Return a sum that is exact in double as an NVIDIA unit rounds it: truncated to `bits` bits after the point, with
-// -126 as the least exponent. Zero is +0, and 2^128 and more are infinite.
+// Round `sum`, an exact sum held in a double, as an NVIDIA unit does: truncate its significand to `bits` bits after the
+// binary point. Below 2^-126, truncate to a multiple of 2^(-126 - bits). Return +0 for zero, and infinity of the same
+// sign from 2^128 on.
 FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
   const double normal = double_of(double_bits_of(sum) & ~((u64{1} << (52 - bits)) - 1));
   const double tiny = toward_zero(sum * double_power(126 + bits)) * double_power(-126 - bits);
@@ -78,7 +79,8 @@ FP4KIT_DEVICE double sum_of_terms(double c, const double* terms, int count, doub
 
 // Return the sum of c and one or two sums of products as CDNA3 adds them, rounded to float32. The sums are integers in
 // units of 2^-fraction_bits times their powers in `largest`. The other arguments are fields of FloorDotAdd of
-// fp4kit/units.py. If c_vanishes, a finite c counts as 0 when its exponent is far below the largest.
+// fp4kit/units.py. If c_vanishes, a finite c counts as 0 when its power is below 2^(-fraction_bits - 1) times the
+// largest power.
 FP4KIT_DEVICE float floored_sum(double c, const double* sums, const double* largest, int count, i64 fraction_bits,
                                 i64 sum_bits, bool c_vanishes) {
   const double unit = double_power(-fraction_bits), fine = double_power(sum_bits + 1);

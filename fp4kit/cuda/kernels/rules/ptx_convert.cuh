@@ -100,7 +100,7 @@ FP4KIT_DEVICE u32 cvt_rn_satfinite_e5m2x2(float high, float low) {
   return y;
 }
 // Return a pair with the float16 bits of two FP8 codes: E5M2 if kMantissaBits is 2, E4M3 if it is 3. The conversion is
-// exact, and NaN gives NaN.
+// exact, and NaN gives NaN. Callers test FP4KIT_HAS_CVT_FP8, because there is no software twin.
 template <int kMantissaBits>
 FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
   u32 halves;

@@ -124,7 +124,7 @@ FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
   return bits_of(In::widen(static_cast<u16>(smallest)));
 }
 
-// Load kCount elements at address x as float32. If kAligned, x and the size of the run must be multiples of 16 bytes.
+// Load kCount elements at address x as float32. If kAligned, x must be aligned as read_run requires.
 template <class In, int kCount, bool kAligned>
 FP4KIT_DEVICE void load_run(const typename In::Bits* x, float (&values)[kCount]) {
   widen_run(read_run<In, kCount, kAligned>(x), values);

@@ -53,7 +53,7 @@ constexpr int kAmaxRun = 16;  // number of elements of a run
 
 // Return the float32 bits of the largest magnitude among this thread's part of the elements in [0, count) that count
 // according to kInput. `lanes` threads divide the elements among them, and `lane` is the number of this thread. If
-// kAligned, x must be a multiple of 16 bytes.
+// kAligned, the address x must be a multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   constexpr int kRun = kAmaxRun;

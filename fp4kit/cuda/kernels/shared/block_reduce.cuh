@@ -73,8 +73,9 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
 }
 
 // Add each of two errors over the rows of a block, and store the sums in `error` of all threads that handle the block.
-// This thread handles row `row` of block `column` of the tile. The order is a tree: row i and row i + 8, then rows i
-// and i + 4, i + 2 and i + 1. All threads of the thread block must call this function.
+// This thread handles row `row` of block `column` of the tile. The order is a tree: first rows at the distance
+// kBlockRows / 2, then rows at half that distance, and so on, down to neighboring rows. Do nothing if blocks have one
+// row. All threads of the thread block must call this function.
 template <class R>
 FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
   if constexpr (R::kBlockRows > 1) {

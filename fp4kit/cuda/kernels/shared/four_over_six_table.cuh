@@ -139,7 +139,7 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
 }
 
 // Return true if the table is valid for a block. `base` is the first scale of the block before it is rounded to E4M3.
-// Return false if amax or base is NaN.
+// Return false if amax or base is NaN. has_table_for(t) must be true.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }

@@ -5,8 +5,8 @@
 #include "grouped.cuh"
 #include "quantize.cuh"
 
-// Return true if a tensor is empty. If it is, also store its tensor scales, because its quantize kernel would not. An
-// empty tensor has 0 columns and as many rows as tensor scales.
+// Return true if a tensor is empty. If it is, also store its tensor scales (unless R::kFake), because its quantize
+// kernel would not. An empty tensor has 0 columns and as many rows as tensor scales.
 template <class R, class In>
 FP4KIT_DEVICE bool is_empty(const QuantizeArguments& a, Grid grid) {
   if (a.columns != 0) return false;

@@ -20,7 +20,7 @@ struct PatchArguments {
   float *tensor_scale, *column_tensor_scale;
   float *amax_out, *column_amax_out;  // receive copies of tensor_amax (null: no copy)
   i64 rows, columns;
-  i64 shift;  // a band has 2^shift tiles
+  i64 shift;  // a band has 2^shift rows of tiles
 };
 
 constexpr int kTileRows = 128;
@@ -84,9 +84,9 @@ FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   return {tile_row, tile_column, tile.row + tile_row, tile.column + tile_column};
 }
 
-// The order in which the tiles of a matrix are taken. They are taken band by band, and column by
-// column within a band. A band is 2^shift tiles below each other. So the tiles that are in flight at the same time form
-// a square, and their stores fill whole lines and pages in both directions.
+// The order in which the tiles of a matrix are taken. They are taken band by band, and column by column within a band.
+// A band is 2^shift rows of tiles. So the tiles that are in flight at the same time form a square, and their stores
+// fill whole lines and pages in both directions.
 template <class P>
 struct TileOrder {
   u32 wide, tall, shift;

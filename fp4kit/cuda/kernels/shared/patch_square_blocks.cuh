@@ -50,7 +50,8 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
 }
 
 // Encode a patch by the exact path: load its elements again, and encode them by rows and then by columns. Codes along
-// rows are stored in memory, codes along columns in the staging buffer.
+// rows are stored in memory, codes along columns in the staging buffer. A direction whose output is nullptr (a.packed
+// or a.column_packed) is left out.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s, Factor f, Staging<P>& staging) {
   const typename In::Bits* x = first_element<In>(a, s);
@@ -98,8 +99,9 @@ FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPa
   return all;
 }
 
-// Quantize a patch of a square block, along rows and along columns, or fake-quantize it if R::kFake. Codes along
-// columns are stored in the staging buffer. All threads of a warp must call this function.
+// Quantize a patch of a square block, along rows and along columns, or fake-quantize it if R::kFake. A direction whose
+// output is nullptr (a.packed or a.column_packed) is left out. Codes along columns are stored in the staging buffer.
+// All threads of a warp must call this function.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const PatchPosition& s,
                                    const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

@@ -183,7 +183,7 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a matrix whose blocks have one row. A thread takes one block after the other. choose_scale describes
+// Quantize a matrix by 4over6, for blocks of one row. A thread takes one block after the other. choose_scale describes
 // `table`.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,

@@ -35,8 +35,9 @@ struct SearchArguments {
   const float *tensor_amax, *column_weights;  // column_weights: one weight per column, or one Hessian per 16 columns
   float* block_amax;
   u64* unproven;                    // incremented by the number of blocks that had a full search (null: not wanted)
-  i64 rows, columns, lower, upper;  // candidates are the codes from `lower` to `upper` beside the code of amax / 6;
-                                    // -126 ... 126 for all codes
+  i64 rows, columns, lower, upper;  // E4M3 scales: candidates are the codes c + lower ... c + upper, clamped to
+                                    // 1 ... 126, where c is the code of the block's own amax; -126 ... 126 for all
+                                    // codes. E8M0 scales: see ScalePowers in search_full.cuh
 };
 
 // The candidates, indexed by code, and the numbers from which the first upward code of a block is computed. They are in
@@ -70,8 +71,8 @@ struct CandidateRange {
   u32 low, high;
 };
 
-// Return the candidates of a block with this amax: the codes 1 ... kLastCandidate, or those from a.lower to a.upper
-// beside the code of the block's own amax.
+// Return the candidates of a block with this amax: c + a.lower ... c + a.upper, clamped to 1 ... kLastCandidate, where
+// c is the code of this amax. If a.lower is at most -126 and a.upper at least 126, all codes are candidates.
 template <class R>
 FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};

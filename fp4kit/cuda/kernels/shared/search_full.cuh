@@ -39,8 +39,8 @@ FP4KIT_DEVICE i32 floor_log2(float x) {
   return static_cast<i32>(bits_of(is_small ? x * 0x1p24f : x) >> 23) - (is_small ? 127 + 24 : 127);
 }
 
-// The set of E4M3 scales: the codes 1 ... kLastCandidate, or those beside the code of the block's own amax. If kStored,
-// losses use the scales as they are stored (stored_candidate_of).
+// The set of E4M3 scales: the codes that candidate_range returns for a block. If kStored, losses use the scales as they
+// are stored (stored_candidate_of).
 template <class R, bool kStored>
 struct ScaleCodes {
   static constexpr int kLanes = 32;
