@@ -29,7 +29,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import listed
 
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
-"""What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of these."""
+"""What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of the others."""
 
 _TOKENS = 64  # number of rows of drawn inputs
 _SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # drawn amaxes are near products of these numbers and powers of two
@@ -58,7 +58,7 @@ def parity(
     - a path: a contract file (.json), a model directory, a .safetensors file or a GGUF file;
     - tensors by name: a Quantized or an array per layer, such as weights, activations or logits;
     - a function f(layer, weight) that returns a Quantized or an array of values, such as a trainer's fake quantizer;
-    - a pair of a Contract and one of these. The Contract replaces the contract that the second entry may have.
+    - a pair of a Contract and a model, tensors or a function. The Contract replaces the contract that a model has.
 
     A stack of matrices, such as a Quantized of shape (experts, N, K), counts as one layer per matrix. Matrix 3 of
     "experts.up_proj" is the layer "experts.3.up_proj".

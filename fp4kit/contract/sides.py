@@ -174,10 +174,15 @@ class Side:
 def side_of(label: str, given: Any) -> Side:
     """Return the Side that an argument of parity describes. Raise TypeError for anything else.
 
-    A path is opened by fp4kit.checkpoint, with its errors.
+    Raise ValueError for a pair whose second entry is a contract, too. A path is opened by fp4kit.checkpoint, with its errors.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Contract):
         side = side_of(label, given[1])
+        if side.stored is None and side.function is None:
+            raise ValueError(
+                f"{OP}: {label} is a pair of two contracts; needs one contract, or a pair of a Contract and tensors, a"
+                " model or a function"
+            )
         return Side(label, given[0], side.stored, side.function)
     if isinstance(given, Contract):
         return Side(label, given)
@@ -190,7 +195,7 @@ def side_of(label: str, given: Any) -> Side:
         return Side(label, None, None, given)
     raise TypeError(
         f"{OP}: {label} is a {type(given).__name__}; needs a Contract, a path, a mapping of tensors, a function, or a"
-        " pair of a Contract and one of these"
+        " pair of a Contract and one of the others"
     )
 
 

@@ -323,6 +323,7 @@ def test_samples_are_stated():
     ("arguments", "error", "message"),
     [
         ((BASE, 3), TypeError, "parity: rollout is a int; needs a Contract, a path, a mapping"),
+        ((BASE, (BASE, BASE)), ValueError, "parity: rollout is a pair of two contracts; needs one contract"),
         (
             (BASE, STORED),
             ValueError,
