@@ -174,7 +174,8 @@ class Side:
 def side_of(label: str, given: Any) -> Side:
     """Return the Side that an argument of parity describes. Raise TypeError for anything else.
 
-    Raise ValueError for a pair whose second entry is a contract, too. A path is opened by fp4kit.checkpoint, with its errors.
+    Raise ValueError for a pair whose second entry is a contract, too. A path is opened by fp4kit.checkpoint, with its
+    errors.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Contract):
         side = side_of(label, given[1])
