@@ -1,4 +1,4 @@
-"""Check the amaxes that a caller passes, reshape them to the canonical shape, and select those of one matrix.
+"""Check the amaxes that a caller passes, and reshape them to the canonical shape.
 
 The canonical shape of a tensor_amax depends on the recipe. For an array (..., K), with the quantized axis last, it is:
 
@@ -22,31 +22,6 @@ from fp4kit.call.checks import description
 from fp4kit.formats import E8M0, FLOATS
 from fp4kit.quantized.part_shapes import fitting_shape, in_order, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
-
-
-def is_per_expert(amax: Any, recipe: Recipe) -> bool:
-    """Return whether a tensor_amax, or tensor_scale, has one entry per expert: shape (E,).
-
-    amax must have its canonical shape: () or (E,), or one entry per row or per block. None gives False.
-    """
-    return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
-
-
-def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
-    """Return the part of a tensor_amax, or tensor_scale, that belongs to matrix i of a stack of matrices.
-
-    amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block. shape:
-    (number of matrices, rows per matrix). The matrices of one expert are adjacent.
-
-    The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
-    per row, (rows, blocks) for one entry per block. If amax is None, return None.
-    """
-    if amax is None or amax.ndim == 0:
-        return amax
-    if is_per_expert(amax, recipe):
-        expert = i * amax.shape[0] // shape[0]
-        return amax[expert : expert + 1]
-    return amax.reshape(*shape, -1)[i]
 
 
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:

@@ -86,12 +86,13 @@ _OWN_SEARCHES: dict[str, Callable[..., None]] = {
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses.
 
-    If the recipe has no search, return the call unchanged. The result equals that of reference.search_factors.searched.
+    The result equals that of reference.search_factors.searched.
 
+    call: a call whose recipe has a search and whose array is not empty.
     amax: the tensor amax, or None if the recipe has no tensor scale.
     """
     r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
-    if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and own is None):
+    if not_searched(r) or (call.mask is not None and own is None):
         return searches.searched(call, amax)
     search: Callable[..., None] = partial(search_matrix, search=Search(call))
     if own is not None:

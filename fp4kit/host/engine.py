@@ -16,7 +16,6 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arithmetic import ieee
-from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.call.rotation import Rotation
 from fp4kit.call.search_scales import Search
@@ -32,7 +31,7 @@ from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_matrix
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
 from fp4kit.reference.implied_amax import encoding_scale, stored_tensor_scale
-from fp4kit.reference.matrices import stack
+from fp4kit.reference.matrices import is_per_expert, part_for_matrix, stack
 from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
 from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
@@ -190,7 +189,8 @@ def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quan
     functions: the functions of the engine that computes the codes.
     """
     amax, r = _tensor_amax(call, functions), call.recipe
-    call = functions.searched(call, amax)
+    if r.search and call.x.size:
+        call = functions.searched(call, amax)
     packed, scales = _output_arrays(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, functions)

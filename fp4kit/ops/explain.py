@@ -16,12 +16,12 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.call.amaxes import is_per_expert
 from fp4kit.call.parse import HADAMARD_BLOCK, Call, QuantizeOptions, any_call
 from fp4kit.display.panel import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
+from fp4kit.reference.matrices import is_per_expert
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.stochastic import RandomStream
 from fp4kit.reference.trace import Step, show, traced

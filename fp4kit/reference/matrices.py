@@ -1,4 +1,4 @@
-"""View an array of any number of dimensions as a stack of matrices, without a copy."""
+"""View an array of any number of dimensions as a stack of matrices, and find the part of an amax for each matrix."""
 
 from __future__ import annotations
 
@@ -31,6 +31,31 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
     if a.ndim == 3:
         return a
     return _StackView(a)
+
+
+def is_per_expert(amax: Any, recipe: Recipe) -> bool:
+    """Return whether a tensor_amax, or tensor_scale, has one entry per expert: shape (E,).
+
+    amax must have its canonical shape (see call/amaxes.py). None gives False.
+    """
+    return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
+
+
+def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
+    """Return the part of a tensor_amax, or tensor_scale, that belongs to matrix i of a stack of matrices.
+
+    amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block. shape:
+    (number of matrices, rows per matrix). The matrices of one expert are adjacent.
+
+    The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
+    per row, (rows, blocks) for one entry per block. If amax is None, return None.
+    """
+    if amax is None or amax.ndim == 0:
+        return amax
+    if is_per_expert(amax, recipe):
+        expert = i * amax.shape[0] // shape[0]
+        return amax[expert : expert + 1]
+    return amax.reshape(*shape, -1)[i]
 
 
 class _StackView:

@@ -21,7 +21,6 @@ from functools import partial
 
 import numpy as np
 
-from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe, rules
@@ -29,7 +28,7 @@ from fp4kit.reference.arith import log2
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_tile
-from fp4kit.reference.matrices import stack
+from fp4kit.reference.matrices import is_per_expert, part_for_matrix, stack
 from fp4kit.reference.quantize import quantize_tile, widen
 from fp4kit.reference.search_scales import best_amaxes
 from fp4kit.reference.summation_order import sum_halves, sum_lanes
@@ -214,12 +213,9 @@ def search_matrix(
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses.
 
-    If the recipe has no search or the array is empty, return the call unchanged.
-
+    call: a call whose recipe has a search and whose array is not empty.
     amax: the tensor amax, or None if the recipe has no tensor scale.
     """
-    if not call.recipe.search or not call.x.size:
-        return call
     search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
     with untraced():
         return call._replace(block_amax=chosen_amaxes(call, amax, search))

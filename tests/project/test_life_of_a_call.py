@@ -82,7 +82,7 @@ def test_a_tensor_of_torch() -> None:
 
 
 def test_the_specification() -> None:
-    compare("specification", 15)
+    compare("specification", 13)
 
 
 def test_cuda(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.cuda.launch.matrix import dequantize_matrix
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.schema import with_row_blocks
+from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:

@@ -12,11 +12,11 @@ from math import prod
 from typing import Any
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
 from fp4kit.recipes.schema import with_row_blocks
+from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 
 # In arrays of up to this many elements, the quantize kernel itself computes the tensor amax (with_kernel_amax), which
 # saves two launches: one that clears the amax and one that computes it. Device time in us, bfloat16 to nvfp4-te (H200,
