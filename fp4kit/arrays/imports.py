@@ -69,8 +69,9 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
         1.0), as in NumPy.
 
     Raises:
-        TypeError: `x` is not an array (a list, a Python number, ...), is a masked array, is traced by JAX, is a tensor
-            without dense memory (sparse, nested, quantized, DTensor), or has a DLPack dtype that is not listed above.
+        TypeError: `x` is not an array (a list, a Python number, ...), is a masked array, or is traced by JAX. Also
+            raised if `x` is a tensor without dense memory (sparse, nested, quantized, DTensor), or has a DLPack dtype
+            that is not listed above.
         ValueError: `x` is a PyTorch tensor on the meta device, with the negative or the conjugate bit set, or that
             requires grad. Tensors that require grad are accepted if grad mode is off, and Parameters by most functions.
         NotImplementedError: `x` is on a CUDA device or another accelerator.

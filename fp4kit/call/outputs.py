@@ -75,7 +75,7 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
     """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written.
 
     Raise TypeError if `like` is a NumPy array and `out` is not. Raise ValueError if `out` has the wrong shape or dtype
-    or is read-only, or if `like` is a CuPy array and `out` is not one on its device.
+    or is read-only. If `like` is a CuPy array, also raise ValueError unless `out` is a CuPy array on its device.
 
     like: the NumPy or CuPy array that is dequantized.
     """

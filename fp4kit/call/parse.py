@@ -88,7 +88,7 @@ class Call(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """True if the caller passed scales, so that only codes are computed."""
+        """True if the caller passed scales. Then only codes are computed."""
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:

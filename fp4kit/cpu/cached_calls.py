@@ -136,9 +136,9 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
     """Return a CpuQuantizeCall that repeats a parsed call of quantize.
 
-    Return None if the scales are not linear, if an array of `out` is empty, not contiguous or not aligned, or in the
-    cases in which _matrix_call returns None. Raise Declined if the library does not support the recipe, or if elements
-    are not aligned.
+    Return None if the scales are not linear, or if an array of `out` is empty, not contiguous or not aligned. Also
+    return None for quantize_both, and in the cases in which _matrix_call returns None. Raise Declined if the library
+    does not support the recipe, or if elements are not aligned.
 
     x: the array as the caller passed it, of any library. both: True for quantize_both, which is not cached.
     """

@@ -73,7 +73,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Quantize the array of a call with the scales that the caller passed, so that only codes are computed.
+    """Quantize the array of a call with the scales that the caller passed: only codes are computed.
 
     Return call.out with the result, or a new Quantized if call.out is None. Raise Declined if the engine does not
     support the call, or is not faster than the specification for it.
@@ -212,8 +212,8 @@ def partial_cast(
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved, float32 (..., M / block rows, K / block).
 
-    Raise Declined if the recipe has no blocks or one that the engine does not support, if the array is empty or small,
-    or if its elements are not aligned.
+    Raise Declined if the recipe has no blocks, or blocks that the engine does not support. Also raise it if the array
+    is empty or small (see _check), or if its elements are not aligned.
     """
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:

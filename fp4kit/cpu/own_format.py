@@ -79,7 +79,7 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the codes of scales x, float32 (n,), by the specification, to which the amax rules divide amaxes.
 
-    The rule is called with a largest element of 1 in place of the recipe's, so that x is the scale before rounding.
+    The rule is called with a largest element of 1 in place of the recipe's. So x is the scale before rounding.
     """
     assert r.block_rule is not None
     one = np.ones((), np.float32)

@@ -21,8 +21,8 @@ def search_call(
 ) -> np.ndarray:
     """Return the block amaxes that search_scales finds; for a recipe without block scales, the tensor amaxes.
 
-    Recipes without block scales and recipes with amax rules try a grid of multiples, other recipes with E8M0 scales try
-    powers of two, and other recipes with E4M3 scales use `search_e4m3`.
+    Recipes without block scales and recipes with amax rules try a grid of multiples. Among the other recipes, those
+    with E8M0 scales try powers of two, and those with E4M3 scales use `search_e4m3`.
 
     Args:
         search: the parsed call of search_scales.

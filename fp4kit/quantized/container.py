@@ -403,10 +403,10 @@ class Quantized:
         tensor_scale was made from it.
 
         Args:
-            rows: a slice of the first axis of x. Its ends must be multiples of the block rows, or of the block length
-                if the first axis is the quantized one, or the end of the axis. In a stack, any slice of tensors is
-                allowed. Swizzled scales can be cut only between whole tiles of 128 or 8 rows; otherwise slice
-                fp4kit.unswizzle(q).
+            rows: a slice of the first axis of x. In a matrix, its ends must be multiples of the block rows, or the end
+                of the axis. If the first axis is the quantized one, they must be multiples of the block length, or the
+                end of the axis. In other stacks, any slice of tensors is allowed. Swizzled scales can be cut only
+                between whole tiles of 128 or 8 rows; otherwise slice fp4kit.unswizzle(q).
 
         Returns:
             A Quantized; self if the slice covers all rows.

@@ -82,7 +82,7 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return a number of which the ends of a slice of x's first axis must be multiples, so that no block is cut."""
+    """Return the number whose multiples a slice of x's first axis may begin and end at without cutting a block."""
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1

@@ -80,8 +80,8 @@ class QuantizedResult(NamedTuple):
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
     """Return True if one launch on the current device can read x in place, as one matrix.
 
-    This holds if x is nonempty, contiguous and on the current device, and if the recipe r and the caller's amax have no
-    tensor scale per block or per expert. A tensor scale per row is allowed if the caller passes no amax.
+    This holds if x is nonempty, contiguous and on the current device. The recipe r and the caller's amax must also have
+    no tensor scale per block or per expert. A tensor scale per row is allowed if the caller passes no amax.
     """
     scaled = r.tensor_scaling in ("none", "tensor") or (r.tensor_scaling == "row" and amax is None)
     return _are_contiguous_here(x) and scaled and (amax is None or amax.size == 1)
@@ -327,9 +327,13 @@ class CudaFakeQuantizeCall:
 def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
     """Return a CudaFakeQuantizeCall that repeats a parsed call of fake_quantize.
 
-    Return None if no kernel supports the call, if x is not one matrix that a kernel reads in place (see _is_one_matrix
-    and matrix_count), or if the quantized axis is not the last one. The call must round to nearest, without block
-    amaxes.
+    Return None in these cases:
+
+    - No kernel supports the call.
+    - The quantized axis is not the last one.
+    - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
+
+    The call must round to nearest, without block amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.

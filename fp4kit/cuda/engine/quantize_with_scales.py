@@ -1,4 +1,4 @@
-"""Quantize CuPy arrays with scales that the caller passes, so that only codes are computed."""
+"""Quantize CuPy arrays with scales that the caller passes: only codes are computed."""
 
 from __future__ import annotations
 

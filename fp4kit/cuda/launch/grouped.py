@@ -169,7 +169,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     )
     simple = (
         small and not has_table(r) and r.tensor_scaling != "row"
-    )  # a piece has little setup, so that small pieces are best
+    )  # a piece has little setup, so small pieces are best
     pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_PIECE if simple else MAX_PIECE)
     return prepare_group(function, arguments, aligned_runs, pieces, tuple(matrices), small)
 

@@ -292,7 +292,7 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     """Return the largest magnitude of a contiguous array, float32 (), or of each row of a matrix, float32 (M,).
 
     Args:
-        counted: the elements that count: "all" (so that a NaN makes the result NaN), "no_nan" or "finite".
+        counted: the elements that count: "all" (a NaN then makes the result NaN), "no_nan" or "finite".
         by_row: True returns one amax per row. False returns the amax of the whole array.
         mask: the sign mask of a Hadamard transform that is applied to every 16 elements first; None without a
             transform.
