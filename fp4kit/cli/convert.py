@@ -232,6 +232,12 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         " declare that engines rotate its inputs. For --format compressed-tensors",
     )
     group.add_argument(
+        "--hadamard-seed",
+        type=int,
+        metavar="SEED",
+        help="also change the signs of columns before the Hadamard transform, drawn at random for this seed",
+    )
+    group.add_argument(
         "--input-scale",
         type=float,
         metavar="X",
@@ -486,6 +492,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
         split_max_size=None if args.split_max_size is None else bytes_of_text(args.split_max_size),
         recipes=recipes,
         hadamard=args.hadamard,
+        hadamard_seed=args.hadamard_seed,
     )
 
 
@@ -584,6 +591,7 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
         "scale_search": plan.request.search and plan.request.search.facts(),
         "activations": plan.request.activations and plan.request.activations.facts,
         "hadamard": plan.request.hadamard,
+        "hadamard_seed": plan.request.hadamard_seed,
         "format": plan.format_name,
         "files": tuple(paths_to_write(plan, destination).values()),
         "bytes_in": plan.bytes_in,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fp4kit.call.parse import HADAMARD_BLOCK
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.plan.job import COPY
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
@@ -12,9 +13,6 @@ from fp4kit.contract.schema import Contract
 from fp4kit.recipes import RECIPES, Recipe
 
 SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # settings of the server, not of a checkpoint
-# In a contract, a transform of 16 elements without signs is that of quantize(hadamard=True). Signs that change nothing
-# select fp4kit.hadamard, which a conversion uses.
-_ARITHMETIC = "+" * HADAMARD_BLOCK
 
 
 def contract_of_plan(plan: Plan) -> Contract:
@@ -37,11 +35,22 @@ def contract_of_plan(plan: Plan) -> Contract:
         shared_amax=shared_leaves(converted) if _shares(plan) else (),
         input_scales="static" if plan.has_input_scale else None,
         hadamard=plan.request.hadamard,
-        hadamard_signs=_ARITHMETIC if plan.request.hadamard == len(_ARITHMETIC) else None,
+        hadamard_signs=_signs(plan.request.rotation),
         scale_search=None if search is None else search.words.removeprefix("searched by "),
         container=plan.format_name,
         unknown=tuple(unknown),
     )
+
+
+def _signs(rotation: Rotation | None) -> str | None:
+    """Return the signs of a rotation, for a contract; None if there is no rotation, or one without signs.
+
+    In a contract, a transform of 16 elements without signs is that of quantize(hadamard=True). Signs that change
+    nothing select fp4kit.hadamard instead, which a conversion uses.
+    """
+    if rotation is not None and not rotation.signs and rotation.size == HADAMARD_BLOCK:
+        return "+" * rotation.size
+    return None if rotation is None else rotation.signs or None
 
 
 def _recorded(plan: Plan) -> Recipe | None:

@@ -158,6 +158,7 @@ def convert(
     split_max_size: int | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     hadamard: int | None = None,
+    hadamard_seed: int | None = None,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -183,6 +184,7 @@ def convert(
         recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe``.
         hadamard: the size of a Hadamard transform that rotates every layer before it is quantized; None for no
             rotation.
+        hadamard_seed: the seed of random signs for this transform; None for no signs.
 
     The function make_plan describes the arguments from ``format`` on in full.
 
@@ -204,8 +206,9 @@ def convert(
 
     Exact: codes and scales of newly quantized tensors equal the result of fp4kit.quantize for the whole tensor, called
         with the largest amax of the layers that share its tensor scale. With nonfinite="saturate", values are replaced
-        first. With ``hadamard``, the whole tensor is fp4kit.hadamard(W, hadamard) for a weight W. There are two
-        exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other block scales.
+        first. With ``hadamard``, the whole tensor is fp4kit.hadamard(W, hadamard, seed=hadamard_seed) for a weight W.
+        There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other
+        block scales.
     """
     plan = make_plan(
         source,
@@ -222,6 +225,7 @@ def convert(
         split_max_size=split_max_size,
         recipes=recipes,
         hadamard=hadamard,
+        hadamard_seed=hadamard_seed,
     )
     return execute(plan, destination, options)
 
@@ -654,8 +658,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         if beside is not None:
             beside = {**beside, "quantization": {**beside["quantization"], "kv_cache_quant_algo": algorithm}}
     if plan.rotated_layers:
-        size, others = plan.request.hadamard, plan.other_modules
-        assert size is not None
-        declared = {**declared, transforms.KEY: transforms.declaration(size, plan.rotated_layers, others)}
+        rotation = plan.request.rotation
+        assert rotation is not None
+        transform = transforms.declaration(rotation, plan.rotated_layers, plan.other_modules)
+        declared = {**declared, transforms.KEY: transform}
     config["quantization_config"] = declared
     return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})

@@ -29,7 +29,6 @@ from fp4kit.checkpoint.model.slabs import (
     values_of,
 )
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
-from fp4kit.checkpoint.model.transforms import sylvester
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.job import (
     CARRY,
@@ -193,7 +192,8 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
     if output.has(ROTATION):
-        output.put(ROTATION, sylvester(job.weight.rotation))
+        assert job.weight.rotation is not None
+        output.put(ROTATION, job.weight.rotation.matrix)
     return Made(action, replaced, losses, changes)
 
 

@@ -24,6 +24,7 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import expert_name, pieces
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.quantized_layers import recorded
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.transforms import decodable, undo
@@ -64,9 +65,9 @@ class Origin:
         """The shape (rows, columns) of the values."""
         return self.span[1] - self.span[0], self.weight.shape[-1]
 
-    def rotated(self, size: int) -> Origin:
-        """Return the rows, rotated in blocks of ``size`` columns when they are read; unchanged rows if size is 0."""
-        return replace(self, weight=replace(self.weight, rotation=size)) if size else self
+    def rotated(self, rotation: Rotation | None) -> Origin:
+        """Return the rows, to which a rotation is applied when they are read; unchanged rows if it is None."""
+        return self if rotation is None else replace(self, weight=replace(self.weight, rotation=rotation))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,7 +147,7 @@ def identify_checkpoint(
     """
     stored, origin = open_source(Path(destination)), open_source(Path(source))
     known = weights_of(stored.tensors, stored.config, damaged=True)
-    sizes = undo(stored, known, ignore).sizes
+    rotations = undo(stored, known, ignore).rotations
     check_model(origin, weights_of(origin.tensors, origin.config))
     weights = [weight for weight in known.values() if weight.container is not None]
     if not weights:
@@ -156,7 +157,7 @@ def identify_checkpoint(
         )
     tick = progress or (lambda count: None)
     with Readers() as readers:
-        pairs = _Pairs(stored, weights, origin, sizes, readers, tick)
+        pairs = _Pairs(stored, weights, origin, rotations, readers, tick)
         found, unpaired = tuple(pairs), tuple(pairs.unpaired())
         if not found:
             raise CheckpointError(_nothing_matches(weights, destination, source))
@@ -217,8 +218,8 @@ class _Pairs:
     Each item is a function without arguments. It reads the layer and its source when it is called, so that only one
     pair is in memory.
 
-    sizes: layer name -> columns per block of its Hadamard transform, for the rotated layers of the checkpoint. They are
-        compared with rotated rows of the source.
+    rotations: layer name -> rotation, for the rotated layers of the checkpoint. They are compared with rotated rows of
+        the source.
     """
 
     def __init__(
@@ -226,14 +227,14 @@ class _Pairs:
         stored: Source,
         weights: list[Weight],
         source: Source,
-        sizes: Mapping[str, int],
+        rotations: Mapping[str, Rotation],
         readers: Readers,
         tick: Progress,
     ) -> None:
         self.config, self.weights, self.readers, self.tick = stored.config, weights, readers, tick
         self.recorded = recorded(stored)
         self.scaling = _scaling_of(stored, weights)
-        self._counterparts, self._sizes = Counterparts(source), sizes
+        self._counterparts, self._rotations = Counterparts(source), rotations
         self.amaxes: dict[tuple[str, int], tuple[float, ...]] = {}
         self.members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
         self.groups = fused_layers.shared_amax_groups(weight.name for weight in weights)
@@ -246,7 +247,7 @@ class _Pairs:
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
         """Return the rows that Counterparts.of finds, rotated like the weight; None if the source has none."""
         found = self._counterparts.of(weight, expert, name)
-        return None if found is None else found.rotated(self._sizes.get(weight.name, 0))
+        return None if found is None else found.rotated(self._rotations.get(weight.name))
 
     def __iter__(self) -> Iterator[Callable[[], LayerPair]]:
         for weight in self.weights:

@@ -25,9 +25,9 @@ from fp4kit.checkpoint.containers.container import (
     VALUES,
 )
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
-from fp4kit.ops.rotate import hadamard
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 # Bytes of source elements per slab. Larger slabs are slower: the allocator gets fresh pages from the system each time.
@@ -105,8 +105,7 @@ class Slab(NamedTuple):
         scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
         tensor_scale: the factor to multiply by on decode; None if there is none.
         divisor: the stored tensor scale if decoding divides by it, as compressed-tensors does; None otherwise.
-        rotation: the columns per block of a Hadamard transform that values_of applies (see Weight.rotation); 0 if there
-            is none.
+        rotation: a Hadamard transform that values_of applies (see Weight.rotation); None if there is none.
         column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
         low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded
             values before the columns are multiplied.
@@ -120,7 +119,7 @@ class Slab(NamedTuple):
     column_scale: npt.NDArray[np.float32] | None = None
     low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
     divisor: np.float32 | None = None
-    rotation: int = 0
+    rotation: Rotation | None = None
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -466,14 +465,14 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
     multiplied last. For compressed-tensors, FP8 values are then rounded to the dtype of the scales (Container.rounds).
-    If the slab has a rotation, fp4kit.hadamard is applied at the end. It keeps the dtype of the values.
+    If the slab has a rotation, it is applied at the end. It keeps the dtype of the values.
 
     Args:
         weight: the weight that the slab was read from.
         slab: the slab.
     """
     if slab.values is not None:
-        return hadamard(slab.values, slab.rotation) if slab.rotation else slab.values
+        return slab.values if slab.rotation is None else slab.rotation.of(slab.values)
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
         values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale, slab.divisor)
@@ -483,7 +482,7 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
         if slab.column_scale is not None:
             values *= slab.column_scale
         values = _rounded(values, weight)
-        return hadamard(values, slab.rotation) if slab.rotation else values
+        return values if slab.rotation is None else slab.rotation.of(values)
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:

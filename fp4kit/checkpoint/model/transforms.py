@@ -1,8 +1,9 @@
 """Undo or declare the transforms of compressed-tensors: Hadamard rotations of the inputs of layers.
 
 In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns, and an engine rotates the
-inputs of the layer by the same matrix before the product. H is Sylvester's Hadamard matrix, so that the transform is
-its own inverse. Only transforms of this kind are undone. If a checkpoint declares another one, an error names it.
+inputs of the layer by the same matrix before the product. H is Sylvester's Hadamard matrix. A transform with signs
+stores W D H / sqrt(n), in which the diagonal matrix D holds signs, and the checkpoint stores the matrix D H. Only
+transforms of these kinds are undone. If a checkpoint declares another one, an error names it.
 
 A conversion with --hadamard applies such a transform. ``declaration`` returns what it writes into config.json.
 
@@ -16,23 +17,34 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from fp4kit.call.rotation import HADAMARD_SIZES
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.config_items import brief
 from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.model.items import REFUSED, UNDERSTOOD, Item
+from fp4kit.checkpoint.model.rotation import Rotation, rotation_of
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Weight, located, weights_of
-from fp4kit.ops.rotate import hadamard
 from fp4kit.storage.errors import shown
 
 KEY = "transform_config"
 _GROUP = "v"  # the name of the config group that ``declaration`` returns; llm-compressor uses it for such transforms
+HADAMARD, RANDOM = "hadamard", "random-hadamard"  # types of transforms; RANDOM has random signs
 _SCHEME = {"type", "apply", "randomize", "requires_grad", "head_dim", "precision"}
 _APPLY = {"targets", "location", "inverse", "ignore"}
+
+
+class _Transform(NamedTuple):
+    """Describe the declared transform of a weight. The weights of a config group with equal sizes share a matrix.
+
+    group: the name of the config group.
+    size: the number of columns per block.
+    has_signs: True if the columns also change their signs (RANDOM).
+    """
+
+    group: str
+    size: int
+    has_signs: bool
 
 
 class Undone(NamedTuple):
@@ -49,9 +61,10 @@ class Undone(NamedTuple):
     matrices: frozenset[str] = frozenset()
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Layer name -> number of columns per block of its transform, for the layers with transforms."""
-        return {weight.name: weight.rotation for weight in self.weights.values() if weight.rotation}
+    def rotations(self) -> dict[str, Rotation]:
+        """Layer name -> the transform that the layer was rotated by, for the layers with transforms."""
+        found = ((weight.name, weight.rotation) for weight in self.weights.values())
+        return {name: rotation.inverted for name, rotation in found if rotation is not None}
 
 
 class _NotUndone(Exception):
@@ -88,36 +101,36 @@ def resolved(
         weights: the weights that ``weights_of`` finds in the model.
         ignore: globs of item names, as given with ``--ignore``.
         reads: True to read stored matrices, and to refuse those that are not the matrix of their transform. False reads
-            no tensor.
+            no tensor; weights whose rotation has signs then get no rotation.
     """
     items = closed_world.items_of(model, weights, ignore)
     if not any(_declares(item) for item in items):
         return Undone(dict(weights), items)
     try:
-        sizes = dict(_sizes(declared(model.config or {})[KEY], weights))
+        found = dict(_transforms(declared(model.config or {})[KEY], weights))
+        matrices = _stored_matrices(found, weights, model.tensors)
     except _NotUndone as reason:
         why = f"declares rotations of the weights; it {reason}, which is not undone"
         return Undone(dict(weights), tuple(item._replace(why=why) if _declares(item) else item for item in items))
-    matrices = {matrix_name(weights[tensor].name, name): size for tensor, (name, size) in sizes.items()}
-    found = {name: size for name, size in matrices.items() if name in model.tensors}
-    wrong = {name: size for name, size in found.items() if reads and not _is_sylvester(model, name, size)}
-    items = tuple(_understood(item, len(sizes), found, wrong) for item in items)
-    return Undone(_turned(weights, sizes), items, frozenset(found))
+    rotations, wrong = _rotations(found, matrices if reads else {}, model.tensors)
+    items = tuple(_understood(item, len(found), matrices, wrong) for item in items)
+    return Undone(_turned(weights, found, rotations), items, frozenset(matrices))
 
 
-def _understood(item: Item, layers: int, found: Mapping[str, int], wrong: Mapping[str, int]) -> Item:
+def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wrong: Collection[str]) -> Item:
     """Return an item of a model whose transforms are undone. Refused transforms and matrices become understood.
 
     layers: the number of layers with transforms.
-    found: the names of the tensors that hold matrices of transforms, and the sizes of the matrices.
-    wrong: those of ``found`` that hold other values than the matrix of their transform.
+    matrices: the names of the tensors that hold matrices, and their transforms.
+    wrong: those of ``matrices`` that hold other values than the matrix of their transform.
     """
     if item.group != REFUSED:
         return item
     if item.name in wrong:
-        why = f"is not the Hadamard matrix of size {wrong[item.name]} that {KEY} declares"
+        size, signs = matrices[item.name].size, " with signs" if matrices[item.name].has_signs else ""
+        why = f"is not the Hadamard matrix of size {size}{signs} that {KEY} declares"
         return item._replace(group=REFUSED, why=f"{why}; use a checkpoint without transforms")
-    if item.name in found:
+    if item.name in matrices:
         return Item(UNDERSTOOD, item.place, item.name, f"the matrix of the transforms in {KEY}", item.what)
     if _declares(item):
         why = f"Hadamard transforms of the inputs of {layers} layers, undone when the weights are decoded"
@@ -125,13 +138,13 @@ def _understood(item: Item, layers: int, found: Mapping[str, int], wrong: Mappin
     return item
 
 
-def declaration(size: int, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
+def declaration(rotation: Rotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
     """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
 
     It declares a Hadamard transform of the weights and of the inputs of these layers.
 
     Args:
-        size: the number of columns per block of the transform.
+        rotation: the transform of the weights.
         rotated: the names of the layers that were rotated.
         others: the names of all other modules with tensors, which the declaration must not match.
     """
@@ -140,7 +153,8 @@ def declaration(size: int, rotated: Collection[str], others: Collection[str]) ->
         {"targets": targets, "location": place, "inverse": place == "weight_input", "ignore": []}
         for place in ("input", "weight_input")
     ]
-    group = {"type": "hadamard", "apply": both, "randomize": False, "requires_grad": False, "head_dim": size}
+    kind = RANDOM if rotation.signs else HADAMARD
+    group = {"type": kind, "apply": both, "randomize": False, "requires_grad": False, "head_dim": rotation.size}
     return {"config_groups": {_GROUP: {**group, "precision": "torch.float32"}}}
 
 
@@ -165,14 +179,6 @@ def matrix_name(layer: str, group: str = _GROUP) -> str:
     return f"{layer}.{group}_input.weight"
 
 
-def sylvester(size: int) -> npt.NDArray[np.float32]:
-    """Return Sylvester's Hadamard matrix with elements 1 and -1, float32 [size, size].
-
-    compressed-tensors stores the matrices of transforms like this, without the factor size^-1/2.
-    """
-    return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))
-
-
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """Return a dict from tensor name to weight, for all weights of a model.
 
@@ -183,15 +189,64 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
         config: the content of config.json. If it declares a transform that is not undone, no weight has a rotation.
     """
     weights, value = weights_of(tensors, config), declared(config).get(KEY)
+    if not value:
+        return weights
     try:
-        return _turned(weights, dict(_sizes(value, weights))) if value else weights
+        found = dict(_transforms(value, weights))
+        rotations, _ = _rotations(found, _stored_matrices(found, weights, tensors), tensors)
     except _NotUndone:
         return weights
+    return _turned(weights, found, rotations)
 
 
-def _turned(weights: Mapping[str, Weight], sizes: Mapping[str, tuple[str, int]]) -> dict[str, Weight]:
-    """Return all weights. Those in ``sizes``, which holds the pairs of _sizes, get their rotation."""
-    return {name: replace(one, rotation=sizes[name][1]) if name in sizes else one for name, one in weights.items()}
+def _turned(
+    weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, Rotation]
+) -> dict[str, Weight]:
+    """Return all weights. Those in ``found``, which maps tensor names to transforms, get the rotation of theirs."""
+    return {
+        name: replace(one, rotation=rotations.get(found[name])) if name in found else one
+        for name, one in weights.items()
+    }
+
+
+def _stored_matrices(
+    found: Mapping[str, _Transform], weights: Mapping[str, Weight], tensors: closed_world.Tensors
+) -> dict[str, _Transform]:
+    """Return a dict from the names of the tensors that hold matrices to their transforms.
+
+    Raise _NotUndone if no matrix of a transform with signs is stored, because the matrix alone tells the signs.
+
+    found: tensor name -> transform, for the weights with transforms.
+    weights, tensors: the weights and the tensors of the model, by tensor name.
+    """
+    names = {matrix_name(weights[tensor].name, one.group): one for tensor, one in found.items()}
+    stored = {name: one for name, one in names.items() if name in tensors}
+    lost = next((one for one in found.values() if one.has_signs and one not in {*stored.values()}), None)
+    if lost is not None:
+        raise _NotUndone(f"has {shown(lost.group)} of type {brief(RANDOM)}, whose matrix is not stored")
+    return stored
+
+
+def _rotations(
+    found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: closed_world.Tensors
+) -> tuple[dict[_Transform, Rotation], set[str]]:
+    """Return two results: transform -> the rotation that undoes it; and the names of wrong matrices.
+
+    A matrix is wrong if it is not that of its transform, or if two matrices of a transform differ. A transform with
+    signs has no rotation if none of its matrices is right.
+
+    found: tensor name -> transform, for the weights with transforms.
+    matrices: the names of the tensors that hold matrices to read, and their transforms.
+    tensors: the tensors of the model.
+    """
+    rotations = {one: Rotation(one.size, inverse=True) for one in found.values() if not one.has_signs}
+    wrong = set()
+    with Readers() as readers:
+        for name, one in matrices.items():
+            read = rotation_of(readers.array(located(*tensors[name])))
+            if read is None or read.size != one.size or rotations.setdefault(one, read.inverted) != read.inverted:
+                wrong.add(name)
+    return rotations, wrong
 
 
 def _declares(item: Item) -> bool:
@@ -199,8 +254,8 @@ def _declares(item: Item) -> bool:
     return item.group == REFUSED and item.name.endswith(f".{KEY}")
 
 
-def _sizes(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield (tensor name, (name of the config group, block size n)) of every weight with a transform.
+def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, _Transform]]:
+    """Yield (tensor name, transform) of every weight with a transform.
 
     Raise _NotUndone if a transform is declared that cannot be undone.
 
@@ -221,7 +276,7 @@ def _sizes(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, tup
             size = scheme.get("head_dim") or weight.shape[-1]
             if size not in HADAMARD_SIZES or weight.shape[-1] % size:
                 raise _NotUndone(f"has {shown(name)} with blocks of {brief(size)} for {shown(weight.name)}")
-            yield weight.tensor, (name, size)
+            yield weight.tensor, _Transform(name, size, scheme["type"] == RANDOM)
 
 
 def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[Weight]:
@@ -234,7 +289,7 @@ def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[
     """
     if not isinstance(scheme, Mapping) or not isinstance(scheme.get("apply"), list) or set(scheme) - _SCHEME:
         raise _NotUndone(f"has {shown(name)}, which is {brief(scheme)}")
-    if scheme.get("type") != "hadamard" or scheme.get("randomize"):
+    if scheme.get("type") not in (HADAMARD, RANDOM) or scheme.get("randomize"):
         kind = brief(scheme.get("type")) + (" with random permutations" if scheme.get("randomize") else "")
         raise _NotUndone(f"has {shown(name)} of type {kind}")
     places: dict[str, set[str]] = {"input": set(), "weight_input": set()}
@@ -244,6 +299,8 @@ def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[
         place = one.get("location")
         if not isinstance(place, str) or place not in places:
             raise _NotUndone(f"has {shown(name)} with the location {brief(place)}")
+        if scheme["type"] == RANDOM and bool(one.get("inverse")) != (place == "weight_input"):
+            raise _NotUndone(f"has {shown(name)}, which inverts the rotation of inputs instead of that of weights")
         places[place] |= _matched(one, weights)
     if places["input"] != places["weight_input"]:
         other = sorted(places["input"] ^ places["weight_input"])[0]
@@ -293,14 +350,3 @@ def _matches(weight: Weight, targets: list[str]) -> bool:
     if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
         return True
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))
-
-
-def _is_sylvester(model: closed_world.OpenedModel, name: str, size: int) -> bool:
-    """Return whether a stored matrix is Sylvester's Hadamard matrix of this size.
-
-    Args:
-        name, size: the tensor that holds the matrix, and the number of rows that the matrix must have.
-    """
-    with Readers() as readers:
-        matrix = readers.array(located(*model.tensors[name]))
-    return np.array_equal(matrix.astype(np.float32), sylvester(size))

@@ -33,6 +33,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
@@ -142,9 +143,8 @@ class Weight:
         members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
             those of the first member. Usually ().
         order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
-        rotation: the number of columns per block of a Hadamard transform that is applied to the values when they are
-            read; 0 if there is none. The transform is its own inverse: it also undoes a stored rotation (see
-            transforms.py).
+        rotation: a Hadamard transform that is applied to the values when they are read; None if there is none. It
+            rotates a weight before it is quantized, or undoes the rotation of a stored weight (see transforms.py).
     """
 
     name: str
@@ -155,7 +155,7 @@ class Weight:
     transposed: bool = False
     members: tuple[Rows, ...] = ()
     order: HeadOrder | None = None
-    rotation: int = 0
+    rotation: Rotation | None = None
 
     @property
     def located(self) -> Located:
@@ -180,7 +180,8 @@ class Weight:
 
         Every rotation has a power of two, so that blocks of this size consist of whole blocks of every rotation.
         """
-        return max(self.rotation, 1, *(member.weight.rotated_columns for member in self.members))
+        size = 1 if self.rotation is None else self.rotation.size
+        return max([size, *(member.weight.rotated_columns for member in self.members)])
 
     @property
     def experts(self) -> int:

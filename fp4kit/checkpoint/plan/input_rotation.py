@@ -1,8 +1,8 @@
 """Rotate layers before they are quantized (--hadamard): check that layers and engines allow it, and mark the weights.
 
-A rotated weight W [N, K] is quantized as fp4kit.hadamard(W, size). An engine gets the product of the unrotated layer if
-it rotates the inputs by the same matrix, which ``transform_config`` of compressed-tensors declares (see
-model/transforms.py).
+A rotated weight W [N, K] is quantized as fp4kit.hadamard(W, size, seed=seed). An engine gets the product of the
+unrotated layer if it rotates the inputs by the same matrix, which ``transform_config`` of compressed-tensors declares
+(see model/transforms.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from fp4kit.call.rotation import HADAMARD_SIZES
 from fp4kit.checkpoint.loaders.engines import Finding, finding
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.name_rules import Candidate
 from fp4kit.storage.errors import CheckpointError, listed
@@ -19,25 +20,28 @@ from fp4kit.storage.errors import CheckpointError, listed
 FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
 
 
-def rotated(selected: Mapping[str, Weight], candidates: Mapping[str, Candidate], size: int) -> dict[str, Weight]:
-    """Return weights that are rotated when they are read, in blocks of ``size`` columns.
+def rotated(
+    selected: Mapping[str, Weight], candidates: Mapping[str, Candidate], rotation: Rotation
+) -> dict[str, Weight]:
+    """Return weights that are rotated when they are read.
 
     Args:
         selected: tensor name -> weight, for the weights to quantize.
         candidates: the same tensor names -> the descriptions by which the selection rules judge.
-        size: the number of columns per block of the Hadamard transform.
+        rotation: the rotation of all of them.
 
     Raises:
         CheckpointError: if no engine rotates the inputs of a layer, or if the rows of a layer do not consist of whole
             blocks of the transform.
     """
+    size = rotation.size
     experts = [weight.name for name, weight in selected.items() if candidates[name].kind == "routed expert"]
     _refuse(size, experts, "engines do not rotate the inputs of routed experts", "leave them out with --keep")
     uneven = [weight.name for weight in selected.values() if weight.shape[-1] % size]
     smaller = [str(one) for one in HADAMARD_SIZES if all(weight.shape[-1] % one == 0 for weight in selected.values())]
     way_out = f"use {' or '.join(smaller)}, or leave them out with --keep" if smaller else "leave them out with --keep"
     _refuse(size, uneven, "the length of their rows is no multiple of the size", way_out)
-    return {name: replace(weight, rotation=size) for name, weight in selected.items()}
+    return {name: replace(weight, rotation=rotation) for name, weight in selected.items()}
 
 
 def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:

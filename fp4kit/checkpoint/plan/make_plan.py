@@ -47,6 +47,7 @@ def make_plan(
     split_max_size: int | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     hadamard: int | None = None,
+    hadamard_seed: int | None = None,
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -89,6 +90,8 @@ def make_plan(
         hadamard: the size of a Hadamard transform, 16 to 512, by which every layer W is rotated before it is quantized:
             fp4kit.hadamard(W, hadamard). The config declares that engines must rotate the inputs of these layers alike.
             Needs the format compressed-tensors. None rotates no layer.
+        hadamard_seed: the seed of random signs for this transform, fp4kit.hadamard(W, hadamard, seed=hadamard_seed);
+            None for no signs.
 
     Returns:
         The plan, for ``execute``.
@@ -112,6 +115,7 @@ def make_plan(
         split_max_size=split_max_size,
         recipes=tuple((pattern, recipe(one)) for pattern, one in recipes),
         hadamard=hadamard,
+        hadamard_seed=hadamard_seed,
     )
     if hadamard is not None and codes is not None:
         raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")

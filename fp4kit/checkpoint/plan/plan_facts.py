@@ -23,6 +23,7 @@ from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
 from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
@@ -83,8 +84,8 @@ class PlanFacts:
             for name, weight in self.weights.items()
             if name in self.decisions and self.decisions[name].converted
         }
-        if request.hadamard is not None:
-            self._rotate(request.hadamard)
+        if request.rotation is not None:
+            self._rotate(request.rotation)
         if self.form is not None:
             layer_checks.check(self.selected, self.others())
         self.forms = self._forms()
@@ -155,14 +156,14 @@ class PlanFacts:
         dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
-    def _rotate(self, size: int) -> None:
-        """Mark the selected weights as rotated, in blocks of ``size`` columns.
+    def _rotate(self, rotation: Rotation) -> None:
+        """Mark the selected weights as rotated.
 
         Raises CheckpointError if a selected weight cannot be rotated (see input_rotation.rotated).
         """
         facts = model_facts(self.config)
         found = {name: self._candidate(name, self.source.tensors[name][1], facts) for name in self.selected}
-        self.selected = input_rotation.rotated(self.selected, found, size)
+        self.selected = input_rotation.rotated(self.selected, found, rotation)
         self.weights |= self.selected
 
     def form_of(self, module: str) -> Container | None:

@@ -169,14 +169,14 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
         else piece
         for piece in pieces(weight, form, facts.config, has_input_scale)
     )
-    if weight.rotation and weight is facts.matrix_holder:
+    if weight.rotation is not None and weight is facts.matrix_holder:
         found = tuple(_with_matrix(weight, piece) for piece in found)
     if action == RENAME and is_rounded(weight):
         found = tuple(_with_scales_of(weight, piece) for piece in found)
     groups = {piece.module: facts.groups[piece.module] for piece in found if piece.module in facts.groups}
     shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
     made_by = facts.mixture.of(weight.name).recipe
-    words = f"rotated in blocks of {weight.rotation}, " if weight.rotation else ""
+    words = "" if weight.rotation is None else f"rotated in blocks of {weight.rotation.size}, "
     words += _WORDS[action] + (f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else "")
     search = facts.request.search
     words += "" if search is None else search.words_for(action, made_by)
@@ -187,7 +187,8 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
 
 def _with_matrix(weight: Weight, piece: Piece) -> Piece:
     """Return the piece of a rotated layer that also writes the matrix of the rotation."""
-    shape = (weight.rotation, weight.rotation)
+    assert weight.rotation is not None
+    shape = (weight.rotation.size, weight.rotation.size)
     matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
     return replace(piece, outputs=(*piece.outputs, matrix))
 

@@ -16,6 +16,7 @@ from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import is_gguf_config
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
@@ -53,6 +54,7 @@ class Request:
         recipes: (pattern, recipe) pairs; the first pattern that matches a layer decides in place of ``recipe``.
         hadamard: the size of the Hadamard transform that rotates layers before they are quantized (see
             input_rotation.py); None for no rotation.
+        hadamard_seed: the seed of the transform's random signs; None for no signs.
 
     Raises:
         CheckpointError: if an option is unknown or out of range, or if two options exclude each other.
@@ -72,6 +74,12 @@ class Request:
     split_max_size: int | None = None
     recipes: tuple[tuple[str, Recipe], ...] = ()
     hadamard: int | None = None
+    hadamard_seed: int | None = None
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The rotation of every layer that is quantized; None for no rotation."""
+        return None if self.hadamard is None else Rotation.drawn(self.hadamard, self.hadamard_seed)
 
     @property
     def gives_input_scales(self) -> bool:
@@ -118,7 +126,12 @@ class Request:
 
     def _check_hadamard(self) -> None:
         """Raise CheckpointError if layers are to be rotated by an unknown size or with options that exclude this."""
+        seed = self.hadamard_seed
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+            raise CheckpointError(f"--hadamard-seed {seed!r}: needs an integer from 0 to 2^64 - 1")
         if self.hadamard is None:
+            if seed is not None:
+                raise CheckpointError(f"--hadamard-seed {seed}: draws the signs of a transform; add --hadamard SIZE")
             return
         start = f"--hadamard {self.hadamard!r}"
         if type(self.hadamard) is not int or self.hadamard not in HADAMARD_SIZES:

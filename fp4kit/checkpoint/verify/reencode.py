@@ -21,6 +21,7 @@ from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
@@ -40,15 +41,17 @@ from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
-def origins_of(stored: Iterable[Weight], original: Source, sizes: Mapping[str, int]) -> dict[tuple[str, int], Origin]:
+def origins_of(
+    stored: Iterable[Weight], original: Source, rotations: Mapping[str, Rotation]
+) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return them by (layer name, expert number).
 
     A matrix without a counterpart of equal shape in the source is left out. A single layer has the expert number 0.
 
     stored: the weights of the checkpoint.
     original: the source.
-    sizes: layer name -> columns per block of its Hadamard transform, for the rotated layers of the checkpoint. Their
-        rows of the source are rotated in the same way when they are read.
+    rotations: layer name -> rotation, for the rotated layers of the checkpoint. Their rows of the source are rotated in
+        the same way when they are read.
     """
     stored = list(stored)
     whole = {weight.name: weight for weight in decodable(original.tensors, original.config).values()}
@@ -67,7 +70,7 @@ def origins_of(stored: Iterable[Weight], original: Source, sizes: Mapping[str, i
                 is_made = weight.container is not None or (other is not None and other.weight.container is not None)
                 origin = None if isinstance(other, TurnedOrigin) or not is_made else other
             if origin is not None and origin.shape == weight.shape[-2:]:
-                found[weight.name, e] = origin.rotated(sizes.get(weight.name, 0))
+                found[weight.name, e] = origin.rotated(rotations.get(weight.name))
     return found
 
 

@@ -59,10 +59,10 @@ def sampled_error(destination: str | Path, source: Source) -> SampledError:
     """
     made = inspect_checkpoint(destination)
     weights = list(made.layers.values())
-    sizes = transforms.resolved(made, made.weights, reads=False).sizes
+    rotations = transforms.resolved(made, made.weights).rotations
     checks = [
         check
-        for check in checks_of(weights, origins_of(weights, source, sizes), Settings())
+        for check in checks_of(weights, origins_of(weights, source, rotations), Settings())
         if check.origin is not None
     ]
     found: dict[str, float] = {}

@@ -22,6 +22,7 @@ from fp4kit.checkpoint.model.closed_world import check_model, rest_of_kv
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
+from fp4kit.checkpoint.model.rotation import Rotation
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
@@ -281,7 +282,7 @@ def prepare(
     model = model.without(turned.matrices)
     refused = refused_items(turned.items)
     issues = [*refused, *doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scales)]
-    issues += [loader_issue(found) for found in input_rotation.findings(turned.sizes, model.tensors)]
+    issues += [loader_issue(found) for found in input_rotation.findings(turned.rotations, model.tensors)]
     issues += unusable_tensor_scales(model.layers.values())
     issues += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
     issues += input_scale_issues(model.layers.values(), scales)
@@ -292,7 +293,7 @@ def prepare(
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
     original = open_source(Path(source))
-    beside = _SourceComparison(model, original, settings, _check_source(model, original), turned.sizes)
+    beside = _SourceComparison(model, original, settings, _check_source(model, original), turned.rotations)
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
     found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
@@ -460,7 +461,7 @@ class _SourceComparison:
         dtypes or two float dtypes.
 
     unneeded: the names of tensors of the source that the checkpoint does not need.
-    sizes: the sizes of the rotations of the checkpoint's layers, as origins_of needs them.
+    rotations: layer name -> rotation, for the rotated layers of the checkpoint.
     """
 
     def __init__(
@@ -469,11 +470,11 @@ class _SourceComparison:
         original: Source,
         settings: Settings,
         unneeded: frozenset[str],
-        sizes: Mapping[str, int],
+        rotations: Mapping[str, Rotation],
     ) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()
-        checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original, sizes), settings))
+        checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original, rotations), settings))
         checked = {check.stored.name for check in checks}
         rest = [weight for weight in weights if weight.name not in checked]
         self.checks = (*checks, *reencode.checks_of_restored(rest, _restored(model, original), settings))

@@ -19,9 +19,11 @@ from fp4kit.__main__ import main
 from fp4kit.calibration import Collector
 from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
 from fp4kit.checkpoint.contract.of_checkpoint import contract_of
+from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.transforms import decodable, sylvester
+from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.plan import input_rotation
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -50,42 +52,45 @@ def declared(root: Path) -> Any:
     return json.loads((root / "config.json").read_text())["quantization_config"]["transform_config"]
 
 
-def rotated_by_hand(source: Path, target: Path, size: int, names: set[str]) -> Path:
+def rotated_by_hand(source: Path, target: Path, size: int, seed: int | None, names: set[str]) -> Path:
     """Write a copy of a model in which fp4kit.hadamard has rotated the weights of some layers."""
     shutil.copytree(source, target)
     for path in source.glob("*.safetensors"):
         tensors = {
-            name: fp4kit.hadamard(x, size) if name.removesuffix(".weight") in names else x
+            name: fp4kit.hadamard(x, size, seed=seed) if name.removesuffix(".weight") in names else x
             for name, x in safetensors.numpy.load_file(path).items()
         }
         synthetic.write_file(target / path.name, tensors)
     return target
 
 
-# (recipe, size, layers, other options, targets). If some layers of a leaf name are not rotated, the targets are names.
-CASES: tuple[tuple[str, int, Wishes, dict[str, Any], list[str]], ...] = (
-    (NVFP4, 16, Wishes(), {}, [PATTERN.format(leaf) for leaf in LEAVES]),
-    (MXFP4, 64, Wishes(keep=("*.down_proj",)), {}, [PATTERN.format(leaf) for leaf in LEAVES if leaf != "down_proj"]),
-    (NVFP4, 32, Wishes(keep=("*.down_proj", "model.layers.1.*")), {"recipes": [("*.o_proj", FP8)]}, []),
+# (recipe, size, seed, layers, other options, targets). The targets are [] if they are the names of all layers.
+CASES: tuple[tuple[str, int, int | None, Wishes, dict[str, Any], list[str]], ...] = (
+    (NVFP4, 16, None, Wishes(), {}, [PATTERN.format(leaf) for leaf in LEAVES]),
+    (MXFP4, 64, 7, Wishes(keep=("*.down_proj",)), {}, [PATTERN.format(leaf) for leaf in LEAVES if leaf != "down_proj"]),
+    (NVFP4, 32, 3, Wishes(keep=("*.down_proj", "model.layers.1.*")), {"recipes": [("*.o_proj", FP8)]}, []),
 )
 
 
 def test_codes_are_those_of_rotated_weights(models: Path, tmp_path: Path) -> None:
     """A result has the tensors of the conversion of rotated weights, one matrix, and targets that match its layers."""
-    for i, (recipe, size, wishes, more, expected_targets) in enumerate(CASES):
+    for i, (recipe, size, seed, wishes, more, expected_targets) in enumerate(CASES):
         out = tmp_path / f"out{i}"
-        plan = convert(models / "dense", out, recipe, hadamard=size, wishes=wishes, **more, **CT).plan
+        plan = convert(
+            models / "dense", out, recipe, hadamard=size, hadamard_seed=seed, wishes=wishes, **more, **CT
+        ).plan
         assert all(f"rotated in blocks of {size}, quantized" in tensor.reason for tensor in plan.converted)
         names = set(plan.rotated_layers)
-        by_hand = rotated_by_hand(models / "dense", tmp_path / f"rotated{i}", size, names)
+        by_hand = rotated_by_hand(models / "dense", tmp_path / f"rotated{i}", size, seed, names)
         convert(by_hand, tmp_path / f"plain{i}", recipe, wishes=wishes, **more, **CT)
         found, expected = load(out), load(tmp_path / f"plain{i}")
-        assert found.pop(f"{FIRST}.v_input.weight")[2] == sylvester(size).tobytes()
+        assert found.pop(f"{FIRST}.v_input.weight")[2] == Rotation.drawn(size, seed).matrix.tobytes()
         assert found == expected and {name for name in found if name.endswith("_packed")}
         model = inspect_checkpoint(out)
-        sizes = {w.name: w.rotation for w in decodable(model.tensors, model.config or {}).values() if w.rotation}
-        assert sizes == dict.fromkeys(names, size)
+        rotations = {w.name: w.rotation for w in decodable(model.tensors, model.config or {}).values() if w.rotation}
+        assert rotations == dict.fromkeys(names, Rotation.drawn(size, seed).inverted)
         (group,) = declared(out)["config_groups"].values()
+        assert group["type"] == ("hadamard" if seed is None else "random-hadamard")
         targets = [apply["targets"] for apply in group["apply"]]
         assert targets[0] == targets[1] == sorted(expected_targets or names)
         assert verify(out, source=models / "dense").clean
@@ -93,15 +98,17 @@ def test_codes_are_those_of_rotated_weights(models: Path, tmp_path: Path) -> Non
 
 def test_decoding_undoes_the_rotation(models: Path, tmp_path: Path) -> None:
     """Decoded layers differ from the source by quantization errors, and verify compares them with the codes."""
-    convert(models / "served", tmp_path / "undone", format="bf16")
-    assert verify(tmp_path / "undone", source=models / "served").clean
-    source, undone = (arrays(load(root)) for root in (models / "dense", tmp_path / "undone"))
-    assert source.keys() == undone.keys()
-    for name, x in source.items():
-        error = undone[name].astype(np.float64) - x.astype(np.float64)
-        # NVFP4 has a relative error of about 0.095 for normal numbers; a wrong rotation gives more than 1.
-        is_layer = name.rpartition(".")[0].rpartition(".")[2] in LEAVES
-        assert np.linalg.norm(error) <= (0.11 * np.linalg.norm(x.astype(np.float64)) if is_layer else 0), name
+    convert(models / "dense", tmp_path / "with_signs", NVFP4, hadamard=16, hadamard_seed=5, **CT)
+    for i, served in enumerate((models / "served", tmp_path / "with_signs")):
+        convert(served, tmp_path / f"undone{i}", format="bf16")
+        assert verify(tmp_path / f"undone{i}", source=served).clean
+        source, undone = (arrays(load(root)) for root in (models / "dense", tmp_path / f"undone{i}"))
+        assert source.keys() == undone.keys()
+        for name, x in source.items():
+            error = undone[name].astype(np.float64) - x.astype(np.float64)
+            # NVFP4 has a relative error of about 0.095 for normal numbers; a wrong rotation gives more than 1.
+            is_layer = name.rpartition(".")[0].rpartition(".")[2] in LEAVES
+            assert np.linalg.norm(error) <= (0.11 * np.linalg.norm(x.astype(np.float64)) if is_layer else 0), name
 
 
 def test_records_of_the_rotation(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +117,9 @@ def test_records_of_the_rotation(models: Path, tmp_path: Path, capsys: pytest.Ca
     assert json.loads((made / "fp4kit_manifest.json").read_text())["request"]["hadamard"] == 16
     contract = contract_of(made)
     assert (contract.hadamard, contract.hadamard_signs) == (16, "+" * 16)
+    options = [{"hadamard": 32, "wishes": Wishes(only=(ONE,))}, {"hadamard": 16, "hadamard_seed": 5}, {}]
+    signs = [contract_of_plan(make_plan(models / "dense", NVFP4, **one, **CT)).hadamard_signs for one in options]
+    assert signs == [None, Rotation.drawn(16, 5).signs, None]
     whys = {item.name: (item.group, item.why) for item in inspect_checkpoint(made).items}
     assert whys["quantization_config.transform_config"] == (
         "understood",
@@ -159,8 +169,8 @@ def test_verify_finds_a_wrong_declaration(models: Path, tmp_path: Path) -> None:
     (missing / "config.json").write_text(json.dumps(config))
     assert f"{ONE}.v_input.weight" in errors(missing)
     matrix = changed("matrix")
-    (path,) = (p for p in matrix.glob("*.safetensors") if sylvester(16).tobytes() in p.read_bytes())
-    path.write_bytes(path.read_bytes().replace(sylvester(16).tobytes(), (-sylvester(16)).tobytes()))
+    (path,) = (p for p in matrix.glob("*.safetensors") if Rotation(16).matrix.tobytes() in p.read_bytes())
+    path.write_bytes(path.read_bytes().replace(Rotation(16).matrix.tobytes(), (-Rotation(16).matrix).tobytes()))
     assert "is not the Hadamard matrix of size 16" in errors(matrix)
 
 
@@ -178,6 +188,8 @@ def test_quantized_layers_are_rotated_only_on_request(models: Path, tmp_path: Pa
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dense", {"hadamard": 24}, "--hadamard 24: is no size; use one of 16, 32, 64, 128, 256, 512"),
     ("dense", {"hadamard": True}, "--hadamard True: is no size"),
+    ("dense", {"hadamard_seed": 1}, "--hadamard-seed 1: draws the signs of a transform; add --hadamard SIZE"),
+    ("dense", {"hadamard": 16, "hadamard_seed": -1}, "--hadamard-seed -1: needs an integer from 0 to 2^64 - 1"),
     ("dense", {"hadamard": 16, "format": None}, "only the config of compressed-tensors declares rotated inputs; add"),
     ("dense", {"hadamard": 16, "format": "modelopt"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "format": "mlx"}, "only the config of compressed-tensors"),

@@ -524,7 +524,8 @@ def woven(x: np.ndarray, heads: int, weaves: bool) -> np.ndarray:
     return x.reshape(heads, *pairs, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x
 
 
-def test_rotated_layers(made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [None, 5])
+def test_rotated_layers(made: Path, tmp_path: Path, seed: int | None) -> None:
     """The input transforms of compressed-tensors give the model back that --hadamard rotated; without them it is wrong.
 
     transformers does not read transform_config, therefore the test attaches the declared transforms of inputs.
@@ -532,7 +533,7 @@ def test_rotated_layers(made: Path, tmp_path: Path) -> None:
     from compressed_tensors.transform import TransformConfig, apply_transform_config
 
     served, undone = tmp_path / "served", tmp_path / "undone"
-    convert(made / "llama", served, *NVFP4_OWN[:1], format=NVFP4_OWN[1], hadamard=32)
+    convert(made / "llama", served, NVFP4_OWN[0], format=NVFP4_OWN[1], hadamard=32, hadamard_seed=seed)
     convert(served, undone, format="bf16")
     declared = json.loads((served / "config.json").read_text())["quantization_config"]["transform_config"]
     config = TransformConfig.model_validate(declared)
@@ -542,8 +543,10 @@ def test_rotated_layers(made: Path, tmp_path: Path) -> None:
     for group in config.config_groups.values():
         group.apply = [one for one in group.apply if one.is_online()]
     apply_transform_config(model, config)
-    # The two models round weights and inputs to bfloat16 at different places: 2^-9 per rounding, in 2 layers.
-    assert (_logits(model).float() - expected).norm() < 0.03 * expected.norm() < 0.3 * (without - expected).norm()
     layer = model.get_submodule("model.layers.1.mlp.down_proj")
     stored = safe_open(served / "model.safetensors", "pt").get_tensor("model.layers.0.mlp.down_proj.v_input.weight")
-    assert torch.equal(layer.v_input.weight.detach(), stored)
+    if seed is None:
+        assert torch.equal(layer.v_input.weight.detach(), stored)
+    layer.v_input.weight.data.copy_(stored)  # all layers share this parameter, whose signs the library drew anew
+    # The two models round weights and inputs to bfloat16 at different places: 2^-9 per rounding, in 2 layers.
+    assert (_logits(model).float() - expected).norm() < 0.03 * expected.norm() < 0.3 * (without - expected).norm()

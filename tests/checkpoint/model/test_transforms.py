@@ -16,6 +16,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import convert, open_checkpoint
+from fp4kit.checkpoint.model.rotation import Rotation, rotation_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -133,14 +134,19 @@ def test_linear_stands_for_all_layers(model: Model) -> None:
     matrix = {f"{LAYER}.v_input.weight": sylvester(SIZE)}  # a matrix of a transform is not a layer
     plan = make_plan(model.with_transforms({"v": scheme(apply=both)}, matrix), format="bf16")
     rotations = {piece.weight.name: piece.weight.rotation for tensor in plan.converted for piece in tensor.pieces}
-    assert {name: size for name, size in rotations.items() if size != SIZE} == {
-        f"model.layers.{i}.mlp.down_proj": 0 for i in range(2)
+    assert {name: found for name, found in rotations.items() if found != Rotation(SIZE, inverse=True)} == {
+        f"model.layers.{i}.mlp.down_proj": None for i in range(2)
     }
 
 
 UNKNOWN = "which is not undone"
 REFUSED = {
-    "random": (scheme(type="random-hadamard"), 'of type "random-hadamard"'),
+    "random": (scheme(type="random-hadamard"), 'of type "random-hadamard", whose matrix is not stored'),
+    "inverted": (
+        scheme(type="random-hadamard", apply=[apply("input", inverse=True)]),
+        "inverts the rotation of inputs instead of that of weights",
+    ),
+    "matrix": (scheme(type="random-matrix"), 'of type "random-matrix"'),
     "permuted": (scheme(randomize=True), 'of type "hadamard" with random permutations'),
     "large": (scheme(head_dim=1024), "with blocks of 1024 for model.layers.0."),
     "odd": (scheme(head_dim=24), "with blocks of 24 for model.layers.0."),
@@ -179,6 +185,10 @@ def test_a_matrix_of_another_rotation_is_refused(model: Model) -> None:
     made = model.with_transforms({"v": scheme()}, {f"{LAYER}.v_input.weight": other})
     with refused(f"{LAYER}.v_input.weight (F32 [16, 16]): is not the Hadamard matrix of size 16"):
         make_plan(made, format="bf16")
+    other[0, 1] *= -1
+    made = model.with_transforms({"v": scheme(type="random-hadamard")}, {f"{LAYER}.v_input.weight": other})
+    with refused(f"{LAYER}.v_input.weight (F32 [16, 16]): is not the Hadamard matrix of size 16 with signs"):
+        make_plan(made, format="bf16")
     made = model.with_transforms({"v": scheme()}, {f"{LAYER}.w_input.weight": sylvester(SIZE)})
     with refused(f"{LAYER}.w_input.weight"):
         make_plan(made, format="bf16")
@@ -203,3 +213,11 @@ def test_the_transforms_of_compressed_tensors() -> None:
         assert torch.equal(net[1].weight.detach(), before[1])
         stored = net.state_dict()["0.v_input.weight"].numpy()
         assert (stored == sylvester(size)).all()
+        net[0].weight.data.copy_(before[0])
+        net[0]._forward_pre_hooks.clear()
+        group["type"] = "random-hadamard"
+        transform.apply_transform_config(net, transform.TransformConfig(config_groups={"r": group}))
+        rotation = rotation_of(net.state_dict()["0.r_input.weight"].numpy())
+        assert rotation is not None and "-" in rotation.signs and (net(x).detach() - y).abs().max() < 1e-5
+        undone = rotation.inverted.of(net[0].weight.detach().numpy())
+        assert np.abs(undone - before[0].numpy()).max() < 1e-6

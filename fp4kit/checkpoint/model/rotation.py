@@ -1,0 +1,73 @@
+"""Describe rotations of weights: Hadamard transforms of blocks of columns, with or without sign changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.ops.rotate import hadamard, random_signs
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Describe a Hadamard transform of blocks of columns, as fp4kit.hadamard defines it.
+
+    Attributes:
+        size: the number of columns per block.
+        signs: the signs of the transform's inputs, one "+" or "-" per column of a block; "" for no sign changes.
+        inverse: True to undo the transform.
+    """
+
+    size: int
+    signs: str = ""
+    inverse: bool = False
+
+    @classmethod
+    def drawn(cls, size: int, seed: int | None) -> Rotation:
+        """Return a transform with the signs that fp4kit.random_signs draws for a seed; without signs if it is None."""
+        return cls(size) if seed is None else cls(size, _text(random_signs(size, seed)))
+
+    @property
+    def factors(self) -> npt.NDArray[np.int8]:
+        """The signs as factors 1 and -1, int8 (size,)."""
+        return np.array([-1 if sign == "-" else 1 for sign in self.signs or "+" * self.size], np.int8)
+
+    @property
+    def inverted(self) -> Rotation:
+        """The transform that undoes this one."""
+        return replace(self, inverse=not self.inverse)
+
+    @property
+    def matrix(self) -> npt.NDArray[np.float32]:
+        """The matrix M of the transform x M / sqrt(size) of a row x, float32 [size, size] with elements 1 and -1.
+
+        compressed-tensors stores the matrix like this. ``inverse`` is ignored.
+        """
+        return _sylvester(self.size) * self.factors[:, None].astype(np.float32)
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """Return a matrix whose rows are rotated, in the dtype of ``values``."""
+        return hadamard(values, self.size, signs=self.factors if self.signs else None, inverse=self.inverse)
+
+
+def rotation_of(matrix: np.ndarray) -> Rotation | None:
+    """Return the transform with this matrix (see Rotation.matrix), or None if it is no matrix of such a transform."""
+    size = len(matrix)
+    if size not in HADAMARD_SIZES or matrix.shape != (size, size):
+        return None
+    signs = _text(matrix[:, 0])  # the first column of Sylvester's matrix is 1
+    found = Rotation(size, signs if "-" in signs else "")
+    return found if np.array_equal(matrix.astype(np.float32), found.matrix) else None
+
+
+def _text(factors: np.ndarray) -> str:
+    """Return factors 1 and -1 as text, one "+" or "-" per factor."""
+    return "".join("-" if factor < 0 else "+" for factor in factors)
+
+
+def _sylvester(size: int) -> npt.NDArray[np.float32]:
+    """Return Sylvester's Hadamard matrix with elements 1 and -1, float32 [size, size]."""
+    return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))
