@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fp4kit.call.parse import HADAMARD_BLOCK
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.plan.job import COPY
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
@@ -42,7 +42,7 @@ def contract_of_plan(plan: Plan) -> Contract:
     )
 
 
-def _signs(rotation: Rotation | None) -> str | None:
+def _signs(rotation: WeightRotation | None) -> str | None:
     """Return the signs of a rotation, for a contract; None if there is no rotation, or one without signs.
 
     In a contract, a transform of 16 elements without signs is that of quantize(hadamard=True). Signs that change

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import expert_name, pieces
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.quantized_layers import recorded
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.transforms import decodable, undo
@@ -65,7 +65,7 @@ class Origin:
         """The shape (rows, columns) of the values."""
         return self.span[1] - self.span[0], self.weight.shape[-1]
 
-    def rotated(self, rotation: Rotation | None) -> Origin:
+    def rotated(self, rotation: WeightRotation | None) -> Origin:
         """Return the rows, to which a rotation is applied when they are read; unchanged rows if it is None."""
         return self if rotation is None else replace(self, weight=replace(self.weight, rotation=rotation))
 
@@ -227,7 +227,7 @@ class _Pairs:
         stored: Source,
         weights: list[Weight],
         source: Source,
-        rotations: Mapping[str, Rotation],
+        rotations: Mapping[str, WeightRotation],
         readers: Readers,
         tick: Progress,
     ) -> None:

@@ -12,7 +12,7 @@ from fp4kit.ops.rotate import hadamard, random_signs
 
 
 @dataclass(frozen=True)
-class Rotation:
+class WeightRotation:
     """Describe a Hadamard transform of blocks of columns, as fp4kit.hadamard defines it.
 
     Attributes:
@@ -26,7 +26,7 @@ class Rotation:
     inverse: bool = False
 
     @classmethod
-    def drawn(cls, size: int, seed: int | None) -> Rotation:
+    def drawn(cls, size: int, seed: int | None) -> WeightRotation:
         """Return a transform with the signs that fp4kit.random_signs draws for a seed; without signs if it is None."""
         return cls(size) if seed is None else cls(size, _text(random_signs(size, seed)))
 
@@ -36,7 +36,7 @@ class Rotation:
         return np.array([-1 if sign == "-" else 1 for sign in self.signs or "+" * self.size], np.int8)
 
     @property
-    def inverted(self) -> Rotation:
+    def inverted(self) -> WeightRotation:
         """The transform that undoes this one."""
         return replace(self, inverse=not self.inverse)
 
@@ -53,13 +53,13 @@ class Rotation:
         return hadamard(values, self.size, signs=self.factors if self.signs else None, inverse=self.inverse)
 
 
-def rotation_of(matrix: np.ndarray) -> Rotation | None:
-    """Return the transform with this matrix (see Rotation.matrix), or None if it is no matrix of such a transform."""
+def rotation_of(matrix: np.ndarray) -> WeightRotation | None:
+    """Return the transform with this matrix (see WeightRotation.matrix). Return None if no transform has it."""
     size = len(matrix)
     if size not in HADAMARD_SIZES or matrix.shape != (size, size):
         return None
     signs = _text(matrix[:, 0])  # the first column of Sylvester's matrix is 1
-    found = Rotation(size, signs if "-" in signs else "")
+    found = WeightRotation(size, signs if "-" in signs else "")
     return found if np.array_equal(matrix.astype(np.float32), found.matrix) else None
 
 

@@ -25,7 +25,7 @@ from fp4kit.checkpoint.containers.container import (
     VALUES,
 )
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
@@ -119,7 +119,7 @@ class Slab(NamedTuple):
     column_scale: npt.NDArray[np.float32] | None = None
     low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
     divisor: np.float32 | None = None
-    rotation: Rotation | None = None
+    rotation: WeightRotation | None = None
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:

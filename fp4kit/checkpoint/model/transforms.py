@@ -22,7 +22,7 @@ from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.config_items import brief
 from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.model.items import REFUSED, UNDERSTOOD, Item
-from fp4kit.checkpoint.model.rotation import Rotation, rotation_of
+from fp4kit.checkpoint.model.rotation import WeightRotation, rotation_of
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Weight, located, weights_of
 from fp4kit.storage.errors import shown
@@ -61,7 +61,7 @@ class Undone(NamedTuple):
     matrices: frozenset[str] = frozenset()
 
     @property
-    def rotations(self) -> dict[str, Rotation]:
+    def rotations(self) -> dict[str, WeightRotation]:
         """Layer name -> the transform that the layer was rotated by, for the layers with transforms."""
         found = ((weight.name, weight.rotation) for weight in self.weights.values())
         return {name: rotation.inverted for name, rotation in found if rotation is not None}
@@ -138,7 +138,7 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
     return item
 
 
-def declaration(rotation: Rotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
+def declaration(rotation: WeightRotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
     """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
 
     It declares a Hadamard transform of the weights and of the inputs of these layers.
@@ -200,7 +200,7 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
 
 
 def _turned(
-    weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, Rotation]
+    weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
     """Return all weights. Those in ``found``, which maps tensor names to transforms, get the rotation of theirs."""
     return {
@@ -229,7 +229,7 @@ def _stored_matrices(
 
 def _rotations(
     found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: closed_world.Tensors
-) -> tuple[dict[_Transform, Rotation], set[str]]:
+) -> tuple[dict[_Transform, WeightRotation], set[str]]:
     """Return two results: transform -> the rotation that undoes it; and the names of wrong matrices.
 
     A matrix is wrong if it is not that of its transform, or if two matrices of a transform differ. A transform with
@@ -239,7 +239,7 @@ def _rotations(
     matrices: the names of the tensors that hold matrices to read, and their transforms.
     tensors: the tensors of the model.
     """
-    rotations = {one: Rotation(one.size, inverse=True) for one in found.values() if not one.has_signs}
+    rotations = {one: WeightRotation(one.size, inverse=True) for one in found.values() if not one.has_signs}
     wrong = set()
     with Readers() as readers:
         for name, one in matrices.items():

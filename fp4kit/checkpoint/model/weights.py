@@ -33,7 +33,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
@@ -155,7 +155,7 @@ class Weight:
     transposed: bool = False
     members: tuple[Rows, ...] = ()
     order: HeadOrder | None = None
-    rotation: Rotation | None = None
+    rotation: WeightRotation | None = None
 
     @property
     def located(self) -> Located:

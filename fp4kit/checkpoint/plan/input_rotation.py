@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fp4kit.call.rotation import HADAMARD_SIZES
 from fp4kit.checkpoint.loaders.engines import Finding, finding
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.name_rules import Candidate
 from fp4kit.storage.errors import CheckpointError, listed
@@ -21,7 +21,7 @@ FORMAT = "compressed-tensors"  # the only format whose config declares rotations
 
 
 def rotated(
-    selected: Mapping[str, Weight], candidates: Mapping[str, Candidate], rotation: Rotation
+    selected: Mapping[str, Weight], candidates: Mapping[str, Candidate], rotation: WeightRotation
 ) -> dict[str, Weight]:
     """Return weights that are rotated when they are read.
 

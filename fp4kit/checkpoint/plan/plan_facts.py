@@ -23,7 +23,7 @@ from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
 from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
@@ -156,7 +156,7 @@ class PlanFacts:
         dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
-    def _rotate(self, rotation: Rotation) -> None:
+    def _rotate(self, rotation: WeightRotation) -> None:
         """Mark the selected weights as rotated.
 
         Raises CheckpointError if a selected weight cannot be rotated (see input_rotation.rotated).

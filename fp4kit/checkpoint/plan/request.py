@@ -16,7 +16,7 @@ from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import is_gguf_config
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
@@ -77,9 +77,9 @@ class Request:
     hadamard_seed: int | None = None
 
     @property
-    def rotation(self) -> Rotation | None:
+    def rotation(self) -> WeightRotation | None:
         """The rotation of every layer that is quantized; None for no rotation."""
-        return None if self.hadamard is None else Rotation.drawn(self.hadamard, self.hadamard_seed)
+        return None if self.hadamard is None else WeightRotation.drawn(self.hadamard, self.hadamard_seed)
 
     @property
     def gives_input_scales(self) -> bool:

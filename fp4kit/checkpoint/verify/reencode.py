@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
@@ -42,7 +42,7 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(
-    stored: Iterable[Weight], original: Source, rotations: Mapping[str, Rotation]
+    stored: Iterable[Weight], original: Source, rotations: Mapping[str, WeightRotation]
 ) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return them by (layer name, expert number).
 

@@ -22,7 +22,7 @@ from fp4kit.checkpoint.model.closed_world import check_model, rest_of_kv
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
@@ -470,7 +470,7 @@ class _SourceComparison:
         original: Source,
         settings: Settings,
         unneeded: frozenset[str],
-        rotations: Mapping[str, Rotation],
+        rotations: Mapping[str, WeightRotation],
     ) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()

@@ -22,7 +22,7 @@ from fp4kit.checkpoint.contract.of_checkpoint import contract_of
 from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.rotation import Rotation
+from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.plan import input_rotation
 from fp4kit.checkpoint.verify.verify import verify
@@ -84,11 +84,11 @@ def test_codes_are_those_of_rotated_weights(models: Path, tmp_path: Path) -> Non
         by_hand = rotated_by_hand(models / "dense", tmp_path / f"rotated{i}", size, seed, names)
         convert(by_hand, tmp_path / f"plain{i}", recipe, wishes=wishes, **more, **CT)
         found, expected = load(out), load(tmp_path / f"plain{i}")
-        assert found.pop(f"{FIRST}.v_input.weight")[2] == Rotation.drawn(size, seed).matrix.tobytes()
+        assert found.pop(f"{FIRST}.v_input.weight")[2] == WeightRotation.drawn(size, seed).matrix.tobytes()
         assert found == expected and {name for name in found if name.endswith("_packed")}
         model = inspect_checkpoint(out)
         rotations = {w.name: w.rotation for w in decodable(model.tensors, model.config or {}).values() if w.rotation}
-        assert rotations == dict.fromkeys(names, Rotation.drawn(size, seed).inverted)
+        assert rotations == dict.fromkeys(names, WeightRotation.drawn(size, seed).inverted)
         (group,) = declared(out)["config_groups"].values()
         assert group["type"] == ("hadamard" if seed is None else "random-hadamard")
         targets = [apply["targets"] for apply in group["apply"]]
@@ -119,7 +119,7 @@ def test_records_of_the_rotation(models: Path, tmp_path: Path, capsys: pytest.Ca
     assert (contract.hadamard, contract.hadamard_signs) == (16, "+" * 16)
     options = [{"hadamard": 32, "wishes": Wishes(only=(ONE,))}, {"hadamard": 16, "hadamard_seed": 5}, {}]
     signs = [contract_of_plan(make_plan(models / "dense", NVFP4, **one, **CT)).hadamard_signs for one in options]
-    assert signs == [None, Rotation.drawn(16, 5).signs, None]
+    assert signs == [None, WeightRotation.drawn(16, 5).signs, None]
     whys = {item.name: (item.group, item.why) for item in inspect_checkpoint(made).items}
     assert whys["quantization_config.transform_config"] == (
         "understood",
@@ -169,13 +169,15 @@ def test_verify_finds_a_wrong_declaration(models: Path, tmp_path: Path) -> None:
     (missing / "config.json").write_text(json.dumps(config))
     assert f"{ONE}.v_input.weight" in errors(missing)
     matrix = changed("matrix")
-    (path,) = (p for p in matrix.glob("*.safetensors") if Rotation(16).matrix.tobytes() in p.read_bytes())
-    path.write_bytes(path.read_bytes().replace(Rotation(16).matrix.tobytes(), (-Rotation(16).matrix).tobytes()))
+    (path,) = (p for p in matrix.glob("*.safetensors") if WeightRotation(16).matrix.tobytes() in p.read_bytes())
+    path.write_bytes(
+        path.read_bytes().replace(WeightRotation(16).matrix.tobytes(), (-WeightRotation(16).matrix).tobytes())
+    )
     assert "is not the Hadamard matrix of size 16" in errors(matrix)
 
 
 def test_quantized_layers_are_rotated_only_on_request(models: Path, tmp_path: Path) -> None:
-    """Rotation changes codes, so that a quantized source needs requantize=True."""
+    """A rotation changes codes, so that a quantized source needs requantize=True."""
     only = {"wishes": Wishes(only=(ONE,)), **CT}
     convert(models / "dense", tmp_path / "quantized", NVFP4, **only)
     with refused("is already quantized"):

@@ -16,7 +16,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import convert, open_checkpoint
-from fp4kit.checkpoint.model.rotation import Rotation, rotation_of
+from fp4kit.checkpoint.model.rotation import WeightRotation, rotation_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -134,7 +134,7 @@ def test_linear_stands_for_all_layers(model: Model) -> None:
     matrix = {f"{LAYER}.v_input.weight": sylvester(SIZE)}  # a matrix of a transform is not a layer
     plan = make_plan(model.with_transforms({"v": scheme(apply=both)}, matrix), format="bf16")
     rotations = {piece.weight.name: piece.weight.rotation for tensor in plan.converted for piece in tensor.pieces}
-    assert {name: found for name, found in rotations.items() if found != Rotation(SIZE, inverse=True)} == {
+    assert {name: found for name, found in rotations.items() if found != WeightRotation(SIZE, inverse=True)} == {
         f"model.layers.{i}.mlp.down_proj": None for i in range(2)
     }
 
