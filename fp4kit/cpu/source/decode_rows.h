@@ -11,8 +11,8 @@ struct DecodeTables {
   bool needs_fallback[256];
 };
 
-// For each i < count, store the value table of scale code codes[i] under the tensor scale t at planes + i *
-// kTableBytes, and set needs_fallback[i] to whether values under this code need the fallback.
+// Store the value tables of `count` scale codes under the tensor scale t: that of codes[i] at planes + i * kTableBytes.
+// Set needs_fallback[i] to true if values under codes[i] need the fallback, and otherwise to false.
 template <class R, class Out>
 static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* planes, bool* needs_fallback) {
   for (i64 i = 0; i < count; ++i) {

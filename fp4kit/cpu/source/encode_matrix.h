@@ -63,10 +63,11 @@ struct KnownAmaxes {
   i64 step = 0;
 };
 
-// Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr if
-// multipliers must not replace divisors (unused_bits is 0), if a divisor depends on more than its scale code or has no
-// exact multiplier, if rounding is stochastic, if blocks do not have 16 columns, or if the matrix has fewer than 2^14
-// elements.
+// Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr in
+// these cases:
+//   - Multipliers must not replace the divisors of the arithmetic (unused_bits is 0), or rounding is stochastic.
+//   - A divisor depends on more than its scale code, or has no exact multiplier.
+//   - Blocks do not have 16 columns, or the matrix has fewer than 2^14 elements.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kMinElements = 1 << 14;
   const u32 unused_bits = kElements[call.element].unused_bits[call.input];

@@ -31,8 +31,9 @@ static_assert(kVnniGroups == 32 && kVnniSteps == 8);   // a vector holds the sca
 // The largest difference of the exponents of a line's scales in a step that its elements can take over. Shifted by it,
 // elements are at most 96 in units of 1/2. Elements of columns are stored with the offset kOffset, as unsigned bytes.
 constexpr int kMostShift = 3, kOffset = 96;
-// The largest difference of the exponents of scales in a step for which 16 bits hold the scales of a line as integers,
-// and the largest sum of two differences for which 16 bits hold the products of such integers.
+// kLineSpread: the largest difference of the exponents of scales in a step for which 16 bits hold the scales of a line
+// as integers. kPairSpread: the largest sum of two such differences for which 16 bits hold the products of the
+// integers.
 constexpr int kLineSpread = 11, kPairSpread = 7;
 // The limits for exponents of scales: 2^exponent / 32 is a normal float. Lines with scales beyond, and with NaN, have
 // kWideExponent as their highest exponent, so that they are added term by term. It is above kNoScale, because NaN times

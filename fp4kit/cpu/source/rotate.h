@@ -39,8 +39,11 @@ struct Rotator {
   using Bits = typename Input<In>::Bits;  // its bits as an integer
   static constexpr i64 kTaskElements = 1 << 13;
 
-  // Up to kLanes blocks: the offset of the first element of the first block, the distances of neighboring elements of a
-  // block and of neighboring blocks, the number of blocks, and the number of the blocks along the middle axis.
+  // Up to kLanes blocks, one per lane, which have one position along the middle axis:
+  //   first                    the offset of the first element of the first block
+  //   element_step, lane_step  the distances of neighboring elements of a block, and of neighboring blocks
+  //   lanes                    the number of blocks
+  //   block                    the index of the blocks along the middle axis
   struct Group {
     i64 first, element_step, lane_step, lanes, block;
   };

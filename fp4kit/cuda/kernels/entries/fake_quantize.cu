@@ -4,8 +4,8 @@
 // A thread takes runs of 16 bytes, so that a warp loads and stores whole lines, and loads several runs before it uses
 // the first one. Neighboring threads share a block and find its amax together.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "fake.cuh"
 #include "quantize.cuh"

@@ -36,7 +36,7 @@ struct alignas(8) Memory {
   float values[kLastRows == 1 ? 1 : kTile + kLastRows * kWide];
 };
 
-// A tile: the number of its block along the middle axis, its first element in memory, and the number of its elements
+// A tile: the index of its block along the middle axis, its first element in memory, and the number of its elements
 // per row.
 struct Tile {
   i64 block, first;

@@ -2,7 +2,7 @@
 // results are bit-identical to the results of reference/rotate.py. rotate.cu transforms all other blocks.
 //
 // A warp takes 512 elements at a time, and a thread holds 16 of them in registers: kVectors vectors of 16 bytes, which
-// are 32 vectors apart. So elements at small distances are in one vector, elements at middle distances are in other
+// are 32 vectors apart. So elements at small distances are in one vector. Elements at middle distances are in other
 // threads, and elements at large distances are in another vector of the thread.
 #include "rotate.cuh"
 

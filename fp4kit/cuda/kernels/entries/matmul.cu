@@ -40,8 +40,8 @@ FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i6
   }
 }
 
-// Store in d the decoded elements and scales of `depth` elements from element `start` of K on, for the tile that begins
-// at (row, column) of a matrix. All threads of a thread block must call this function.
+// Decode `depth` elements and their scales, from element `start` of K on, and store them in d. They belong to the tile
+// that begins at (row, column) of a matrix. All threads of a thread block must call this function.
 FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column, i64 start,
                                int depth) {
   for (int i = threadIdx.x; i < kTile * depth; i += kThreads) {

@@ -5,8 +5,8 @@
 // before it uses the first one. If the factor of an E4M3 scale follows from its code (R::kHasTable), each thread block
 // first fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "quantize.cuh"
 
@@ -26,8 +26,8 @@ struct QuantizeTraits {
   static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // RunPosition needs no row
   // True if threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and
   // still loads whole lines of x. The runs of a thread are in neighboring scale tiles, and so in one row. For nvfp4-te
-  // on 16384 x 16384 bfloat16, swizzled scales take 1.09 of the time of linear scales in the order of x, and 1.02 in
-  // this order (H200, 2026-11-21).
+  // on 16384 x 16384 bfloat16, swizzled scales take 1.02 of the time of linear scales. In the order of x they would
+  // take 1.09 of it (H200, 2026-11-21).
   static constexpr bool kInSectors = kSwizzled && kLanesFit && kLanes <= kThreads / 32;
   static constexpr int kSector = 32 * kLanes;                             // runs per sector
   static constexpr int kSectors = kInSectors ? kThreads / kSector : 1;    // sectors per thread block

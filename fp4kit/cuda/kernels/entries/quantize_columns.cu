@@ -8,8 +8,8 @@
 //
 // For blocks in a row, the tile is also kept in shared memory, and a thread takes runs of it.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"

@@ -3,8 +3,8 @@
 //
 // Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
 

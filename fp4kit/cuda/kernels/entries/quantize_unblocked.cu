@@ -4,8 +4,8 @@
 // Rows may have any length. A thread takes runs of neighboring elements of one row, and loads several runs before it
 // uses the first one. Elements after the last whole run of a row are quantized one at a time.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "quantize.cuh"
 

@@ -5,8 +5,8 @@
 // A thread takes a run of 16 elements of a row, and computes the factor of its block from the given scale code by the
 // recipe's rule. The whole block is read only if its factor or its codes depend on its amax (kReadsBlock).
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "four_over_six.cuh"
 #include "implied_amax.cuh"
 

@@ -34,8 +34,11 @@ struct alignas(16) Tile {
   float elements[padded(kCount)];
 };
 
-// Up to kLanes blocks: the offset of the first element of the first block, the distances of neighboring elements of a
-// block and of neighboring lanes, the number of lanes, and the number of the blocks along the middle axis.
+// Up to kLanes blocks, one per lane, which have one position along the middle axis:
+//   first                    the offset of the first element of the first block
+//   element_step, lane_step  the distances of neighboring elements of a block, and of neighboring lanes
+//   lanes                    the number of lanes
+//   block                    the index of the blocks along the middle axis
 struct LaneBlocks {
   i64 first, element_step, lane_step, lanes, block;
 };

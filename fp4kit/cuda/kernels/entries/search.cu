@@ -1,8 +1,8 @@
 // search: for each block of 16 elements, find the amax whose scale gives the smallest loss. Only these amaxes are
 // stored.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "search_pruned.cuh"
 
 // A block for which one thread could not prove the best scale. All threads of the warp then search it together.

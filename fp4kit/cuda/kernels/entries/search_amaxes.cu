@@ -1,8 +1,8 @@
 // search_amaxes: for each amax of a tensor, an expert, a row or a block, find the multiple of the amax that gives the
 // smallest loss. If there is one amax per block, the blocks are the rows of the kernels.
 //
-// The losses of elements are added in float64, from the first element of a row to the last, and then from the first row
-// to the last, as in reference/search_amaxes.py. Therefore one thread goes along a row with one multiple, and its
+// The losses of elements are added in float64, as in reference/search_amaxes.py: from the first element of a row to the
+// last, and then from the first row to the last. Therefore one thread goes along a row with one multiple, and its
 // neighbors go along the same row with the next multiples. Then a warp adds the losses of all rows that share an amax,
 // with one multiple per thread.
 #include "exact_path.cuh"

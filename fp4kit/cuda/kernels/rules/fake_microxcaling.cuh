@@ -42,8 +42,8 @@ enum class HalfWay { away, even, none };
 // exponent of the largest element value. The function `round` rounds the magnitude to the values of the element format,
 // halves as kHalfWay says, and saturates. kFlushBlocks: blocks whose amax is below 2^-126 become zeros.
 //
-// All elements of a block become NaN if the amax is NaN or infinite, or if s cannot be represented in the type In, as
-// for an amax of 0 in float16. An element -0 becomes +0.
+// All elements of a block become NaN if the amax is NaN or infinite. They also do if s cannot be represented in the
+// type In, as for an amax of 0 in float16. An element -0 becomes +0.
 template <HalfWay kHalfWay, bool kFlushBlocks = false>
 struct fake_microxcaling {
   static constexpr bool kHasCodes = false;

@@ -85,10 +85,10 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   return amax;
 }
 
-// Return the TensorScale of the stored scale at `index` of tensor_scale, which may come with an amax at `index` of
-// tensor_amax (a null pointer if there are none). Fields that decoding does not need are 1. Set is_known to false if
-// the rule needs an amax, and the stored amax is missing or gives another scale than the stored scale; the caller must
-// then find the amax that the scale implies.
+// Return the TensorScale of the stored scale at `index` of tensor_scale. Its amax is at `index` of tensor_amax, which
+// is a null pointer if no amaxes are stored. Fields that decoding does not need are 1. Set is_known to false if the
+// rule needs an amax, and the stored amax is missing or gives another scale than the stored scale; the caller must then
+// find the amax that the scale implies.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
                                              bool& is_known) {

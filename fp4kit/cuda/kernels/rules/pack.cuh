@@ -19,8 +19,8 @@ FP4KIT_DEVICE u32 operator|(u32 codes, NibbleSigns signs) {
   return or_masked(or_masked(codes, signs.odd, 0x80808080u), signs.even, 0x08080808u);
 }
 
-// Return the signs of the eight floats at x. The selector nibbles B and F make prmt fill a byte with copies of the top
-// bit of byte 3, which is the sign of the first operand, or of byte 7, which is the sign of the second operand.
+// Return the signs of the eight floats at x. The selector nibbles B and F make prmt fill a byte with copies of a sign
+// bit: B with that of the first operand, the top bit of byte 3, and F with that of the second operand.
 FP4KIT_DEVICE NibbleSigns nibble_signs(const float* x) {
   return {prmt(prmt(bits_of(x[0]), bits_of(x[2]), 0x00FBu), prmt(bits_of(x[4]), bits_of(x[6]), 0x00FBu), 0x5410u),
           prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x00FBu), prmt(bits_of(x[5]), bits_of(x[7]), 0x00FBu), 0x5410u)};

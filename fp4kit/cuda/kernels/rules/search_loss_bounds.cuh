@@ -3,8 +3,8 @@
 //
 // Let u be an element divided by the scale of the first code, which is a normal code, with amax <= 7 scales. The ratios
 // of the scales of the eight codes depend only on the mantissa of the first code, so there are eight tables. Row r of a
-// table covers all u within half a step (1 / kSteps) of r / kSteps, and a thousandth of a step more, which is the
-// largest error of the product and of the scales.
+// table covers all u within half a step (1 / kSteps) of r / kSteps. It also covers a thousandth of a step more, which
+// is the largest error of the product and of the scales.
 //
 // The distance from u to the nearest value changes by no more than u does. So the smallest distance in a row is at
 // least the distance in the middle of the step, less half a step. Its square, at most 1, is rounded down to a multiple

@@ -3,11 +3,11 @@
 //
 // The exact path adds errors as the reference does. Because only the comparison of the two sums matters, the fast path
 // adds approximate errors, in a few operations per element. If the two sums are too close, the block takes the exact
-// path. That happens for about four in ten thousand blocks of normally distributed data, and for blocks for which both
-// scales are equally good, such as blocks whose elements all have one magnitude.
+// path. That happens for about four in ten thousand blocks of normally distributed data. It also happens for blocks for
+// which both scales are equally good, such as blocks whose elements all have one magnitude.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "four_over_six_rules.cuh"

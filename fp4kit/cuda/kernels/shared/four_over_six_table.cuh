@@ -1,8 +1,9 @@
 // 4over6 for bfloat16 by tables. The bits of an element look up its two codes and its contribution to the difference
 // between the errors of the two scales.
 //
-// A bfloat16 has 128 significands, and an E4M3 scale has 8. If nothing leaves the range of normal numbers, multiplying
-// an element and both scales with a power of two changes neither the codes nor the errors in units of the first scale.
+// A bfloat16 has 128 significands, and an E4M3 scale has 8. Suppose that an element and both scales are multiplied with
+// a power of two, and nothing leaves the range of normal numbers. Then neither the codes nor the errors in units of the
+// first scale change.
 // The two scales of a block are a sixth and a fourth of its amax, rounded. Up to a power of two, they form 16 pairs,
 // and 3 more if the second scale is clipped to 448.
 //

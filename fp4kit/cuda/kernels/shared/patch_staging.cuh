@@ -6,9 +6,9 @@
 #include "transpose_square.cuh"
 
 // The elements of a tile in shared memory. They are loaded once for blocks in a column, and read from here for blocks
-// in a row. Without this buffer, two of three elements were evicted from the L1 cache before the second use, because
-// the cache has few places for rows that are a power of two apart. The speed of nvfp4-te in both directions, relative
-// to a copy, is 0.73 without this buffer and 0.75 with it (H200, 2026-11-21).
+// in a row. Without this buffer, two of three elements were evicted from the L1 cache before the second use. The reason
+// is that the cache has few places for rows that are a power of two apart. The speed of nvfp4-te in both directions,
+// relative to a copy, is 0.73 without this buffer and 0.75 with it (H200, 2026-11-21).
 template <class P>
 struct TileElements {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
@@ -27,8 +27,8 @@ struct Staging {
 };
 
 // Return the index of column `column` in rows 4 quad ... 4 quad + 3 of the staging buffer. The order of columns is
-// permuted so that there are no bank conflicts, neither for lanes that store neighboring patches nor for lanes that
-// load the quads of a few columns. Four columns that begin at a multiple of four stay contiguous.
+// permuted against bank conflicts: between lanes that store neighboring patches, and between lanes that load the quads
+// of a few columns. Four columns that begin at a multiple of four stay contiguous.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);

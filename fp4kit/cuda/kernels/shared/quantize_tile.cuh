@@ -5,8 +5,8 @@
 // exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and
 // needs no shared memory.
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "block_reduce.cuh"

@@ -10,8 +10,8 @@
 //   residual_of(x, trial)  return the residual of element x; only the objective `hessian` uses its sign
 //   amax_of(best)          return the amax of the best candidate, or of a block for which no loss is below infinity
 //
-// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
-// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
+// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
+// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "exact_path.cuh"
@@ -80,9 +80,9 @@ struct ScaleCodes {
 };
 
 // The set of E8M0 scales of amax * 2^j, computed with the recipe's own arithmetic. A candidate is a number j from
-// a.lower to a.upper, relative to a base. The base is 0 unless kFromFloor is true. If kFromFloor is true, the base is
-// the j for which the scale has the exponent floor(log2(amax)) - e, where e is the exponent of the largest element
-// value. A j is a candidate only if its scale is 2^j times the scale of the amax.
+// a.lower to a.upper, relative to a base. A j is a candidate only if its scale is 2^j times the scale of the amax. The
+// base is 0 unless kFromFloor is true. If kFromFloor is true, the base is the j for which the scale has the exponent
+// floor(log2(amax)) - e. e is the exponent of the largest element value.
 template <class R, class In, bool kFromFloor>
 struct ScalePowers {
   static constexpr int kLanes = 4;

@@ -35,9 +35,8 @@ FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
 // apart, which is more than kLossMargin takes.
 constexpr i32 kMinRankGap = 512;
 
-// Shared memory of a warp. `jobs` holds 32 * code + lane for each open code of the warp's 32 blocks, in any order,
-// where `lane` is the lane that has the block. `count` is the number of jobs. `least` holds the two smallest ranks per
-// lane.
+// Shared memory of a warp. `jobs` holds 32 * code + lane for each open code of the warp's 32 blocks, in any order.
+// `lane` is the lane that has the block. `count` is the number of jobs. `least` holds the two smallest ranks per lane.
 struct OpenCodes {
   u16 jobs[kMaxOpenCodes * 32u];
   u32 count;
@@ -79,9 +78,9 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
   return value >= 0x1p-6f && first <= range.high ? first : 0u;
 }
 
-// Try the code of a block that has the smallest bound, and return the state of the block, with the set of other codes
-// that may still win. The lowest `unsure` of the seven codes below `first` may be no candidates. If one of them may
-// still win, least.second is 0, so that nothing is proven.
+// Try the code of a block that has the smallest bound. Return the state of the block, which includes the set of other
+// codes that may still win. The lowest `unsure` of the seven codes below `first` may be no candidates. If one of them
+// may still win, least.second is 0, so nothing is proven.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
