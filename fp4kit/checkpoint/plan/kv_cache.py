@@ -1,4 +1,4 @@
-"""Carry the scales of a quantized KV cache through a conversion, with the names and declaration of the output format.
+"""Copy the scales of a quantized KV cache into the output of a conversion, and declare them as its format requires.
 
 An attention module P has one scale for keys and one for values. In both formats, value = stored value * scale.
 
@@ -59,7 +59,7 @@ class KvCache(NamedTuple):
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
         """Return (kv_cache_scheme, kv_cache_quant_algo) to declare in the config files of the output.
 
-        Both are None if the KV cache is not carried into the output (see ``is_carried``).
+        Both are None if the output does not keep the KV cache (see ``is_carried``).
 
         Args:
             format: the output format, such as "modelopt".
@@ -71,10 +71,10 @@ class KvCache(NamedTuple):
         return (_FP8, "FP8") if format == "modelopt" else (_FP8_COMPRESSED, None)
 
     def is_carried(self, format: str) -> bool:
-        """Return whether the KV cache is carried into an output of the given format.
+        """Return whether an output of the given format keeps the scales and the declaration of the KV cache.
 
-        An FP8 cache is carried into both formats of FORMATS. Any other declared cache is carried only if the output
-        format is the source's. Return False if the source has no quantized KV cache.
+        Both formats of FORMATS keep an FP8 cache. Any other declared cache is kept only if the output has the format of
+        the source. Return False if the source has no quantized KV cache.
         """
         return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
 
@@ -110,7 +110,7 @@ def kv_cache_of(source: Source) -> KvCache:
 
 
 def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
-    """Yield a warning if the source has a quantized KV cache that is not carried into the output.
+    """Yield a warning if the source has a quantized KV cache that the output cannot keep.
 
     Args:
         cache: the KV cache of the source.
@@ -125,8 +125,9 @@ def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
 def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
     """Yield (severity, name, reason) for each scale of the KV cache that is unusable, or whose counterpart is missing.
 
-    A scale that is zero, negative, NaN or infinite is an "error". A scale of the keys without one of the values, or the
-    reverse, is a "warning", because models with latent attention (MLA) may need only one. The scales are read.
+    A scale that is zero, negative, NaN or infinite is an "error". A key scale without a value scale, or the reverse, is
+    a "warning", because models with latent attention (MLA) may need only one of them. The scales are read from the
+    files.
 
     Args:
         tensors: tensor name -> (its file, its header entry), for a whole model.

@@ -1,6 +1,7 @@
-"""Check the unquantized layers that a plan quantizes: what lies beside them, and whether stacks fit together.
+"""Check whether unquantized layers can be quantized, before a plan quantizes them.
 
-A layer is rejected if its result could not be read again, or if the axes of its weight are not known.
+A layer is rejected if fp4kit could not read the quantized layer again, because its module has a tensor that fp4kit does
+not know. It is also rejected if the shapes of stacks of experts leave open which axis of the weight is which.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from fp4kit.checkpoint.model.weights import Weight, any_quantized
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
-# Leaf name of the stack of gate and up -> leaf name of the stack of down projections beside it.
+# Leaf name of a stack that holds gate and up -> leaf name of the stack of down projections in the same module.
 _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 
 
 def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
-    """Raise CheckpointError if fp4kit could not read the result again, or does not know the axes of a weight.
+    """Raise CheckpointError if fp4kit could not read the output again, or does not know the axes of a weight.
 
-    A result cannot be read again if an unknown tensor lies beside a layer to quantize. The axes of stacks of experts
-    are not known if the shapes of two stacks do not fit together.
+    The output could not be read again if the module of a layer to quantize also has an unknown tensor. The axes of
+    stacks of experts are unknown if the shapes of two stacks do not fit together.
 
     Args:
         selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
@@ -45,7 +46,7 @@ def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> 
 def _check_stacks(plain: Mapping[str, Weight]) -> None:
     """Raise CheckpointError if the shapes of two stacks of experts do not fit together.
 
-    The orientation of a stack follows from these shapes, so it is unknown if they do not fit.
+    These shapes tell whether a stack is stored as [E, N, K] or transposed. If they do not fit, this is unknown.
 
     Args:
         plain: module name -> unquantized weight.
@@ -58,7 +59,9 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
 
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if a stack of experts does not fit the stack beside it. Return "" otherwise.
+    """Return an error message if the shape of a stack of experts does not fit its counterpart. Return "" otherwise.
+
+    The counterpart of the stack of gate and up projections is the stack of down projections, and the reverse.
 
     Args:
         name: the module of one stack.
@@ -155,7 +158,8 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
     """Yield a warning about layers that seem to be stored as [K, N]. Yield nothing if there are none.
 
     Only the axis of the hidden state is checked. It is the last axis of a layer that reads the hidden state, and the
-    first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the state.
+    first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the hidden
+    state.
 
     Args:
         weights: the weights of a model.

@@ -1,4 +1,4 @@
-"""Make the plan of a conversion: decide what happens to each tensor of a model, and check what was asked for."""
+"""Make the plan of a conversion: decide what happens to each tensor of a model, and check the user's request."""
 
 from __future__ import annotations
 
@@ -73,10 +73,9 @@ def make_plan(
         codes: the path of a quantized version of the model, whose codes are copied instead of quantizing the source's
             own values. It must be a directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id``
             still determines the container to write. Layers that are unquantized in ``codes`` stay unquantized.
-        search: how to search, for every block, the scale of smallest error, for example
-            ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, nvfp4-gguf
-            or mxfp4-gguf, and the format modelopt, compressed-tensors or GGUF. None leaves the block scales to the
-            recipe.
+        search: how to search the scale with the smallest error for every block, for example ScaleSearch.of("mse",
+            column_weights). Needs nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, nvfp4-gguf or mxfp4-gguf, and
+            the format modelopt, compressed-tensors or GGUF. None leaves the block scales to the recipe.
         activations: measured activations, from which every layer gets its own input scale, for example
             Activations.of(["activations.safetensors"]). A layer that keeps its codes also keeps its own input scale, if
             it has one. None measures nothing.
@@ -84,7 +83,7 @@ def make_plan(
             refused. Those that match are left out of the output instead. Every glob must match one of them.
         split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as
             llama-gguf-split does. None writes one file.
-        recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe_id``, for example
+        recipes: (pattern, recipe) pairs for layers that get a recipe other than ``recipe_id``, for example
             [("*.down_proj", "nvfp4-te-2d")]. Patterns match whole module names of the source, as in Wishes.only. The
             first pattern that matches a layer decides. Every pattern must decide about a quantized layer.
         hadamard: the size of a Hadamard transform, 16 to 512, by which every layer W is rotated before it is quantized:

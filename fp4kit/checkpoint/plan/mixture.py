@@ -45,8 +45,8 @@ class Mixture:
     """Map the layers of a model to their recipes and containers.
 
     Args:
-        default: the choice for layers that no pattern matches.
-        choices: (pattern, choice) pairs; the first pattern that matches a layer decides.
+        default: the recipe and container of layers that no pattern matches.
+        choices: (pattern, recipe and container) pairs; the first pattern that matches a layer decides.
     """
 
     def __init__(self, default: LayerQuantization, choices: Sequence[tuple[str, LayerQuantization]]) -> None:
@@ -55,7 +55,7 @@ class Mixture:
         self._found: dict[str, LayerQuantization] = {}  # module -> its choice
 
     def of(self, module: str) -> LayerQuantization:
-        """Return the choice of the first pattern that matches a layer, or the default if no pattern matches.
+        """Return the recipe and container of a layer: those of its first matching pattern, or the default.
 
         Args:
             module: the layer's name in the source. A stack of experts is one layer.
@@ -81,7 +81,7 @@ class Mixture:
                 raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
 
     def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
-        """Return the reason why no layer takes the pattern at ``index``, as a clause with advice.
+        """Return the reason why the pattern at ``index`` decides about no layer, as a clause with advice.
 
         Args:
             index: the position of the pattern in the list of patterns, from 0.

@@ -1,4 +1,4 @@
-"""Divide the tensors that a plan writes into output files: one per shard, or the files of a split GGUF model."""
+"""Divide the output tensors of a plan into files: one file per source file, or the files of a split GGUF model."""
 
 from __future__ import annotations
 

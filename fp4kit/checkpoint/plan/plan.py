@@ -1,4 +1,4 @@
-"""Describe a planned conversion: an action and a reason per tensor, the files to write, and the exclusion list.
+"""Describe a planned conversion: an action and a reason per tensor, the files to write, and the layers to exclude.
 
 A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it. A plan is
 executed as jobs. A job converts or copies some data, and knows where in the output files its result belongs.
@@ -108,7 +108,7 @@ class Plan:
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user.
         auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
-        items: what the source stores beside its quantized layers (see model/closed_world.py).
+        items: everything that the source stores besides its quantized layers (see model/closed_world.py).
         kv_cache: the quantized KV cache of the source, if the output carries it; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.
@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def other_modules(self) -> list[str]:
-        """The names of the modules with tensors that are not rotated layers."""
+        """The names of the modules that have tensors and are not rotated layers."""
         names = (output.name.rpartition(".")[0] for tensor in self.tensors for output in tensor.outputs)
         rotated = {*self.rotated_layers}
         return list(dict.fromkeys(name for name in names if name not in rotated))
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def carries_codes(self) -> bool:
-        """True if every converted layer keeps the codes of the source, so that ``recipe`` made no code.
+        """True if every converted layer keeps the codes of the source, so that ``recipe`` computes no new codes.
 
         False if no layer is converted, or if codes are borrowed from another model (--codes).
         """

@@ -45,7 +45,7 @@ class PlanFacts:
     """Hold the decisions of a request about the weights of one source model.
 
     weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
-    items: what the source stores beside its quantized layers. Ignored tensors are not written.
+    items: everything that the source stores besides its quantized layers. Ignored tensors are not written.
     left_out: the names of other tensors that are not written.
 
     Raises CheckpointError if the source cannot be converted with this request.
@@ -141,7 +141,7 @@ class PlanFacts:
         return decisions
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
-        """Return the description of a tensor on which the selection rules decide.
+        """Return a Candidate, which describes a tensor to the selection rules.
 
         If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
 
@@ -176,7 +176,7 @@ class PlanFacts:
         return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
 
     def has_codes(self, name: str) -> bool:
-        """Return whether the tensor ``name`` is a weight with codes that are borrowed from another model (--codes)."""
+        """Return whether the tensor ``name`` is a weight whose codes are copied from another model (--codes)."""
         return name in self.weights and bool(self.weights[name].members)
 
     def stays_quantized(self) -> bool:
@@ -225,7 +225,7 @@ class PlanFacts:
         return found
 
     def _groups(self) -> dict[str, str]:
-        """Name the group of each output module that shares a tensor scale with others. Return a dict by module.
+        """Return the groups of output modules that share a tensor scale: a dict from module name to group name.
 
         Return {} if the output container has no tensor scale.
 
@@ -241,7 +241,7 @@ class PlanFacts:
         return fused_layers.shared_amax_groups(modules)
 
     def _actions(self) -> dict[str, str]:
-        """Choose the action that brings each selected weight into its output container. Return a dict by tensor name.
+        """Choose the action that converts each selected weight to its output container. Return a dict by tensor name.
 
         Return {} if the output is unquantized.
         """
@@ -256,7 +256,7 @@ class PlanFacts:
         return _actions_of(self.selected, groups, choices, self.request.requantize)
 
     def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
-        """Return whether the layers of a container get an input scale: from the user, or their own if all have one.
+        """Return whether the layers of a container get input scales: the user's, or their own if all layers have one.
 
         Return False if the container has no tensor scale. Input scales of formats other than the output's, such as FP8
         for NVFP4, do not count, because they are for activations of that format.
@@ -264,7 +264,7 @@ class PlanFacts:
         form: the container.
         own: tensor name -> weight, for the weights to write in this container.
 
-        Raises CheckpointError if the user gives none and only some of the layers to convert have one.
+        Raises CheckpointError if the user gives no input scale and only some of the layers to convert have one.
         """
         if not form.has_tensor_scale:
             return False
@@ -281,7 +281,7 @@ class PlanFacts:
         return bool(have)
 
     def _input_amaxes(self) -> dict[str, np.float32]:
-        """Return the amax of the inputs of each layer whose input scale is computed from activations, by output layer.
+        """Return a dict from output layer to the amax of its inputs, for input scales computed from activations.
 
         Return {} if the user gives no activations. Layers that keep their codes and their own input scale are left out.
         Experts that saw no token are left out if Activations.unseen is "none".
@@ -308,7 +308,7 @@ class PlanFacts:
         return form is not None and form.name in self.input_scaled
 
     def _keeps_input_scale(self, tensor: str) -> bool:
-        """Return whether a weight keeps its codes and has an input scale of its own, which it also keeps.
+        """Return whether a weight keeps its codes and its own input scale; False if it has no input scale.
 
         tensor: the name of the tensor with the weight's values or codes.
         """
@@ -370,7 +370,7 @@ def _actions_of(
 
 
 def _written(choice: LayerQuantization) -> Container:
-    """Return the container of a choice, which must be quantized."""
+    """Return the container in which a layer is written. The layer must be quantized."""
     assert choice.form is not None
     return choice.form
 

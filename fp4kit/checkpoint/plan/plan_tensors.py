@@ -110,7 +110,7 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
     if weight is not None and entry.name in facts.selected:
         return _converted(facts, weight)
     reason = facts.decisions[entry.name].reason if entry.name in facts.decisions else "not a weight"
-    # If codes were borrowed for a layer that is not converted, its own values are copied.
+    # If --codes gave a layer codes, but the layer is not converted, its own values are copied.
     weight = None if facts.has_codes(entry.name) else weight
     if weight is not None and weight.container is not None and not facts.stays_quantized():
         return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
@@ -124,10 +124,10 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
 
 
 def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
-    """Return the plan to write a layer or stack unquantized that is put together from several weights.
+    """Return the plan to combine several weights into one unquantized layer or stack.
 
-    facts: the decisions about the model, whose ``restored`` holds the layer or stack.
-    tensor: the name of the first of these weights' tensors, which is its key in ``restored``.
+    facts: the decisions about the model. ``facts.restored`` holds the layer or stack.
+    tensor: its key in ``facts.restored``, which is the name of the first tensor of these weights.
     """
     one = facts.restored[tensor]
     nbytes = sum(weight.nbytes for weight in one.weights)
@@ -186,7 +186,7 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
 
 
 def _with_matrix(weight: Weight, piece: Piece) -> Piece:
-    """Return the piece of a rotated layer that also writes the matrix of the rotation."""
+    """Return a copy of a piece (a unit of work) that also writes the rotation matrix of its layer."""
     assert weight.rotation is not None
     shape = (weight.rotation.size, weight.rotation.size)
     matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
@@ -194,9 +194,9 @@ def _with_matrix(weight: Weight, piece: Piece) -> Piece:
 
 
 def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
-    """Return a piece that writes scales in the dtype in which its weight stores them.
+    """Return a copy of a piece (a unit of work) that writes scales in the dtype in which the source stores them.
 
-    Decoding rounds values to this dtype, so it must be kept.
+    Decoding rounds values to this dtype, so the dtype must be kept.
     """
     kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
     return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))

@@ -1,4 +1,4 @@
-"""Find what the user of a plan must know: layers that stay unquantized, and layers that loaders may treat wrongly."""
+"""Find what the user must know about a plan: layers that stay unquantized, and layers that loaders may misread."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
     """
     if facts.form is None or facts.form.format not in ("modelopt", "compressed-tensors"):
         return
-    # Engines encode FP8 layers anew with the largest scale of a fused layer, so scales of FP8 may differ.
+    # Engines re-encode the parts of a fused FP8 layer with their largest scale, so FP8 scales may differ.
     kept = [
         weight
         for tensor, weight in facts.selected.items()

@@ -206,7 +206,7 @@ class Request:
         return Mixture(default, choices)
 
     def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
-        """Return the changes that remove input scales from a request, for layers whose recipe cannot have any.
+        """Return the fields of a request to replace, so that layers whose recipe cannot have input scales get none.
 
         Only recipes with a tensor scale can have input scales. Return {} if ``one`` is such a recipe. Return {} too if
         no recipe of the request can have input scales, so that a later check refuses them.
@@ -220,10 +220,10 @@ class Request:
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
         """Return the format for all recipes of a request: the user's, or one that stores each of them.
 
-        If the recipes need several containers, only a format that declares mixtures can store them. Otherwise the best
-        format of the default recipe is preferred. If no format stores all recipes, the best format of the default
-        recipe is returned, and building the containers raises the error. The result is None if there is no such format
-        either.
+        If the recipes need several containers, only a format that can declare several containers can store them.
+        Otherwise the best format of the default recipe is preferred. If no format stores all recipes, the best format
+        of the default recipe is returned, and building the containers raises the error. The result is None if there is
+        no such format either.
 
         Args:
             config: the content of the model's config.json.
@@ -297,7 +297,7 @@ class Request:
 
         Args:
             why: the reason, for the message.
-            more: a way out other than to leave the option out, added to the message.
+            more: advice to add to the message, besides the advice to leave the option out.
         """
         if self.activations is not None:
             raise CheckpointError(f"activations: {why}; leave them out{more}")

@@ -41,7 +41,7 @@ def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight that reads all gate rows of an expert before all its up rows.
+    """Return a weight in which all gate rows of an expert come before all its up rows.
 
     If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
 

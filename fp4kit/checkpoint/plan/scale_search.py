@@ -1,7 +1,8 @@
 """Configure the search of block scales: which error to minimize, and with which column weights.
 
 Without a search, a block scale is computed from the block's amax. A search tries several scales per block and stores
-the one with the smallest error. Column weights give every column of a layer a weight in that error.
+the scale with the smallest error. Column weights are factors, one per column of a layer, that multiply the errors of
+the columns.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """A map from the name of a vector to its place in the file.
+        """A map from the name of a vector to a Located, which says where its bytes are in the file.
 
-        The places do not contain the file's header, so that jobs that are sent to worker processes stay small.
+        A Located does not contain the file's header, so that jobs that are sent to worker processes stay small.
         """
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})
         return {entry.name: Located(alone, entry) for entry in self.file.entries}
@@ -65,11 +66,11 @@ class ColumnWeights:
         return {"column_weights": self.file.name, "sha256": self.sha256}
 
     def of(self, layer: Layer) -> Located | None:
-        """Return the place of a layer's column weights, or None if the file has none for it.
+        """Return where the file stores the column weights of a layer, or None if it has none for the layer.
 
         Args:
-            layer: (module to write, weight that it is made from). The vector may have the name of either; the module's
-                own vector comes first.
+            layer: (module to write, weight that it is made from). The vector may have the name of either. If there are
+                vectors of both names, the module's is returned.
         """
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
@@ -246,7 +247,7 @@ class ScaleSearch:
         return True
 
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
-        """Return the place of a layer's column weights, or None if there are none, so that all columns weigh equally.
+        """Return where a layer's column weights are stored; None if there are none, so that all columns weigh equally.
 
         Args:
             layer: (module to write, weight that it is made from).
@@ -257,7 +258,7 @@ class ScaleSearch:
         return None if self.columns is None else self.columns.of(layer)
 
     def lacks(self, layer: Layer) -> bool:
-        """Return whether the column weights of a layer are missing, so that verify cannot repeat its weighted search.
+        """Return whether a layer has no column weights, so that verify cannot repeat a search that used them.
 
         Always False for an imatrix: layers that it does not name are searched with equal weights.
 
