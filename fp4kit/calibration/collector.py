@@ -23,9 +23,9 @@ from fp4kit.storage.whole_file import whole_file, write_file
 from fp4kit.training.amax_experts import all_gather_bytes
 from fp4kit.training.communicators import Communicator
 
-Rule = Literal["max", "headroom"]
+AmaxRule = Literal["max", "headroom"]
 Unseen = Literal["error", "layer", "none"]
-RULES, UNSEEN = get_args(Rule), get_args(Unseen)
+RULES, UNSEEN = get_args(AmaxRule), get_args(Unseen)
 _RECIPE = "nvfp4-modelopt"  # the recipe whose block amaxes are collected; they propagate NaN
 _Key = tuple[str, int | None]  # (layer, number of experts); None for a layer without experts, or for one expert
 
@@ -147,7 +147,7 @@ class Collector:
         """
         return {name: entry.tokens for name, entry in self._entries("tokens").items()}
 
-    def amaxes(self, rule: Rule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
+    def amaxes(self, rule: AmaxRule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
         """Return the amax of the inputs of each layer.
 
         Args:
@@ -182,7 +182,7 @@ class Collector:
         """
         return filled("amaxes", self.found(rule), unseen)
 
-    def found(self, rule: Rule | Headroom = "max") -> dict[str, np.float32]:
+    def found(self, rule: AmaxRule | Headroom = "max") -> dict[str, np.float32]:
         """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input.
 
         Raises ValueError if the rule is unknown, if it needs histograms that were not collected, or if an input on a
@@ -203,7 +203,7 @@ class Collector:
             if entry.histogram is not None
         }
 
-    def input_scales(self, rule: Rule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
+    def input_scales(self, rule: AmaxRule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
         """Return the input scale of each layer, which multiplies on decode: ``amax / (6 * 448)``.
 
         Args:

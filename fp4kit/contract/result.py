@@ -8,9 +8,9 @@ from typing import Literal
 from fp4kit.contract.schema import ContractDiff
 from fp4kit.contract.steps import StepName
 from fp4kit.display.panel import Panel
+from fp4kit.ops.compare import Count
 from fp4kit.ops.explain import Explanation
 
-Count = tuple[int, int]  # (differing, compared); (0, 0) if the parts cannot be compared
 _NOUNS = {"input": "input", "kv cache": "KV cache"}  # kind of a LayerParity -> noun in texts; others are layers
 _COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
 

@@ -28,7 +28,7 @@ from fp4kit.recipes.to_string import from_spec, to_spec
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_to_spec
 
-Array = Any
+JaxArray = Any
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
@@ -56,7 +56,7 @@ def like(a: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
-def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
+def traced(function: str, results: Shapes, **arguments: Any) -> list[JaxArray]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
 
     The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host. Under
@@ -66,7 +66,7 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
     results: the shapes and dtypes of the results.
     arguments: the arguments of the function by name. Arrays among them may be traced.
     """
-    arrays: list[Array] = []
+    arrays: list[JaxArray] = []
     text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
     arrays = [jax.lax.stop_gradient(array) for array in arrays]
     host, device = partial(_on_host, text, list(results)), partial(_on_device, text, list(results))
@@ -76,7 +76,7 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
     return jax.lax.platform_dependent(*arrays, cuda=device, default=host)
 
 
-def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
+def _on_host(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:
     """Insert the call that `text` describes into a traced program, and return its traced results.
 
     When the program runs, jax.pure_callback makes the call on the host.
@@ -86,7 +86,7 @@ def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
     return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
 
 
-def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
+def _on_device(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:
     """Insert the call that `text` describes into a traced program, and return its traced results.
 
     When the program runs, the XLA handler of ffi.register makes the call on the device.
@@ -96,7 +96,7 @@ def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 
 
-def run(text: str, *arrays: Array) -> list[Array]:
+def run(text: str, *arrays: JaxArray) -> list[JaxArray]:
     """Run the call that a text describes on the given arrays, and return its results as a list.
 
     Raises what the call raises. A Quantized is returned as its arrays that are not None. A 0-d array as seed is passed
@@ -116,7 +116,7 @@ def run(text: str, *arrays: Array) -> list[Array]:
     return result if isinstance(result, list) else [result]
 
 
-def _encoded(value: Any, arrays: list[Array]) -> Any:
+def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
     """Return an argument in a form that JSON can hold: the inverse of _decoded.
 
     Arrays, also those in a list or a Quantized, are appended to the list `arrays` and replaced by their index. Numbers,
@@ -143,7 +143,7 @@ def _encoded(value: Any, arrays: list[Array]) -> Any:
     return value
 
 
-def _decoded(value: Any, arrays: list[Array]) -> Any:
+def _decoded(value: Any, arrays: list[JaxArray]) -> Any:
     """Return the argument that _encoded put into a JSON form. Indices are replaced by the entries of `arrays`.
 
     Numbers, strings and None are returned unchanged.

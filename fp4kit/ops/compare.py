@@ -16,13 +16,13 @@ from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.display.panel import Panel
 from fp4kit.formats import Codebook, ElementFormat
 from fp4kit.layouts import unpacked, unswizzle_scales
-from fp4kit.ops.compare_values import Reader, boxes, compare_values
+from fp4kit.ops.compare_values import BoxReader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 
-Count = tuple[int, int]  # (how many entries differ, how many were compared)
+Count = tuple[int, int]  # (how many entries differ, how many were compared); (0, 0) if they cannot be compared
 _NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
 # Names of the ml_dtypes floats that convert to float32 exactly.
 NARROW = (
@@ -227,7 +227,7 @@ def _linear(a: Any) -> Any:
     return replace(a, block_scale=scales, scale_layout="linear")
 
 
-def _reader(a: Any) -> Reader:
+def _reader(a: Any) -> BoxReader:
     """Return a function that maps a box to the values of `a` within it: a slice, or a dequantized part."""
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)

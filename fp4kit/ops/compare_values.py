@@ -163,11 +163,11 @@ def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
 
 
-Reader = Callable[[Box], Any]  # a function that returns the values of an array within a box
+BoxReader = Callable[[Box], Any]  # a function that returns the values of an array within a box
 
 
 def compare_values(
-    read_x: Reader, read_y: Reader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
+    read_x: BoxReader, read_y: BoxReader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
 ) -> Differences:
     """Compare two arrays box by box, and return their differences.
 

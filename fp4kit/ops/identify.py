@@ -22,7 +22,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.compare_values import Box
 from fp4kit.ops.identify_amaxes import SIGN_MASKS, CandidateAmaxes
-from fp4kit.ops.identify_matches import Match, Pair, best_match, match_under, name_of, pair_of, prove
+from fp4kit.ops.identify_matches import Match, QuantizedWithSource, best_match, match_under, name_of, pair_of, prove
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import NEVER_NAN
@@ -223,7 +223,11 @@ def identify(q: Quantized, x: Any) -> Identification:
     checks.check_float("identify", x)
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     candidates = tuple(candidates_of(q.recipe))
-    matches = _matches(q, x, candidates) if x.size < 2 * SAMPLE else _matches_by_sample(Pair(q, x), pair, candidates)
+    matches = (
+        _matches(q, x, candidates)
+        if x.size < 2 * SAMPLE
+        else _matches_by_sample(QuantizedWithSource(q, x), pair, candidates)
+    )
     result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
     if result.exact or not x.size:
         return result
@@ -281,7 +285,9 @@ def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[
     return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 
 
-def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
+def _matches_by_sample(
+    host: QuantizedWithSource, whole: QuantizedWithSource, candidates: Sequence[Recipe]
+) -> list[Match]:
     """Return one match per candidate recipe, for a large array.
 
     All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that give the whole

@@ -87,7 +87,7 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
     return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 
 
-class Pair(NamedTuple):
+class QuantizedWithSource(NamedTuple):
     """Hold a quantized array q with linear scales, and the array x from which q was made.
 
     Either both consist of NumPy arrays, or both consist of CuPy arrays on one device.
@@ -102,8 +102,8 @@ class Pair(NamedTuple):
         return imports.on_device(self.x)
 
 
-def pair_of(q: Quantized, x: Any) -> Pair:
-    """Return the Pair of q and x, which may be arrays of any library. Swizzled scales of q become linear.
+def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
+    """Return q and x, which may be arrays of any library, as a QuantizedWithSource. Swizzled scales become linear.
 
     Arrays that are all on one GPU stay there; otherwise they are copied to the host. Raise TypeError, ValueError,
     RuntimeError or BufferError for arrays that cannot be imported.
@@ -112,10 +112,12 @@ def pair_of(q: Quantized, x: Any) -> Pair:
     arrays = [a for a in (*imported.parts().values(), array) if a is not None]
     if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:
         imported, array = on_host("identify: q", imported), on_host("identify: x", array)
-    return Pair(imported if imported.block_scale is None else unswizzle(imported), array)
+    return QuantizedWithSource(imported if imported.block_scale is None else unswizzle(imported), array)
 
 
-def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
+def prove(
+    pair: QuantizedWithSource, host: QuantizedWithSource, r: Recipe, amaxes: Sequence[np.ndarray | None]
+) -> Match:
     """Return the best match of a recipe on all bytes of `pair`, the arrays on the caller's device.
 
     Use `host`, a copy of the arrays on the host, if the GPU has no kernel for the recipe or not enough memory.

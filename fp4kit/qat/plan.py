@@ -25,7 +25,7 @@ from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.errors import CheckpointError
 
-Kind = Literal["matrix", "stack", "convolution", "embedding"]
+ParameterKind = Literal["matrix", "stack", "convolution", "embedding"]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNNAMED = "not in parameters="
 _PRESET = " (preset linear)"
@@ -48,7 +48,7 @@ class TrainedWeight:
     saved: str
     shape: tuple[int, ...]
     dtype: str
-    kind: Kind = "matrix"
+    kind: ParameterKind = "matrix"
 
 
 @dataclass(frozen=True)

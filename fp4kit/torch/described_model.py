@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
-from fp4kit.qat.plan import Kind, TrainedWeight
+from fp4kit.qat.plan import ParameterKind, TrainedWeight
 from fp4kit.torch.saved_names import renaming_of
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
@@ -108,7 +108,7 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
     return ParameterPlace(module, leaf, TrainedWeight(name, saved, shape, dtype, kind), transposed)
 
 
-def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Kind:
+def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterKind:
     """Return the kind of a parameter: "convolution", "embedding", "stack" or "matrix".
 
     The parameter "weight" of a convolution or an embedding is recognized by the class of its module. A "stack" has

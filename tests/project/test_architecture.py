@@ -125,15 +125,26 @@ def test_imports_have_no_cycles():
         graph = {module: others for module, others in graph.items() if module not in leaves}
 
 
-def test_a_class_name_stands_for_one_class():
-    """No two modules define classes of one name, so that a reader who meets a name finds one definition."""
-    helpers = [file for folder in HELPERS for file in sorted((ROOT / folder).rglob("*.py"))]
+def names_by_file(pattern, files):
+    """Return {name: files, relative to ROOT}, for the names that the group of a pattern finds in files."""
     found = defaultdict(list)
-    for path in FILES + helpers:
-        for name in re.findall(r"^ *class (\w+)[(:]", path.read_text(encoding="utf-8"), re.MULTILINE):
+    for path in files:
+        for name in re.findall(pattern, path.read_text(encoding="utf-8"), re.MULTILINE):
             found[name].append(str(path.relative_to(ROOT)))
-    assert found["Recipe"] == ["fp4kit/recipes/schema.py"]
-    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+    return found
+
+
+def test_a_class_name_stands_for_one_class():
+    """No two modules define classes of one name, so that a reader who meets a name finds one definition.
+
+    No module of the package gives an alias of a type the name of a class.
+    """
+    helpers = [file for folder in HELPERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    classes = names_by_file(r"^ *class (\w+)[(:]", FILES + helpers)
+    assert classes["Recipe"] == ["fp4kit/recipes/schema.py"]
+    assert not {name: files for name, files in classes.items() if len(files) > 1}
+    aliases = names_by_file(r"^(\w+) = ", FILES)
+    assert not aliases.keys() & names_by_file(r"^ *class (\w+)[(:]", FILES).keys()
 
 
 def top_level_imports(path):

@@ -19,7 +19,7 @@ from fp4kit.storage.safetensors_file import TensorReader, read_header
 HEADS, EPS = 12, 1e-12  # attention heads and layer norm epsilon, as in config.json
 # Called with the name of a linear layer's weight and the layer's input, float32 of shape (tokens, K).
 Seen = Callable[[str, np.ndarray], None]
-Tensors = Mapping[str, np.ndarray]
+EncoderTensors = Mapping[str, np.ndarray]
 
 SENTENCES = (
     "The cat sat on the mat.",
@@ -50,7 +50,7 @@ def cosines_of_embeddings(source: Path, destination: Path) -> tuple[float, float
     return median(cosines), min(cosines)
 
 
-def embed(tensors: Tensors, tokens: Sequence[int]) -> np.ndarray:
+def embed(tensors: EncoderTensors, tokens: Sequence[int]) -> np.ndarray:
     """Return the embedding of a text, float32 [384] of length 1: the mean over its tokens, normalized.
 
     tensors: name -> array, the tensors of the model.
@@ -97,7 +97,7 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
         start += len(piece) - 2 * (start > 0)
 
 
-def encode(tensors: Tensors, tokens: Sequence[int], seen: Seen = lambda name, x: None) -> np.ndarray:
+def encode(tensors: EncoderTensors, tokens: Sequence[int], seen: Seen = lambda name, x: None) -> np.ndarray:
     """Return the last hidden states of the encoder for one sequence, float32 [tokens, 384]. GELU has its tanh form.
 
     tensors: name -> array, the tensors of the model.
@@ -113,7 +113,7 @@ def encode(tensors: Tensors, tokens: Sequence[int], seen: Seen = lambda name, x:
     return x
 
 
-def _layer(tensors: Tensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
+def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
     """Return the output of one encoder layer with input x.
 
     tensors: name -> array, the tensors of the model.
@@ -139,7 +139,7 @@ def _layer(tensors: Tensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
     return _norm(tensors, f"{p}.output.LayerNorm", x + linear("output.dense", h))
 
 
-def _norm(tensors: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+def _norm(tensors: EncoderTensors, name: str, x: np.ndarray) -> np.ndarray:
     """Return the layer norm of x with the weight and bias of the layer `name`.
 
     tensors: the tensors of the model by name.

@@ -19,11 +19,11 @@ from fp4kit.checkpoint.convert.journal import Journal
 from fp4kit.checkpoint.model.manifest import Digest, digest_of
 from fp4kit.checkpoint.plan.job import Done, Job, Measured, Tick
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Call, run_all
+from fp4kit.checkpoint.run.executors import FunctionCall, run_all
 
 T = TypeVar("T")
 # A function that raises CheckpointError if the measurements show values that the request does not allow.
-Check = Callable[[Job, Measured], None]
+MeasurementCheck = Callable[[Job, Measured], None]
 
 
 class JobScheduler:
@@ -41,7 +41,7 @@ class JobScheduler:
     """
 
     def __init__(
-        self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: Check, tick: Tick
+        self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: MeasurementCheck, tick: Tick
     ) -> None:
         self._jobs = {job.key: job for job in all_jobs}
         self._journal, self._check, self._tick = journal, check, tick
@@ -82,7 +82,7 @@ class JobScheduler:
                 self._take_done(noted[now.key])
                 self._tick(self._jobs[now.key].nbytes_in)
 
-    def _first(self) -> Iterator[Call[Any]]:
+    def _first(self) -> Iterator[FunctionCall[Any]]:
         """Yield the calls that can start at once, because they need no result of another call.
 
         These calls are measurements, jobs that need no measurement, and the last calls of files that are complete. If
@@ -101,7 +101,7 @@ class JobScheduler:
             elif job.key not in self.done:
                 yield self._call(run_job.write, job, None)
 
-    def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> Call[Any]:
+    def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> FunctionCall[Any]:
         """Return the call ``function(job, *arguments)`` in the form that run_all takes.
 
         In this process, the call reports progress after every read. With an executor, ``_after`` reports the progress
@@ -111,7 +111,7 @@ class JobScheduler:
             (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
         )
 
-    def _after(self, result: Measured | Done | Digest | None) -> list[Call[Any]]:
+    def _after(self, result: Measured | Done | Digest | None) -> list[FunctionCall[Any]]:
         """Record the result of a call, and return the calls that can start because of it; [] if there are none.
 
         result: None if the call synced a file, for which there is nothing to record.
@@ -131,7 +131,7 @@ class JobScheduler:
             self._tick(self._jobs[result.key].nbytes_in)
         return calls
 
-    def _take_measured(self, found: Measured) -> list[Call[Any]]:
+    def _take_measured(self, found: Measured) -> list[FunctionCall[Any]]:
         """Check and record the measurements of a job. If its group is complete, return the calls that write the group.
 
         Otherwise return []. Jobs that are done already are not written again. Raise CheckpointError if the measurements
@@ -147,13 +147,13 @@ class JobScheduler:
         shared = run_job.join_group([self._measured[member.key] for member in members])
         return [self._call(run_job.write, member, shared) for member in members if member.key not in self.done]
 
-    def _take_done(self, result: Done) -> list[Call[Any]]:
+    def _take_done(self, result: Done) -> list[FunctionCall[Any]]:
         """Record that a job is done, and return the calls that sync and hash the files that this job completed.
 
         Return [] if the job completed no file.
         """
         self.done[result.key] = result
-        calls: list[Call[Any]] = []
+        calls: list[FunctionCall[Any]] = []
         for path in dict.fromkeys(target.path for target in self._jobs[result.key].targets):
             self._unwritten[path].remove(result.key)
             if not self._unwritten[path]:
@@ -161,7 +161,7 @@ class JobScheduler:
         return calls
 
 
-def _last_calls(path: Path) -> list[Call[Any]]:
+def _last_calls(path: Path) -> list[FunctionCall[Any]]:
     """Return two calls for a complete file: one syncs it to disk and one hashes it.
 
     The calls are separate, because the first waits for the disk and the second for a CPU.

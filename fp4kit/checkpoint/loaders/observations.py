@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fp4kit.checkpoint.loaders.engines import How, Status
 
-Row = tuple[tuple[str, ...], str, str, Status, How, str]
+ObservationRow = tuple[tuple[str, ...], str, str, Status, How, str]
 
 _NVFP4 = ("modelopt NVFP4", "modelopt W4A16_NVFP4")
 _MXFP8 = ("modelopt MXFP8",)
@@ -60,7 +60,7 @@ _KEPT_EXPERTS = (
     "block_sparse_moe.experts"
 )
 
-RUNS: tuple[Row, ...] = (
+RUNS: tuple[ObservationRow, ...] = (
     (_NVFP4, _HF, "vLLM", "loads", "run", ""),
     (_NVFP4, _HF, "SGLang", "loads", "run", _NAMES),
     (_NVFP4, "deepseek_v3", "SGLang", "loads", "run", _MTP),

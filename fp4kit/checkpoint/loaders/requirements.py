@@ -44,8 +44,8 @@ from fp4kit.checkpoint.loaders.support import engines_for, family_of, known_trap
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, split_module
 from fp4kit.formats import FLT_MIN
 
-Tensor = tuple[str, tuple[int, ...]]  # dtype (a safetensors name) and shape
-Parts = Mapping[str, Tensor]  # the tensors of one layer: suffix of the name -> tensor
+DtypeAndShape = tuple[str, tuple[int, ...]]  # dtype (a safetensors name) and shape
+LayerTensors = Mapping[str, DtypeAndShape]  # the tensors of one layer: suffix of the name -> tensor
 
 _SUFFIX = re.compile(
     r"(.+?)(\.(?:weight|weight_packed|weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale"
@@ -144,21 +144,21 @@ def _split(name: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str, DtypeAndShape]]:
     """Group tensors by layer: layer -> suffix -> tensor, for every layer or stack of experts that has codes or scales.
 
     Model-Optimizer's stacks ``P``, ``P_weight_scale`` (Llama 4) are not recognized.
 
     tensors: name -> (safetensors dtype, shape), for all tensors of the checkpoint.
     """
-    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    layers: dict[str, dict[str, DtypeAndShape]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if split := _split(name):
             layers[split[0]][split[1]] = tensor
     return {name: parts for name, parts in layers.items() if _is_quantized(parts)}
 
 
-def _is_quantized(parts: Parts) -> bool:
+def _is_quantized(parts: LayerTensors) -> bool:
     """Return whether a layer has codes or scales.
 
     parts: suffix -> (safetensors dtype, shape). A layer whose only tensor is a ``.weight`` is quantized if this is a
@@ -170,7 +170,7 @@ def _is_quantized(parts: Parts) -> bool:
     return dtype in _QUANTIZED_WEIGHTS and len(shape) >= 2
 
 
-def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
+def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> tuple[Required, ...]:
     """Return the tensors that engines require for a layer.
 
     The container determines them, with two exceptions. A compressed-tensors config can require input scales. In a
@@ -223,7 +223,7 @@ _COPIED = {
 }
 
 
-def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
+def _wrong(part: Required, tensor: DtypeAndShape, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
     """Return a message about the wrong dtype or shape of one tensor, or None if both are right.
 
     If both are wrong, the message names only the dtype. For a scalar of a single layer, the shape (1,) is right too.
@@ -241,7 +241,7 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
     return None
 
 
-def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
+def _faults(container: str, parts: LayerTensors, required: tuple[Required, ...]) -> Iterator[str]:
     """Yield a message for each wrong dtype or shape among the tensors that a layer has. Missing tensors are ignored.
 
     If the codes are missing or have a wrong rank, the other tensors are not checked, because N and K are unknown.
@@ -279,7 +279,7 @@ def readers(container: str, family: str) -> tuple[str, ...]:
 
 
 def _layer_findings(
-    container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
+    container: str, layer: str, parts: LayerTensors, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
     """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container.
 
@@ -427,7 +427,7 @@ def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]
 
 def findings(
     container: str,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, DtypeAndShape],
     tensor_scales: Mapping[str, float],
     config: Mapping[str, Any],
     hf_quant_config: Mapping[str, Any] | None = None,

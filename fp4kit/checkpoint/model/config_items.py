@@ -3,8 +3,8 @@
 Each entry of config.json and hf_quant_config.json that concerns quantization becomes an item (see closed_world.py). An
 entry that is unknown or contradicts the tensors is refused.
 
-A check (see Check) is a function that decides about one entry. Its arguments are the entry's value and the quantized
-layers of the checkpoint. It returns the reason to refuse the entry, or "" to accept it.
+A check (see EntryCheck) is a function that decides about one entry. Its arguments are the entry's value and the
+quantized layers of the checkpoint. It returns the reason to refuse the entry, or "" to accept it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp4kit.storage.errors import shown
 # A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
 # or "" to accept it. The reason is a predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of
 # the entry.
-Check = Callable[[Any, "_Layers"], str]
+EntryCheck = Callable[[Any, "_Layers"], str]
 
 
 class _Layers(NamedTuple):
@@ -52,7 +52,7 @@ def _any(value: Any, layers: _Layers) -> str:
     return ""
 
 
-def _only(*allowed: Any) -> Check:
+def _only(*allowed: Any) -> EntryCheck:
     """Return a check that accepts the given values and refuses all others. Types must agree too: 1 is not True."""
 
     def check_value(value: Any, layers: _Layers) -> str:
@@ -161,7 +161,7 @@ def _block_size(value: Any, layers: _Layers) -> str:
     return f"is {brief(value)}, but the tensors have blocks of {sorted(blocks)}"
 
 
-_SCHEME: dict[str, Check] = {
+_SCHEME: dict[str, EntryCheck] = {
     "num_bits": _only(4, 8),
     "type": _only("float"),
     "symmetric": _only(True, None),
@@ -559,7 +559,7 @@ _LISTED = "names of unquantized layers; the tensors show the same"
 _ACTIVATIONS = "concerns activations"
 _HISTORY = "how the checkpoint was made"
 _KV = "concerns the KV cache"
-_Entry = tuple[str, str, Check]
+_Entry = tuple[str, str, EntryCheck]
 _COMMON: dict[str, _Entry] = {
     "quant_method": (UNDERSTOOD, _IS_NAME, _any),
     "fp4kit": (UNDERSTOOD, "fp4kit's record of a conversion", _any),
@@ -670,7 +670,7 @@ METHODS: dict[str, dict[str, _Entry]] = {
 
 
 # quant_method -> a check of the whole config, for methods in which several entries together describe a layer.
-_WHOLE: dict[str, Check] = {"quark": _quark_layers, "auto-round": _auto_round_layers}
+_WHOLE: dict[str, EntryCheck] = {"quark": _quark_layers, "auto-round": _auto_round_layers}
 
 
 # Unknown keys of config.json that may concern how weights are stored. They are refused.

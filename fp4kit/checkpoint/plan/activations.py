@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.calibration.collector import UNSEEN, Collector, Rule, Unseen, filled
+from fp4kit.calibration.collector import UNSEEN, AmaxRule, Collector, Unseen, filled
 from fp4kit.calibration.expert_names import expert_name, expert_of
 from fp4kit.calibration.headroom import Headroom
 from fp4kit.calibration.scales import input_global_scale, input_scale
@@ -57,7 +57,7 @@ class Activations:
 
     @classmethod
     def of(
-        cls, source: Collector | Iterable[str | Path], rule: Rule | Headroom = "max", unseen: Unseen = "error"
+        cls, source: Collector | Iterable[str | Path], rule: AmaxRule | Headroom = "max", unseen: Unseen = "error"
     ) -> Activations:
         """Return the activations that a Collector measured, or the combined activations of saved files.
 

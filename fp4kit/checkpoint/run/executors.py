@@ -38,7 +38,7 @@ from fp4kit.cpu.library import alone
 from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
-Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
+FunctionCall = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
 # The number of calls to submit at a time if the number of workers is unknown. Clusters have fewer workers than this.
 MAX_PENDING = 1024
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -167,7 +167,7 @@ def _end_with_parent() -> None:
 
 
 def run_all(
-    executor: Executor | None, queue: deque[Call[T]], max_pending: int = MAX_PENDING
+    executor: Executor | None, queue: deque[FunctionCall[T]], max_pending: int = MAX_PENDING
 ) -> Generator[T, None, None]:
     """Run the calls in a queue, and yield their results in the order in which the calls finish.
 
@@ -219,7 +219,7 @@ def pending_limit(user_executor: Executor | None, workers: int) -> int:
     return MAX_PENDING if user_executor is not None else 2 * workers
 
 
-def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
+def _submit(executor: Executor, run: str, call: FunctionCall[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
     """Submit a call to the executor and return its future. The future is put into ``finished`` when it is done.
 
     Raises ChildProcessError if the workers have died.

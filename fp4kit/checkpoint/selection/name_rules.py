@@ -79,7 +79,7 @@ _DRAFT_INPUTS = {"eh_proj", "e_proj", "h_proj"}
 _CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt"}
 
 Role = ggml_names.Role
-Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
+LayerKind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
 
 
 @lru_cache(1 << 14)
@@ -220,7 +220,7 @@ class Candidate:
         return ".".join(self.parts[: at + 1]) if beyond else None
 
     @lazy_property
-    def kind(self) -> Kind:
+    def kind(self) -> LayerKind:
         """The kind of layer, such as "routed expert". The presets of selection.py name the kinds to quantize.
 
         Experts and attention are tested before MLPs, because their names contain components such as up_proj too.

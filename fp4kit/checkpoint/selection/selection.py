@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 
-from fp4kit.checkpoint.selection.name_rules import FIRST_RULES, RULES, Candidate, Kind, ModelFacts, Rule
+from fp4kit.checkpoint.selection.name_rules import FIRST_RULES, RULES, Candidate, LayerKind, ModelFacts, Rule
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 # Preset -> the kinds of layers that it quantizes.
-PRESETS: dict[str, tuple[Kind, ...]] = {
+PRESETS: dict[str, tuple[LayerKind, ...]] = {
     "experts": ("routed expert", "shared expert"),
     "mlp": ("routed expert", "shared expert", "dense MLP"),
     "linear": ("routed expert", "shared expert", "dense MLP", "attention", "linear layer"),

@@ -14,11 +14,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from fp4kit.evidence.golden.packed import INPUTS, Array, is_packed, read_packed
+from fp4kit.evidence.golden.packed import INPUTS, NumpyArray, is_packed, read_packed
 
 __all__ = ["RECORDED", "GoldenSet"]
 
-Arrays = Mapping[str, Array]
+Arrays = Mapping[str, NumpyArray]
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 _OWN_INPUT = "/input/values"
@@ -72,7 +72,7 @@ class GoldenSet:
         """Return the keys of one file, or () if the set has no such file."""
         return tuple(self._file(file))
 
-    def get(self, file: str, key: str) -> Array:
+    def get(self, file: str, key: str) -> NumpyArray:
         """Return the array under `key` in `file`.
 
         Raises:
@@ -88,7 +88,7 @@ class GoldenSet:
         """Return the names of the inputs, such as "normal__bf16", or () if the set has no file of inputs."""
         return self.keys(INPUTS)
 
-    def input(self, name: str, file: str = INPUTS) -> Array:
+    def input(self, name: str, file: str = INPUTS) -> NumpyArray:
         """Return one input as a float32, float16 or bfloat16 array.
 
         If `file` stores its own input with this name (under `<name>/input/values`), return that input.
@@ -139,7 +139,7 @@ class _ArrayFiles:
         return self._arrays[name]
 
 
-def _read_original(path: Path) -> dict[str, Array]:
+def _read_original(path: Path) -> dict[str, NumpyArray]:
     """Return {key: read-only array} of a file in the original form."""
     with np.load(path, allow_pickle=False) as npz:
         arrays = {key: npz[key] for key in npz.files}

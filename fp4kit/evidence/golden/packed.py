@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BASES", "INDEX", "INPUTS", "Array", "is_packed", "read_packed", "references"]
+__all__ = ["BASES", "INDEX", "INPUTS", "NumpyArray", "is_packed", "read_packed", "references"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
+NumpyArray = np.ndarray[Any, np.dtype[Any]]
 
 INPUTS = "inputs"
 INDEX = "index.json"
@@ -50,7 +50,7 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
     return {key: tuple(index["arrays"][number][3:]) for key, number in index["keys"].items()}
 
 
-def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
+def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> dict[str, NumpyArray]:
     """Return {key: read-only array} of one packed file. Keys with equal arrays share one array.
 
     base: base(file) returns {key: array} of another file of the directory. It is called for arrays stored as
@@ -63,7 +63,9 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[
     return {key: arrays[number] for key, number in index["keys"].items()}
 
 
-def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str], Mapping[str, Array]]) -> Array:
+def _array(
+    members: Mapping[str, NumpyArray], entry: list[Any], base: Callable[[str], Mapping[str, NumpyArray]]
+) -> NumpyArray:
     """Return the array that an entry of the index describes, read-only.
 
     Args:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Rows = Iterator[Any]
+GoldenRows = Iterator[Any]
 
 
-def serving_rows(row: Callable[..., Any]) -> Rows:
+def serving_rows(row: Callable[..., Any]) -> GoldenRows:
     """Yield all rows of this module. ``row`` is the class GoldenRow."""
     for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others):
         yield from family(row)
 
 
-def _vllm(row: Callable[..., Any]) -> Rows:
+def _vllm(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of vLLM. ``row`` is the class GoldenRow."""
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
@@ -30,7 +30,7 @@ def _vllm(row: Callable[..., Any]) -> Rows:
     yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm
 
 
-def _triton_kernels(row: Callable[..., Any]) -> Rows:
+def _triton_kernels(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of triton_kernels. ``row`` is the class GoldenRow."""
     for name, variant in (
         ("mxfp4-triton-kernels", "mxfp4_up"),
@@ -44,7 +44,7 @@ def _triton_kernels(row: Callable[..., Any]) -> Rows:
     yield row("mxfp4-triton-kernels", "triton_kernels", "mxfp4_up", fake=True, skip="nonfinite_block")
 
 
-def _quark(row: Callable[..., Any]) -> Rows:
+def _quark(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of Quark. ``row`` is the class GoldenRow."""
     yield row("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
     yield row("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
@@ -57,7 +57,7 @@ def _quark(row: Callable[..., Any]) -> Rows:
     yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", min_scale=1, skip="nonfinite_block")
 
 
-def _auto_round(row: Callable[..., Any]) -> Rows:
+def _auto_round(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of auto-round. ``row`` is the class GoldenRow."""
     yield row("nvfp4-auto-round", "auto_round", "nvfp4")
     yield row("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
@@ -71,7 +71,7 @@ def _auto_round(row: Callable[..., Any]) -> Rows:
     yield row("mxfp8-auto-round-rceil", "auto_round", "mxfp8_rceil")
 
 
-def _fouroversix(row: Callable[..., Any]) -> Rows:
+def _fouroversix(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of fouroversix. ``row`` is the class GoldenRow."""
     for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
         yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
@@ -91,7 +91,7 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
         yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **fields)
 
 
-def _comfy_kitchen(row: Callable[..., Any]) -> Rows:
+def _comfy_kitchen(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of comfy-kitchen. ``row`` is the class GoldenRow."""
     yield row("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
     yield row("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
@@ -99,7 +99,7 @@ def _comfy_kitchen(row: Callable[..., Any]) -> Rows:
     yield row("fp8-comfy-kitchen-e5m2", "comfy_kitchen", "fp8_e5m2")
 
 
-def _mslk(row: Callable[..., Any]) -> Rows:
+def _mslk(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of MSLK. ``row`` is the class GoldenRow."""
     for name, variant in (("", ""), ("-fast", "_fast"), ("-power", "_e8m0"), ("-power", "_e8m0_fast")):
         yield row(f"nvfp4-mslk{name}", "triton_h100", f"mslk_nvfp4{variant}")
@@ -114,7 +114,7 @@ def _mslk(row: Callable[..., Any]) -> Rows:
     yield row("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil_b16", block=(1, 16), skip="nonfinite_block")
 
 
-def _others(row: Callable[..., Any]) -> Rows:
+def _others(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM, qwix, aiter and FP-Quant.
 
     ``row`` is the class GoldenRow.

@@ -71,10 +71,10 @@ def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
 
 # ---- kinds of values
 
-Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarray]
+InputKind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarray]
 
 
-def _fuzzed(name: str) -> Kind:
+def _fuzzed(name: str) -> InputKind:
     """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py, whatever the recipe."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
@@ -171,7 +171,7 @@ def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r:
     return _blocks_with_amaxes(rng, _near(rng, _thresholds(rng, (rows, columns), dtype, r, tensor)), shape, r, tensor)
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, InputKind] = {
     "ordinary": _fuzzed("ordinary"),
     "near thresholds": _near_thresholds,
     "weights": _weights,

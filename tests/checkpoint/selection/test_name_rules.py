@@ -11,7 +11,7 @@ import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, Kind, ModelFacts, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, LayerKind, ModelFacts, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
 
 MODEL = ModelFacts(7)
@@ -166,7 +166,7 @@ def test_layers_that_are_left_out(module: str, reason: str, listed: bool) -> Non
         ("pooler.dense", "linear layer"),
     ],
 )
-def test_kinds(module: str, kind: Kind) -> None:
+def test_kinds(module: str, kind: LayerKind) -> None:
     assert decision(f"{module}.weight") == Decision(True, f"{kind} (preset linear)")
     experts, mlp = (decision(f"{module}.weight", preset=preset) for preset in ("experts", "mlp"))
     assert experts.converted == (kind in ("routed expert", "shared expert"))
