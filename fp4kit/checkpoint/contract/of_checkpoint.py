@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
-from fp4kit.checkpoint.contract.of_plan import SERVER
+from fp4kit.checkpoint.contract.of_plan import SERVER, signs_of
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
 from fp4kit.checkpoint.model.quantized_layers import recorded
@@ -91,6 +92,11 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
     found.add("excluded", tuple(plain), "these weights are not quantized")
     shared = _shared(layers)
     found.add("shared_amax", shared, "these layers have equal tensor scales")
+    rotations = transforms.resolved(checkpoint, checkpoint.weights).rotations
+    if rotations.keys() == layers.keys() and len({*rotations.values()}) == 1:
+        rotation = next(iter(rotations.values()))
+        found.add("hadamard", rotation.size, "declared in transform_config")
+        found.add("hadamard_signs", signs_of(rotation), "declared in transform_config")
     has_inputs = any(INPUT_SCALE in weight.parts for weight in layers.values())
     found.add("input_scales", "static" if has_inputs else None, "the checkpoint stores input scales")
     (form, _), *_ = Counter(weight.container for weight in layers.values() if weight.container).most_common()

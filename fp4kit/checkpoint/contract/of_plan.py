@@ -35,14 +35,14 @@ def contract_of_plan(plan: Plan) -> Contract:
         shared_amax=shared_leaves(converted) if _shares(plan) else (),
         input_scales="static" if plan.has_input_scale else None,
         hadamard=plan.request.hadamard,
-        hadamard_signs=_signs(plan.request.rotation),
+        hadamard_signs=signs_of(plan.request.rotation),
         scale_search=None if search is None else search.words.removeprefix("searched by "),
         container=plan.format_name,
         unknown=tuple(unknown),
     )
 
 
-def _signs(rotation: WeightRotation | None) -> str | None:
+def signs_of(rotation: WeightRotation | None) -> str | None:
     """Return the signs of a rotation, for a contract; None if there is no rotation, or one without signs.
 
     In a contract, a transform of 16 elements without signs is that of quantize(hadamard=True). Signs that change

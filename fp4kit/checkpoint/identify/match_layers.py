@@ -96,11 +96,11 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
     """Find the rows of a model for each layer that a conversion would write, by (layer name, expert number).
 
     Layers are named and split as the container ``form`` needs. The expert number is 0 unless the container stores
-    stacks of experts.
+    stacks of experts. Transforms that can be undone are undone when the rows are decoded.
     """
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
-    for weight in weights_of(model.tensors, config).values():
+    for weight in decodable(model.tensors, config).values():
         split = weight if form.keeps_stacks else gate_first(weight, config)
         for piece in pieces(split, form, config, False):
             expert = piece.expert if form.keeps_stacks else 0

@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
-from fp4kit.checkpoint.model.closed_world import items_of
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.decode import codes_of, row_chunks
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.items import REFUSED, Item
@@ -102,7 +102,8 @@ def compare_checkpoints(
             prevent the decoding of layers; those that match a glob do not.
 
     Returns:
-        A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
+        A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values. Hadamard
+        transforms of compressed-tensors are undone when values are decoded.
 
         Between a model directory and a GGUF file, ``layers`` describes the tensors of layers that both have. If neither
         has quantized a layer, one entry of ``tensors`` describes it instead.
@@ -112,7 +113,7 @@ def compare_checkpoints(
     """
     left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
-    items = (item for model in (left, right) for item in items_of(model, model.weights, patterns))
+    items = (item for model in (left, right) for item in transforms.resolved(model, model.weights, patterns).items)
     refused = tuple(item for item in items if item.group == REFUSED)
     tick = progress or (lambda count: None)
     differences: list[TensorDifference] = []

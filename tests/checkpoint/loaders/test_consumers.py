@@ -21,7 +21,9 @@ from file_values import read_values
 from safetensors import safe_open
 
 from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # set before the import, so that no server is contacted
@@ -550,3 +552,28 @@ def test_rotated_layers(made: Path, tmp_path: Path, seed: int | None) -> None:
     layer.v_input.weight.data.copy_(stored)  # all layers share this parameter, whose signs the library drew anew
     # The two models round weights and inputs to bfloat16 at different places: 2^-9 per rounding, in 2 layers.
     assert (_logits(model).float() - expected).norm() < 0.03 * expected.norm() < 0.3 * (without - expected).norm()
+
+
+@pytest.mark.exhaustive
+def test_layers_that_compressed_tensors_rotates(made: Path, tmp_path: Path) -> None:
+    """Layers that the library rotates get the codes of --hadamard, so that verify and identify name their recipe."""
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    ours, rotated, theirs = tmp_path / "ours", tmp_path / "rotated", tmp_path / "theirs"
+    options = {"format": NVFP4_OWN[1], "wishes": Wishes(only=("*.o_proj",))}
+    convert(made / "llama", ours, NVFP4_OWN[0], hadamard=32, **options)
+    config = json.loads((ours / "config.json").read_text())["quantization_config"]["transform_config"]
+    model = _loaded(made / "llama")
+    (weights,) = (group["apply"][1:] for group in config["config_groups"].values())
+    offline = {"config_groups": {"v": {**config["config_groups"]["v"], "apply": weights}}}
+    apply_transform_config(model, TransformConfig.model_validate(offline))
+    del model.transform_config
+    model.save_pretrained(rotated)
+    convert(rotated, theirs, NVFP4_OWN[0], **options)
+    declared = json.loads((theirs / "config.json").read_text())
+    declared["quantization_config"]["transform_config"] = config
+    (theirs / "config.json").write_text(json.dumps(declared))
+    (theirs / "fp4kit_manifest.json").unlink()
+    assert verify(theirs, source=made / "llama").clean
+    verdict = identify_checkpoint(theirs, made / "llama")
+    assert (verdict.recipe, len(verdict.layers), verdict.exceptions) == (NVFP4_OWN[0], 2, ())
