@@ -53,7 +53,7 @@ class Summary:
 
 
 def summary_of(report: ConversionReport) -> Summary:
-    """Return the summary of a conversion, for which some rows of the result and of the source are read."""
+    """Return the summary of a conversion. Some rows of the result and of the source are read to measure the error."""
     engines = _engines(report.plan, report.destination)
     return Summary(engines, serve_command(report.plan.source.config, report.destination, engines), _error(report))
 
@@ -165,7 +165,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
 def _fails_in_float32(plan: Plan) -> bool:
     """Return whether transformers loads the result as a float32 model whose quantized layers compute in bfloat16.
 
-    Return True for float32 models in compressed-tensors containers with block scales.
+    This is so for float32 models in compressed-tensors containers with block scales.
     """
     config = plan.source.config
     text = config.get("text_config")
@@ -191,7 +191,7 @@ def _recipe_line(plan: Plan) -> str:
 
 
 def _error_lines(error: SampledError) -> Iterator[str]:
-    """Yield the line about the error. If some layers lose much more than the others, yield advice to keep them too."""
+    """Yield the line about the error. If some layers lose much more than others, also yield advice to keep them."""
     (worst, db), count = error.layers[0], len(error.layers)
     of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
     noise = 100 * 10 ** (-error.median / 20)

@@ -168,7 +168,7 @@ def add_scale_search(parser: Any) -> None:
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
-    """Add the options --bits and --candidates, which assign a recipe to every layer."""
+    """Add the options --bits and --candidates, which choose a recipe per layer for a budget of bits."""
     group = parser.add_argument_group("a recipe for every layer")
     group.add_argument(
         "--bits",
@@ -250,7 +250,7 @@ def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
     """Add --activations, --activation-rule and --unseen-experts, which the commands convert and verify share.
 
     parser: the parser of the command.
-    does: what the command does with the activations, as a text for the help.
+    does: text for the help that says what the command does with the activations.
     """
     group = parser.add_argument_group("input scales from activations")
     group.add_argument(
@@ -445,7 +445,7 @@ _MOST_POINTS = 12  # how many points of the curve are printed
 
 
 def _print_assignment(out: Output, assignment: Assignment | None) -> None:
-    """Print how many units each candidate gets, and the curve of bits against error. Print nothing without --bits."""
+    """Print a table: the error per budget of bits, and the number of groups of layers per recipe. Needs --bits."""
     if assignment is None:
         return
     points = sorted({*shown_points(assignment.curve, _MOST_POINTS), assignment.chosen}, key=lambda point: point.bits)

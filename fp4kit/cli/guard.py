@@ -190,7 +190,8 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
     If the reader of stdout went away (SIGPIPE), nothing is written unless the command has a destination.
 
-    task, signals: the command that was stopped, and the handler of its signals.
+    task: the command that was stopped.
+    signals: the handler of its signals.
     number: the signal to report if ``signals`` has received none.
     """
     number = signals.stop_listening(number)

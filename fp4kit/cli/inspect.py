@@ -85,9 +85,9 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
 
 
 def _print_items(out: Output, items: Iterable[Item]) -> None:
-    """Print a table of what a checkpoint stores beside its layers; print nothing if there is nothing.
+    """Print a table of everything that a checkpoint stores besides its layers; print nothing if there is nothing.
 
-    Items with equal group (refused, understood, carried), place and reason are joined in one row.
+    Items with equal group (such as refused or understood), place and reason share a row.
     """
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:

@@ -51,7 +51,7 @@ def register(subparsers: Any) -> None:
 
 
 def _parity(args: argparse.Namespace, out: Output) -> int:
-    """Run the command parity. Return 0 if both sides have all layers and all compared bits are equal, otherwise 1.
+    """Run the command parity. Return 0 if both models have all layers and all compared bits are equal, otherwise 1.
 
     A TypeError of fp4kit.parity is raised as a CheckpointError.
     """

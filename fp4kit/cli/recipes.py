@@ -1,6 +1,7 @@
 """Define the commands recipes and formats, which list recipes and number formats.
 
-The command recipes also compares recipes with recorded outputs of producers, or with installed producers.
+The command recipes also compares recipes with producers (the libraries that they reproduce): with their recorded
+outputs, or with installed versions.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
-    """Return the ids of the recipes that the names stand for, each once; () for no names.
+    """Return the ids of the recipes that ``names`` stand for, each once; () for no names.
 
     Raise ValueError for an unknown name.
 

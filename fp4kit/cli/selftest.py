@@ -114,8 +114,8 @@ def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
 def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
     """Return one table row per part of the selftest.
 
-    The cells of a row are the name of the part, the numbers of cases, values, differing values and reasons for leaving
-    cases out, and the seconds summed over threads.
+    Its cells are the name of the part, the numbers of cases, values, differing values and cases left out, and the
+    seconds summed over threads.
     """
     result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}

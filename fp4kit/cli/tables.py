@@ -44,7 +44,7 @@ def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
 
 
 def _exact(r: Recipe) -> str:
-    """Return a text about what a recipe equals bit for bit, and where the producers of its aliases deviate from it."""
+    """Return text on what a recipe equals bit for bit, and on where the producers of its aliases deviate from it."""
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)
 

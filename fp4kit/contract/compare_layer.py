@@ -45,9 +45,9 @@ def compare_layer(
 
     Args:
         name: the layer.
-        kind: the kind of LayerParity.
+        kind: what the layer holds, as in LayerParity.kind.
         sides: the two sides.
-        rows: the indices of these rows in the layer. Elements are named by them.
+        rows: the indices of the compared rows in the layer; messages name elements by these indices.
         total: the number of elements of the layer.
     """
     a, b = sides
@@ -69,10 +69,10 @@ def compare_layer(
 
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
-    """Return the counts of differing codes, block scales and tensor scales, and the elements that they affect.
+    """Count the differing codes, block scales and tensor scales. Return three counts and a mask of affected elements.
 
-    The count of a part is (0, 0) if a side lacks it, or if its formats or shapes differ between the sides. The elements
-    are a mask: True where a counted code or a counted block scale differs.
+    A count is (differing, compared). It is (0, 0) if one side has no such codes or scales, or if their formats or
+    shapes differ between the sides. The mask is True where a counted code or a counted block scale differs.
 
     Args:
         a, b: the compared rows of the two sides.
@@ -106,7 +106,7 @@ def _explained(
     affected: np.ndarray,
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
-    """Return ``found`` completed with the first step that differs, the setting that causes it, and a worked element.
+    """Return ``found`` with the first step that differs, the setting that causes it, and the steps of one element.
 
     Args:
         found: the counts of the differences. It is not changed.
@@ -161,9 +161,10 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the first part that differs, for sides of unknown steps: tensor scales, block scales, codes or values.
+    """Return the first stored part that differs, for sides whose arithmetic is unknown.
 
-    Return "decode" if all scales and codes are equal, and "value" if a side has no codes to compare.
+    The parts are tensor scales, block scales and codes, in this order. Return "decode" if all of them are equal, and
+    "value" if a side has no codes to compare.
 
     Args:
         found: the counts of the differences.
@@ -179,10 +180,10 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 
 
 def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
-    """Return one text per setting in which two arithmetics differ: recipe, transform and tensor amax.
+    """Return one text per setting in which the arithmetic of two sides differs: recipe, transform and tensor amax.
 
-    Each text ends with what would make the sides equal. Tensor amaxes are compared only under equal transforms, and
-    only if both are known.
+    Each text ends with advice on how to make the sides equal. Tensor amaxes are compared only if both are known and the
+    transforms are equal.
 
     Args:
         label_a, label_b: the names of the sides, for the texts.
@@ -206,7 +207,7 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
-    """Return two different transforms in words, with signs up to the first that differs, and at least four signs."""
+    """Return two different transforms in words, with their signs up to the first that differs, but at least four."""
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
 
     def shown(text: str) -> str:
@@ -230,7 +231,7 @@ def _whose(one: Arithmetic) -> str:
 
 
 def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
-    """Return the steps of one element on both sides, under the element's index in the layer.
+    """Work one element step by step on both sides. Return these steps, labelled with the element's index in the layer.
 
     Return None if a recipe or the unquantized elements are unknown.
 

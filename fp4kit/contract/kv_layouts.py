@@ -1,4 +1,4 @@
-"""Compare two layouts of KV pages: pages that one side writes and the other side reads."""
+"""Compare two layouts of the pages of a KV cache: one side writes pages, and the other side reads them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAX_TOKENS = 1024  # at most so many tokens of the caller's keys or values are 
 def compare_layouts(
     train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], given: Mapping[str, np.ndarray]
 ) -> Iterator[LayerParity]:
-    """Yield how many codes and scales change if the rollout reads pages that are in the trainer's layout.
+    """Yield counts of the codes and scales that the rollout misreads if pages are in the trainer's layout.
 
     Keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`, in
     pages of 16 tokens. Each suitable array of the caller serves as keys and as values, up to its first _MAX_TOKENS
     tokens. An array is suitable if it has three axes and elements, and if both layouts support its head_dim. If no
-    array is suitable, keys and values are drawn.
+    array is suitable, random keys and values are used.
 
     train, rollout: two different names in KV_LAYOUTS.
     labels: the names of the two sides, for the text.

@@ -1,4 +1,4 @@
-"""Find out how one side made a layer's codes or values: the recipe, the tensor amax and the order of bytes."""
+"""Find out how one side made a layer's codes or values: the recipe, the tensor amax and the order of the bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp4kit.recipes import RECIPES, Recipe
 
 
 class Making(NamedTuple):
-    """Say how one side made a layer.
+    """Describe how one side computed the codes or values of a layer, as far as this was found out.
 
     arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
     step, wrong: the step at which the stored bytes are wrong, and how; None and "" if they are right.
@@ -39,7 +39,7 @@ def rows_of(w: Weights, rows: np.ndarray) -> Weights:
 
     Args:
         w: the matrix.
-        rows: the indices of the rows, ascending; of whole blocks if blocks have several rows.
+        rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
     """
     return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
 
@@ -48,7 +48,7 @@ def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
     """Return some rows of a Quantized of two axes with linear scales, which have one row per row of elements.
 
     Args:
-        rows: the indices of the rows, ascending; of whole blocks if blocks have several rows.
+        rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
     """
 
     def cut(a: Any) -> Any:
@@ -73,7 +73,7 @@ def making_of(
     recipes: Sequence[Recipe],
     candidates: Callable[[Recipe], Iterator[Arithmetic]],
 ) -> Making:
-    """Return how the bytes of a layer were made from its unquantized weight.
+    """Find out how the bytes of a layer were made from its unquantized weight.
 
     For a Quantized, these are tried in turn, until one gives its bytes:
 
@@ -106,7 +106,7 @@ def making_of(
 
 
 def _fits(part: Weights, r: Recipe) -> bool:
-    """Return whether a recipe gives codes of the formats of a Quantized. Any recipe fits an array of values."""
+    """Return whether a recipe gives codes in the formats that a Quantized has. Any recipe fits an array of values."""
     if part.q is None:
         return True
     own = part.q.recipe
@@ -128,7 +128,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
-    """Return the Making for values that fake_quantize gives, and that differ from quantizing and then dequantizing.
+    """Return the Making of values that fake_quantize gives, but that quantizing and then dequantizing does not give.
 
     The result names the recipe and the step "decode". Return Making(None) if no recipe in `tried` gives the values, or
     if the side has codes.

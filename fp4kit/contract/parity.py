@@ -63,23 +63,23 @@ def parity(
     A stack of matrices, such as a Quantized of shape (experts, N, K), counts as one layer per matrix. Matrix 3 of
     "experts.up_proj" is the layer "experts.3.up_proj".
 
-    For each layer, codes, block scales, tensor scales, values and products are compared. Where they differ, the steps
-    of the arithmetic are compared in their order, and the first one that differs is reported with counts, one worked
-    element, and the setting that would make the sides equal.
+    For each layer, codes, block scales, tensor scales, values and matrix products are compared. Where they differ, the
+    steps of the arithmetic are compared one after another. The first step that differs is reported with counts, one
+    element worked step by step, and the setting that would make the sides equal.
 
     Args:
         train: the side of the trainer.
         rollout: the side of the rollout engine.
         weights: the unquantized weights, by layer, or a path to them. A contract or a function without tensors needs
-            them. They are also needed to name the steps behind differing bytes. If both sides are contracts, None draws
-            numbers.
-        inputs: layer -> array (tokens, K), the inputs of layers, or a path to a file of them. None draws numbers. They
-            are quantized if both contracts state the recipe of activations. They are multiplied by the weights if both
-            contracts also state a matrix unit.
-        kv: name -> array (..., head_dim), keys or values, or a path to a file of them. They are quantized if both
-            contracts state the recipe of the KV cache. If the layouts of the pages differ too, arrays (tokens, heads,
-            head_dim) are quantized by the trainer's recipe, written in its layout and read in the rollout's. None draws
-            numbers.
+            them. They are also needed to name the steps behind differing bytes. If both sides are contracts, None
+            stands for random weights.
+        inputs: layer -> array (tokens, K), the inputs of layers, or a path to a file of them. None stands for random
+            inputs. They are quantized if both contracts state the recipe of activations. They are multiplied by the
+            weights if both contracts also state a matrix unit.
+        kv: name -> array (..., head_dim), keys or values, or a path to a file of them. None stands for random arrays.
+            They are quantized if both contracts state the recipe of the KV cache. If the layouts of the pages differ
+            too, arrays (tokens, heads, head_dim) are quantized by the trainer's recipe, written in the trainer's layout
+            and read in the rollout's layout.
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
             several rows. The rows are evenly spaced. A tensor amax is always computed over the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
@@ -101,8 +101,8 @@ def parity(
     Numerics:
         All comparisons are of bits, except that NaN equals NaN. fp4kit.matmul computes the products, for up to 128 rows
         of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
-        of inputs is computed from the given or drawn inputs. If input_scales of a side is "static", it is that of the
-        input scale that its checkpoint stores for the layer, each layer by itself. If one side has no checkpoint, the
+        of inputs is computed from the given or random inputs. If input_scales of a side is "static", the amax follows
+        from the input scale that the side's checkpoint stores for the layer instead. If one side has no checkpoint, the
         input scales of the other side apply to both.
 
         The contract's Hadamard transform is applied to quantized weights and to their inputs.
@@ -142,7 +142,7 @@ class _Check:
 
     sides: the two sides.
     source: the unquantized weights, or None.
-    inputs: the inputs of layers, or None to draw them.
+    inputs: the inputs of layers, or None for random inputs.
     elements: how many elements per layer are compared.
     """
 
@@ -176,7 +176,7 @@ class _Check:
         most: the largest number of layers to compare, evenly spaced; None compares all.
         seconds: the time after which no further layer is begun; None for no limit. The layers that are left out are
             noted.
-        kv: the keys and values of the caller; None to draw numbers.
+        kv: the keys and values of the caller; None for random numbers.
         """
         end = None if seconds is None else time.monotonic() + seconds
         names, missing = self._names()
@@ -281,7 +281,7 @@ class _Check:
         return replace(found, step="quantization", setting=text + way)
 
     def _whole(self, side: Side, name: str) -> Weights | None:
-        """Return the tensors that a side holds or its function returns for a layer; None if its contract makes them."""
+        """Return what a side stores for a layer, or what its function returns. None if its contract makes it."""
         if side.stored is None and side.function is None:
             return None
         return side.weights_of(name, None if self.source is None else self.source[name])
@@ -345,14 +345,16 @@ class _Check:
         return ComparedRows(side.label, part, making_of(whole, x, rows, likely, candidates), x)
 
     def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
-        """Return a Making that says in which wrong order the rollout stores the trainer's bytes.
+        """Find out in which wrong order the rollout stores the trainer's bytes, and return a Making that names it.
 
         Without the unquantized weight, the bytes of the trainer count as right. Return a Making without content for the
         trainer itself, if the layer is not quantized, if the trainer stores no tensors, and if no known order explains
         the difference.
 
         Args:
-            i, name, whole: the number of the side (0 for the trainer), the layer, and the side's tensors for it.
+            i: the number of the side, 0 for the trainer and 1 for the rollout.
+            name: the layer.
+            whole: the tensors of the side for the layer.
         """
         other = self.sides[1 - i]
         if i == 0 or whole.q is None or other.stored is None:
@@ -371,21 +373,22 @@ class _Check:
         return Making(None)
 
     def _group(self, side: Side, name: str) -> tuple[str, ...]:
-        """Return the layers that share their tensor amax with a layer, itself included, by the contract of a side."""
+        """Return the layers that, by the contract of a side, share one tensor amax with a layer, itself included."""
         if side.contract is None or "shared_amax" in side.contract.unknown:
             return (name,)
         names = self.source or {}
         return side.contract.group_of(name, names)
 
     def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
-        """Return a recipe with the largest tensor amax of a group of layers, for the compared rows of one layer.
+        """Return the Arithmetic of one layer: a recipe, and the largest tensor amax of the layers that share one.
 
         Only recipes with one tensor scale per tensor share an amax. For other recipes, the layer's own amaxes are
-        taken, which are None if the recipe needs none. The recipe decodes as the side does, and amaxes are those after
-        the side's Hadamard transform.
+        taken, which are None if the recipe needs none. The recipe has the side's decode rule, and amaxes are measured
+        after the side's Hadamard transform.
 
         Args:
-            name, rows: the layer, and the indices of its compared rows.
+            name: the layer.
+            rows: the indices of its compared rows.
             group: the layers that share a tensor amax, with this layer among them.
         """
         shared = group if r.tensor_scaling == "tensor" else (name,)
@@ -412,14 +415,14 @@ class _Check:
         recipes: Sequence[Recipe | None],
         shape: tuple[int, ...],
     ) -> LayerParity:
-        """Return the result with the counts of the layer's products.
+        """Multiply the layer by inputs on both sides, and return the result with the counts of differing products.
 
-        If a contract does not state how products are computed, or its unit has no instruction for the operands, store
-        the reason in self.notes and return the result unchanged.
+        If a contract does not state how products are computed, or its matrix unit has no instruction for the operands,
+        store the reason in self.notes and return the result unchanged.
 
         Args:
             found: the result so far, which is not changed.
-            name: the layer, for which inputs are looked up or drawn.
+            name: the layer, whose inputs are the caller's or random.
             compared: the compared rows on both sides; the first ones are multiplied.
             recipes: the recipe of the weight on each side; None if it is unquantized.
             shape: the shape (N, K) of the layer.
@@ -466,7 +469,7 @@ class _Check:
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
     def _of_inputs(self) -> Iterator[LayerParity]:
-        """Yield the comparison of quantized inputs, which are the caller's inputs or one drawn array.
+        """Quantize inputs on both sides and yield the comparisons. The inputs are the caller's, or one random array.
 
         Yield nothing if both contracts leave activations unquantized, or if a side has no contract or does not know the
         setting activations.
@@ -485,15 +488,15 @@ class _Check:
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
-        """Yield the comparison of quantized keys and values, which are the caller's or one drawn array.
+        """Quantize keys and values on both sides and yield the comparisons. They are the caller's, or one random array.
 
-        Yield no such comparison if both sides leave the KV cache unquantized, or if a side has no contract or does not
-        know the setting kv_cache.
+        There is no such comparison if both sides leave the KV cache unquantized, or if a side has no contract or does
+        not know the setting kv_cache.
 
         Yield the comparison of the layouts of KV pages too, if both contracts state a layout, the layouts differ, and
         the trainer's contract states a recipe of the KV cache. Only this recipe is used, for both layouts.
 
-        kv: name -> keys or values of the caller; None to draw numbers.
+        kv: name -> keys or values of the caller; None for random numbers.
         """
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)
@@ -505,7 +508,7 @@ class _Check:
             yield from compare_layouts(layouts[0], layouts[1], recipe, (self.sides[0].label, self.sides[1].label), own)
 
     def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
-        """Yield the comparison of tensors that both contracts quantize by the recipes of one setting.
+        """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons.
 
         Yield nothing if both leave them unquantized, or if a side has no contract or does not know the setting.
 
@@ -545,12 +548,13 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
     """Return some rows of activations, keys or values as a side quantizes them; unquantized if r is None.
 
     Activations are transformed before they are quantized; keys and values are not, because `side` then has no
-    transform. The tensor amax stands for the layer's stored input scale if there is one (see Side.input_amax).
+    transform. The tensor amax follows from the layer's stored input scale if there is one (see Side.input_amax).
     Otherwise it is measured over all rows of x.
 
     Args:
         name: the name of the array, by which its stored input scale is found.
-        x, rows: the whole array (tokens, K), and the indices of the rows to return.
+        x: the whole array (tokens, K).
+        rows: the indices of the rows to return.
     """
     if r is None:
         return ComparedRows(side.label, Weights(None, x[rows]), Making(None), x[rows])
@@ -571,7 +575,7 @@ def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
 
 
 def _operands(compared: Sequence[ComparedRows]) -> str:
-    """Return the text about operands of products if one side has values and the other has codes, otherwise ""."""
+    """Return a note for a layer that one side multiplies as values and the other side as codes, otherwise ""."""
     a, b = compared
     if (a.part.q is None) == (b.part.q is None):
         return ""
@@ -598,7 +602,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:
-    """Return drawn bfloat16 weights for contracts: {layer: array}.
+    """Return random bfloat16 weights with which to compare two contracts: {layer: array}.
 
     Each contract gives one layer per pattern of `patterns`, one for its first exclusion, and one per leaf name of
     shared_amax. One more layer is named "drawn.linear". The magnitudes of layers differ, so that sharing an amax

@@ -1,4 +1,4 @@
-"""Compute the products of a layer's weight with inputs, as the contract of one side says."""
+"""Multiply inputs by the weight of a layer, as the matrix unit that a side's contract names does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def why_no_products(contract: Contract | None) -> str:
-    """Return the reason why the products of a side are unknown; "" if they are known."""
+    """Return the reason why the matrix products of a side cannot be computed; "" if they can."""
     if contract is None:
         return "no contract states the matrix unit"
     if "unit" in contract.unknown or contract.unit is None:
@@ -32,14 +32,14 @@ def _decoded(one: Weights) -> np.ndarray:
 
 
 def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, layer: str = "") -> np.ndarray:
-    """Return inputs (tokens, K) times weights (N, K), float32 (tokens, N), as the unit of a side's contract adds them.
+    """Multiply inputs (tokens, K) by weights (N, K) as the matrix unit of a side's contract does. Return (tokens, N).
 
-    If the inputs and the weights both have codes, the unit multiplies codes. Otherwise both are converted to bfloat16,
-    after the inputs were quantized.
+    The result is float32. If the inputs and the weights both have codes, the unit multiplies codes. Otherwise both are
+    converted to bfloat16, after the inputs were quantized.
 
-    Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax is that
-    of the layer's stored input scale if the contract's input_scales is "static"; otherwise it is computed from them.
-    If `quantized` is True, the contract's Hadamard transform is applied to inputs first.
+    Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax follows
+    from the layer's stored input scale if the contract's input_scales is "static"; otherwise it is computed from the
+    inputs. If `quantized` is True, the contract's Hadamard transform is applied to inputs first.
 
     Raise ValueError if the unit has no instruction for the operands.
 
@@ -61,13 +61,13 @@ def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, 
 def with_products(
     found: LayerParity, a: np.ndarray, b: np.ndarray, setting: str, labels: tuple[str, str]
 ) -> LayerParity:
-    """Return the result of a layer with the counts of its products.
+    """Compare the products of two sides, and return the result of a layer with the counts of differing products.
 
     If products differ and all else is equal, the first step that differs is "product".
 
     found: the result so far; it is not changed.
     a, b: the products of both sides.
-    setting: the text about units or operands that differ; "" if only inputs can differ.
+    setting: text that says how matrix units or operands differ; "" if only inputs can differ.
     labels: the names of the two sides, for the text.
     """
     differs = differing_bits(a, b)

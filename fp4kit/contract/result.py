@@ -19,8 +19,8 @@ _COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step 
 class LayerParity:
     """How the two sides of a parity check differ in one layer.
 
-    codes, scales, tensor_scales, values and products are pairs (differing, compared). A pair is (0, 0) if a side lacks
-    the part, or if the formats of the two sides differ.
+    codes, scales, tensor_scales, values and products are pairs (number that differ, number compared). A pair is (0, 0)
+    if a side lacks such data, or if the formats of the two sides differ.
 
     Attributes:
         name: the layer.
@@ -31,17 +31,18 @@ class LayerParity:
         scales: block scales.
         tensor_scales: tensor scales.
         values: decoded values, bit by bit; NaN equals NaN.
-        products: elements of products with inputs, bit by bit; NaN equals NaN.
+        products: elements of the matrix products of inputs and weights, bit by bit; NaN equals NaN.
         step: the first step of the arithmetic that differs, such as "block scale"; None if everything is equal.
-        result: the result that differs at that step, such as "block amax".
+        result: the intermediate result that differs at this step, such as "block amax".
         count: the number of examined elements whose first difference is at this step.
         examined: the number of elements whose code, scale or value differs and whose steps were compared. For the step
             "product", count and examined are both the number of products that differ.
         steps: (step, number of examined elements whose first difference is at this step) pairs, in the order of steps.
         element: one element that differs, with its values on both sides, as text.
-        setting: the setting that differs, and what would make the sides equal; "" if no setting is known to differ.
-        worked: the steps of this element on both sides; None if a side's recipe is unknown, if the order of stored
-            bytes is wrong, or if only products differ. Elements are shown after the Hadamard transform of their side.
+        setting: the setting that differs, with advice on how to make the sides equal; "" if none is known to differ.
+        worked: the steps by which each side computes this element. None if a side's recipe is unknown, if the order of
+            stored bytes is wrong, or if only products differ. Elements are shown after the Hadamard transform of their
+            side.
     """
 
     name: str
@@ -73,7 +74,7 @@ class LayerParity:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The text about this layer, by line: the first step that differs with its counts, the setting, the element.
+        """The lines of text about this layer: the first step that differs with its counts, the setting, the element.
 
         If the layer is equal on both sides, one line says this.
         """
@@ -93,7 +94,7 @@ class Parity:
     """The result of fp4kit.parity. It prints as a table of layers and an explanation per kind of difference.
 
     Attributes:
-        layers: one LayerParity per compared layer, followed by one per compared input and per KV cache.
+        layers: one LayerParity per compared layer, followed by one per compared input and one per compared KV cache.
         contracts: how the contracts differ; None if a side has none.
         missing: the layers that only one side has, with the name of the side that lacks them.
         notes: what was not compared, and why.
@@ -121,7 +122,7 @@ class Parity:
 
     @property
     def examples(self) -> tuple[LayerParity, ...]:
-        """The first differing layer of each kind, step and result that differs."""
+        """One example per kind of difference: the first layer for each combination of kind, step and result."""
         first: dict[tuple[object, ...], LayerParity] = {}
         for layer in self.differing:
             first.setdefault((layer.kind, layer.step, layer.result), layer)

@@ -183,7 +183,7 @@ class Contract:
 
     @classmethod
     def of(cls, path: str | Path, *, source: str | Path | None = None) -> Contract:
-        """Return the contract that is stored in a checkpoint, or infer the contract from the checkpoint.
+        """Return the contract that is stored in a checkpoint, or infer a contract from its config and tensors.
 
         Without a contract file, settings are inferred from fp4kit's record in the config, from the names of tensors
         and from tensor scales. If fp4kit recorded no recipe and `source` is given, the recipe is identified from the
@@ -192,7 +192,7 @@ class Contract:
 
         Args:
             path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
-            source: the unquantized model that the checkpoint was made from. None: no recipe is identified.
+            source: the unquantized model that the checkpoint was made from. If None, no recipe is identified.
 
         Returns:
             The Contract.
@@ -264,15 +264,16 @@ class Contract:
     def environment(self) -> dict[str, str]:
         """Return the environment variables `OPEN_TRAINING_...` that select this contract's recipe of routed experts.
 
-        The flags apply to the weights of routed experts only. A few names of experts and of other layers are tried, to
-        find out whether the contract does so too. All settings besides weights, patterns and excluded are ignored.
+        The flags apply to the weights of routed experts only. To find out whether this contract does too, it is asked
+        for the recipes of a few names of experts and of other layers. All settings besides weights, patterns and
+        excluded are ignored.
 
         Returns:
             {name of a variable: its value}: a flag and a block size, and "0" for the flag of the other format.
 
         Raises:
-            ValueError: `weights` is not None, the patterns have several recipes or none, no flag selects the recipe, or
-                routed experts are not quantized, or other layers are.
+            ValueError: `weights` is not None, the patterns have several recipes or none, no flag selects the recipe,
+                routed experts are not quantized, or other layers are quantized.
 
         Examples:
             >>> import fp4kit
@@ -294,7 +295,7 @@ class Contract:
         )
 
     def _quantizes_experts(self, recipe: Recipe | None) -> bool:
-        """Return whether some name of a routed expert has a recipe, and no name of another layer has any."""
+        """Return whether a contract quantizes routed experts and no other layers, as far as a few tried names tell."""
         return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 
     @classmethod
@@ -347,7 +348,7 @@ class Contract:
         return cls(**to_json.from_data(OP, data, SETTINGS))
 
     def diff(self, other: Contract) -> ContractDiff:
-        """Say in words in which settings two contracts differ.
+        """Describe in words in which settings two contracts differ.
 
         Args:
             other: the contract to compare with. Texts name the setting of this contract first.
@@ -373,7 +374,7 @@ class Contract:
         return ContractDiff(tuple(differences), tuple(uncertain))
 
     def stating(self, **settings: Any) -> Contract:
-        """Return a copy with some settings stated, which are then neither unknown nor inferred.
+        """Return a copy of the contract with new values for some settings, which are then neither unknown nor inferred.
 
         Args:
             settings: new values by name, such as activations=None.

@@ -1,6 +1,6 @@
-"""Define Side: one side of fp4kit.parity, which gives the codes or the values of a layer.
+"""Define Side: one side of fp4kit.parity (trainer or rollout engine), which gives the codes or values of a layer.
 
-A side is a Contract, tensors, a function, or a Contract together with tensors or a function.
+A side is described by a Contract, by tensors, by a function, or by a Contract together with tensors or a function.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a d
 
 
 class Weights(NamedTuple):
-    """Hold what one side has for one matrix: a Quantized, or an array of values if q is None."""
+    """Hold one matrix of one side: a Quantized, or an array of values if q is None."""
 
     q: Quantized | None
     values: np.ndarray | None
@@ -57,7 +57,7 @@ class InputScale(NamedTuple):
 
 
 class Side:
-    """Give the codes or values of layers as one side has them.
+    """Give the codes or values of layers on one side of a parity check.
 
     label: the name of the side in texts, "train" or "rollout".
     contract: the settings of the side; None if none are known.
@@ -105,9 +105,9 @@ class Side:
         return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
 
     def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
-        """Return what a side that has tensors or a function has for a layer.
+        """Return the stored tensors of a layer, or what the side's function returns. The side must have one of them.
 
-        x: the unquantized weight, which a function gets. Errors of the function are not caught.
+        x: the unquantized weight, which is passed to the function. Errors of the function are not caught.
         """
         if self.stored is not None:
             return as_weights(f"{self.label}: {layer}", self.stored[layer])
@@ -138,10 +138,10 @@ class Side:
         return np.asarray(hadamard(x, size, signs=None if signs is None else [1 if s == "+" else -1 for s in signs]))
 
     def input_amax(self, layer: str, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
-        """Return the tensor amax that stands for the stored input scale of a layer, for a recipe of activations.
+        """Return the tensor amax from which a recipe of activations computes the stored input scale of a layer.
 
-        If no amax gives the scale exactly, return the nearest amax. Return None in these cases, in which the amax is
-        measured:
+        If no amax gives the scale exactly, return the nearest amax. Return None in these cases, in which the caller
+        must measure the amax:
 
         - The contract is None, or its input_scales is not "static".
         - The layer has no stored scale, or the scale is not positive and finite.
@@ -174,8 +174,8 @@ class Side:
 def side_of(label: str, given: Any) -> Side:
     """Return the Side that an argument of parity describes. Raise TypeError for anything else.
 
-    Raise ValueError for a pair whose second entry is a contract, too. A path is opened by fp4kit.checkpoint, with its
-    errors.
+    Raise ValueError for a pair whose second entry is a contract, too. Errors of fp4kit.checkpoint, which opens paths,
+    are not caught.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Contract):
         side = side_of(label, given[1])
@@ -204,7 +204,7 @@ def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
     """Return the tensors of an argument of parity, by layer. The argument is a path, a mapping of tensors, or None.
 
     Return None for None. Raise ValueError for the path of a contract file, which has no tensors. Raise TypeError for an
-    argument of any other type, such as a Contract. A path is opened by fp4kit.checkpoint, with its errors.
+    argument of any other type, such as a Contract. Errors of fp4kit.checkpoint, which opens paths, are not caught.
 
     name: the name of the argument, for error messages.
     """
@@ -231,9 +231,10 @@ def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def as_weights(what: str, given: Any) -> Weights:
-    """Return a Quantized or an array of any library as Weights on the host, with linear block scales.
+    """Convert a Quantized or an array of any library to Weights in host memory, with linear block scales.
 
-    Raise ValueError for a Quantized along another axis than the last, and TypeError if `given` is neither.
+    Raise ValueError for a Quantized along an axis other than the last. Raise TypeError if `given` is neither a
+    Quantized nor an array.
 
     what: the text with which error messages begin.
     """
@@ -257,8 +258,8 @@ def array_of(what: str, given: Any) -> np.ndarray:
 def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
     """Return the tensor amaxes of a matrix (M, K) for a recipe: () or (M,); None if quantize needs none.
 
-    Recipes without tensor scales need no amax. Recipes with one tensor scale per block need none either, because each
-    part of the matrix consists of whole blocks.
+    Recipes without tensor scales need no amax. Recipes with one tensor scale per block need none either, because only
+    whole blocks are quantized later.
     """
     if recipe.tensor_scaling not in ("tensor", "row"):
         return None

@@ -13,7 +13,9 @@ from fp4kit.quantized.slicing import box_of
 
 
 def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
-    """Return the names of the Quantized of three axes in a dict; empty for other mappings, whose tensors are not read.
+    """Return the names of tensors in a dict that are Quantized with three axes.
+
+    Return an empty set for any other mapping, so that lazily loaded tensors are not read.
 
     arrays: True to return the names of other arrays of three axes too.
     """

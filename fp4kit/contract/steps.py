@@ -60,13 +60,13 @@ _STEPS = (
     ("result", "decode"),
 )
 _QUOTIENTS = ("element * factor", "element / factor")
-# step -> names of its final result. The other results of the step change the decoded value only through this result.
+# step -> names of its final result. Other results of the step affect the decoded value only through the final result.
 _ENDS = {"block scale": ("block scale",), "quotient": ("code", "code of the magnitude"), "code": ("code",)}
 _MOST_WINDOWS = 8  # largest number of parts of a layer whose steps are recorded
 
 
 class Arithmetic(NamedTuple):
-    """Hold what determines the codes of a layer.
+    """Hold everything that determines the codes of a layer: recipe, tensor amaxes and transform.
 
     recipe: the recipe.
     amax: the tensor amaxes: (), or one per row; None if the recipe needs none.
@@ -81,7 +81,7 @@ class Arithmetic(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """Say which step differs first.
+    """Describe the first step that differs between two sides.
 
     step: the step.
     name: the name of the recorded result, such as "block amax".
@@ -101,7 +101,7 @@ class FirstStep(NamedTuple):
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """Hold a recorded result as one entry per element: bits (m, k), the name of their format, and the numbers."""
+    """Hold one recorded result, with one entry per element (m, k): its bits, their format and its numbers."""
 
     bits: np.ndarray
     format: str
@@ -113,7 +113,7 @@ def first_step(
 ) -> FirstStep | None:
     """Return the earliest step that differs for the affected elements; None if no recorded step differs.
 
-    Only parts of x are examined: at most _MOST_WINDOWS, the first ones that hold affected elements.
+    Only the first parts of x that hold affected elements are examined, at most _MOST_WINDOWS of them.
 
     x: the elements (m, k) of both sides.
     affected: bool (m, k), the elements whose codes or values differ.
@@ -139,9 +139,10 @@ def first_step(
 
 
 def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
-    """Yield parts of a matrix, of whole blocks of both recipes, that hold affected elements; at most _MOST_WINDOWS.
+    """Yield the first parts of a matrix that hold affected elements, at most _MOST_WINDOWS, as (rows, columns).
 
-    Each part is one tile of the specification, so that every result is recorded once.
+    Each part consists of whole blocks of both recipes. It is one tile (what the specification computes at once), so
+    that every result is recorded once.
 
     affected: a mask of the affected elements.
     """
@@ -162,7 +163,7 @@ def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice
 
 
 def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:
-    """Return {name: result} of the steps by which a part of x is quantized and decoded, in the order of the steps.
+    """Quantize and decode a part of x, and return the results of all steps in their order, as {name: result}.
 
     Results without one entry per element, row, block or tensor are left out.
 
@@ -189,7 +190,8 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
 def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
     """Return a recorded result with one entry per element (m, k); None if its shape is none of those that occur.
 
-    shape, r: (m, k), and the recipe, which determines the size of blocks.
+    shape: (m, k).
+    r: the recipe, which determines the size of blocks.
     """
     m, k = shape
     flat = result.reshape(-1)
@@ -216,9 +218,10 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return numbers, or the numbers that codes of a format stand for, as float64.
+    """Return numbers as float64. If a format is given, `values` are its codes, which are decoded.
 
-    values, fmt: numbers, or codes and their format; None for numbers.
+    values: numbers, or codes.
+    fmt: the format of the codes; None for numbers.
     """
     return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
 
@@ -267,7 +270,7 @@ def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedSt
 
 
 def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:
-    """Return a mask (m, k) of the elements for which one recorded result differs between the sides.
+    """Return a mask (m, k) of the elements for which a recorded result differs between the sides.
 
     The result is the first of `names` that both sides recorded. Return None if there is none.
 
@@ -290,7 +293,7 @@ def _step(name: str) -> str:
 
 
 def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarray:
-    """Return a mask (m, k) of ties: both sides have equal quotients, in the middle between the values of their codes.
+    """Return a mask (m, k) of ties: quotients that are equal on both sides, midway between the values of the two codes.
 
     All entries are False if the sides recorded no quotient in a common format.
     """

@@ -14,7 +14,7 @@ _LAYOUTS = ("swizzled_128x4", "swizzled_8x4")
 
 
 def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
-    """Yield (step, what is wrong, Quantized in the right order) for wrong orders that the bytes of q may have.
+    """Yield (step, what is wrong, Quantized in the right order) for each wrong order in which q may be stored.
 
     Swapped nibbles and a wrong scale layout may occur together. q has linear scales and two axes.
 
@@ -31,7 +31,7 @@ def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
 
 
 def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
-    """Yield (what is wrong, Quantized in the right order) for scales in another layout than q.scale_layout says.
+    """Yield (what is wrong, Quantized in the right order) for scales in a layout other than q.scale_layout.
 
     Only layouts that need no padding for these scales are tried. Yield nothing if q has no block scales.
     """

@@ -50,7 +50,7 @@ def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any]:
-    """Return the fields of the contract that JSON data describes. This inverts as_data.
+    """Return the fields of the contract that JSON data describes. This is the inverse of as_data.
 
     Values that need no conversion are returned unchecked; Contract checks them. Raise CheckpointError for another
     version, for an unknown key, and for a recipe or a unit that is malformed or unknown.
@@ -84,7 +84,9 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
 
 
 def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
-    """Return the fields of the contract in a file.
+    """Load a contract file and return its fields.
+
+    A contract states how a trainer or a server quantizes (see schema.py).
 
     Raise CheckpointError if the path is not a file, and the errors of from_data and load_object.
     """
@@ -94,7 +96,7 @@ def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON data of a contract to a file, which appears whole and replaces an existing file."""
+    """Write the JSON data of a contract to a file. The file appears complete, and replaces an existing file."""
     with whole_file(path) as temporary:
         write_file(temporary, dump_object(data))
 

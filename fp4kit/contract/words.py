@@ -49,7 +49,7 @@ def shown(value: Any) -> str:
 
 
 def difference(a: Any, b: Any) -> str:
-    """Return the text that says how two unequal settings differ. It names the value of a first.
+    """Return text that says how two unequal settings differ. The text names the value of ``a`` first.
 
     For recipes, it lists the differing fields; for lists, the entries that only one of them has. If the lists differ
     only in variants of recipes, it lists the differing fields of each pair. For units of one id, it lists the names of
@@ -72,7 +72,7 @@ def difference(a: Any, b: Any) -> str:
 
 
 def _are_variants(a: Any, b: Any) -> bool:
-    """Return whether two entries are one pattern with two recipes of one id, such as two block sizes of int4-qat."""
+    """Return whether two entries have one pattern and variants of one recipe, such as int4-qat with two block sizes."""
     if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:
         return False
     return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id

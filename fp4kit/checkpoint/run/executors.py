@@ -71,9 +71,9 @@ def start_devices(devices: Sequence[int], user_executor: Executor | None) -> Non
 
 @contextmanager
 def executor_of(user_executor: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
-    """Yield the executor for a run, to be passed to ``run_all``. None stands for running in this process.
+    """Yield the executor to pass to ``run_all``, or None if the calls are to run in this process.
 
-    The result is ``user_executor`` if it is not None, and it is left open. Otherwise, the result is None for one
+    The result is ``user_executor`` if it is not None; its owner must close it. Otherwise, the result is None for one
     worker, and a pool of threads or processes for several. The pool ends with the with statement. If the run fails or
     is stopped, or if this process is killed, the pool's worker processes end at once.
 
@@ -107,7 +107,7 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
 
 
 class _Processes(ProcessPoolExecutor):
-    """Mark a process pool of ``executor_of``, so that ``run_all`` does not wait for its calls if a run fails.
+    """Mark a process pool as one of ``executor_of``, so that ``run_all`` does not wait for its calls if a run fails.
 
     ``executor_of`` then kills the worker processes.
     """
@@ -214,7 +214,7 @@ def pending_limit(user_executor: Executor | None, workers: int) -> int:
     start soon. If the user gave an executor, the limit is MAX_PENDING, because the number of workers is unknown.
 
     user_executor: an executor that the user gave, or None.
-    workers: the number of workers of the pool that is used if there is none.
+    workers: the number of workers of the pool, which is used if the user gave no executor.
     """
     return MAX_PENDING if user_executor is not None else 2 * workers
 
@@ -251,9 +251,9 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 
 @contextmanager
 def _worker_death_as_error() -> Iterator[None]:
-    """Raise ChildProcessError, with advice, in place of an exception that means that a worker process died.
+    """Raise ChildProcessError, with advice, if the body raises an exception that means that a worker process died.
 
-    Use this in a with statement, whose body may raise the exception. All other exceptions are raised unchanged.
+    This is a context manager. All other exceptions of its body are raised unchanged.
     """
     try:
         yield

@@ -63,8 +63,8 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
     """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result.
 
-    The dict is read from the journal among the run's leftovers. Return None if there is no journal with this key,
-    because a run with other options may have made the destination.
+    The dict is read from the journal, one of the run's leftovers. Return None if no journal has this key, because then
+    a run with other options may have made the destination.
 
     destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     key: the key of the run, which identifies source, request and version (see convert/journal.py).

@@ -68,13 +68,13 @@ class Prefetcher:
         self._progress(count)
 
     def _read(self) -> None:
-        """Prefetch pieces of files until no piece is left or the with statement ends. Each thread runs this method.
+        """Prefetch chunks of files until no chunk is left or the with statement ends. Each thread runs this method.
 
-        A thread waits while its piece is too far ahead of the run, and skips bytes that the run has already read.
+        A thread waits while its chunk is too far ahead of the run, and skips bytes that the run has already read.
         """
         while self._pieces and not self._stopped.is_set():
-            # On OSError, go on, because the run itself reports unreadable files. On IndexError, the second thread took
-            # the last piece.
+            # Ignore OSError, because the run itself reports unreadable files. An IndexError means that the other thread
+            # took the last chunk.
             with suppress(OSError, IndexError):
                 file, at, place = self._pieces.popleft()
                 while place - self._position_of_run() > self._window and not self._stopped.wait(0.01):

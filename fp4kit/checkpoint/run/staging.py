@@ -137,7 +137,7 @@ def check_partial(destination: Path, resume: bool) -> None:
     - The path of the partial directory is impossible, or is not a directory.
     - A run is writing to the partial directory.
     - The partial directory exists, and ``resume`` is False.
-    - It does not exist, and ``resume`` is True.
+    - The partial directory does not exist, and ``resume`` is True.
 
     destination: the destination of the run.
     resume: True to resume an interrupted run, False to begin a new run.

@@ -83,7 +83,7 @@ def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
 
 
 def group_name(parent: str, fusion: Fusion) -> str:
-    """Return a readable name for fused layers, such as "model.layers.0.mlp.(gate_proj|up_proj)".
+    """Return a readable name for layers that loaders fuse, such as "model.layers.0.mlp.(gate_proj|up_proj)".
 
     Args:
         parent: the parent module of the layers.
@@ -93,7 +93,7 @@ def group_name(parent: str, fusion: Fusion) -> str:
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Name the group of each module that must share a tensor amax because loaders fuse it. Return a dict by module.
+    """Return a dict from module to group, for modules that must share a tensor amax because loaders fuse them.
 
     Modules that are alone in their group are left out. Experts that are stored separately have one group per expert. If
     experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert. A stack
@@ -107,7 +107,7 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return (name, largest possible number of members) of the group of fused layers that a module belongs to.
+    """Return the group of fused layers that a module belongs to, as (name, largest possible number of members).
 
     The layers of a group share their tensor amax. Return None if loaders do not fuse the module.
     """

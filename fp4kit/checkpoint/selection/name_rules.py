@@ -193,7 +193,7 @@ class Candidate:
 
     @property
     def decoder_layer(self) -> tuple[str, int] | None:
-        """The tensor's decoder layer as (prefix, number), such as ``("model.layers.3", 3)``; None if it is in none.
+        """The tensor's decoder layer as (prefix, number), such as ``("model.layers.3", 3)``; None if there is none.
 
         Layers of a vision or audio tower, of a multi-token prediction module and of an encoder are not decoder layers.
         """
@@ -206,7 +206,7 @@ class Candidate:
 
     @property
     def mtp_prefix(self) -> str | None:
-        """The name of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
+        """The name of the multi-token prediction (MTP) module that the tensor belongs to; None if there is none.
 
         Examples are "mtp" and "model.layers.61", without a dot at the end.
 
@@ -235,7 +235,7 @@ class Candidate:
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: ModelFacts) -> Candidate:
-    """Return the Candidate, by which the name rules judge a tensor, for an unquantized tensor.
+    """Return a Candidate, which describes an unquantized tensor to the name rules.
 
     Args:
         name: the tensor's name.
@@ -453,7 +453,7 @@ def _empty(tensor: Candidate) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """Pair a rule with its consequences for the tensors that it leaves unquantized.
+    """Hold a selection rule, and what follows for the tensors that it leaves unquantized.
 
     Attributes:
         reason: the rule, a function that returns the reason why a tensor must stay unquantized, or None if the rule

@@ -172,7 +172,7 @@ class Selector:
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision of the first rule that applies, which leaves the tensor unquantized.
+        """Return the decision of the first rule that applies. It leaves the tensor unquantized.
 
         Return None if no rule applies. A rule about a whole module (Rule.prefix) does not apply if an --only pattern
         names the module.

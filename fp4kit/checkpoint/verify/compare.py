@@ -143,11 +143,11 @@ def compare_checkpoints(
 def _shared_layers(
     pairs: list[tuple[str, Origin, Origin]], differences: list[TensorDifference], readers: Readers
 ) -> list[LayerDifference]:
-    """Return the differences of layers that a model directory, a GGUF file or both have quantized.
+    """Compare layers that a model directory and a GGUF file share, and return the differences of the quantized ones.
 
     pairs: the result of gguf_pairs.
-    differences: the differences of tensors, which are changed in place. The entries for layers in ``pairs`` are
-        removed. A layer that neither model has quantized gets one entry, if its values differ.
+    differences: the list of differing tensors, which is changed in place. Entries for tensors of layers in ``pairs``
+        are removed. A layer that is unquantized in both models gets one new entry if its values differ.
     readers: where to read the layers from.
     """
     found = [_layer_difference(*pair, readers) for pair in pairs]
@@ -210,7 +210,7 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
     These layers are quantized in at least one checkpoint, have equal shapes in both, and have a tensor that differs. An
     expert of a stack is a layer of its own.
 
-    changed: the names of the tensors that differ.
+    changed: the names of the tensors that differ between the checkpoints.
     """
     forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
     seen = set()

@@ -20,7 +20,7 @@ METADATA = "__metadata__"
 class ConfigDifference:
     """Describe one entry of a config or of metadata that differs between checkpoints a and b.
 
-    place: the name of the config file, or for metadata ``__metadata__``, with the file names if they matter.
+    place: the name of the config file. For metadata, it is ``__metadata__``, with file names if compared by file.
     key: the key of the entry; ``outer.inner`` in nested objects; "" if the whole file is missing.
     kind: "missing" (only in a), "extra" (only in b) or "value".
     a, b: the values of the entry; None where it does not exist.

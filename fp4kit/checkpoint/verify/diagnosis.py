@@ -1,7 +1,7 @@
 """Find the fault that makes a layer differ from its source, so that verify can name it.
 
-A few of the layers that differ are compared with the faults that identify knows, such as swapped nibbles. For AWQ
-layers, factors per column that are stored as their reciprocals are tried first.
+For a few of the layers that differ, the faults that fp4kit.identify knows are tried, such as swapped nibbles. For AWQ
+layers, it is first tried whether the factors per column are stored as their reciprocals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within t
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Find the faults that explain the bytes of the first few layers of ``names``. Return a dict by layer name.
+    """Find the faults that explain the bytes of the first few layers in ``names``. Return a dict: layer name -> fault.
 
     Layers without source rows, stacks of experts and very large layers are not examined. Examined layers whose fault is
     not found are left out of the result.
@@ -47,10 +47,11 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
 
 
 def _group(check: Check, groups: Mapping[str, str]) -> str:
-    """Return the name of the group of layers that share a tensor scale with a layer; "" if there is none.
+    """Return the name of the group of layers that share a tensor scale, for a layer; "" if it is in no group.
 
     Args:
-        check, groups: the layer, and layer name -> name of its group.
+        check: the layer.
+        groups: layer name -> name of its group.
     """
     return groups.get(check.stored.name, "")
 
@@ -79,7 +80,7 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 
 
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
-    """Return whether the factors per column of an AWQ layer give its source only if their reciprocals are used."""
+    """Return whether an AWQ layer decodes to its source only if its factors per column are replaced by reciprocals."""
     count, origin, form = min(_ROWS, check.stored.shape[-2]), check.origin, check.stored.container
     assert origin is not None and form is not None
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // form.block[0]) * form.block[0])))

@@ -89,10 +89,10 @@ def unlike_activations(
 
 
 def recorded_activations(root: Path) -> tuple[Any, Any]:
-    """Return two options with which a converted checkpoint made input scales from activations, from its manifest.
+    """Return two recorded options by which a conversion computed input scales from activations.
 
-    The options are (rule, policy for unseen experts), as for Activations.of. An option is None if the manifest does not
-    record it, or if its value is unknown.
+    The manifest of the checkpoint records them. They are (rule, policy for unseen experts), as for Activations.of. An
+    option is None if the manifest does not record it, or if its value is unknown.
     """
     request = (load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None
@@ -119,7 +119,7 @@ def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
 def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
     """Yield a warning for every layer whose input amax is far from the median of its kind.
 
-    A kind is the layers whose names differ only in numbers. Kinds of fewer than 4 layers are not checked.
+    Layers are of one kind if their names differ only in numbers. Kinds of fewer than 4 layers are not checked.
 
     amaxes: layer name -> amax of the inputs, from the input scale.
     """

@@ -70,7 +70,7 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield an issue for each of these contradictions of layers to the configs or to other tensors.
+    """Yield an issue for each contradiction between layers and the configs, or between layers and other tensors:
 
     - A config declares factors per column (AWQ), and no layer has them.
     - Fewer than half of the NVFP4 layers lack a tensor scale, or fewer than half have one.
@@ -269,7 +269,8 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
 def _is_checked_with(form: Container | None, name: str) -> bool:
     """Return whether layers of the container ``name`` are checked with the requirements for the container ``form``.
 
-    Only Model-Optimizer's stacks of experts beside its single NVFP4 layers give True.
+    True only if ``form`` is Model-Optimizer's NVFP4 for single layers and ``name`` is its container for stacks of
+    experts.
     """
     return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 
@@ -284,7 +285,7 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
     Containers that ``--format`` can write take precedence, because the requirements of engines are known only for them.
     """
-    # The block of an FP8 container may depend on the row length of its layer. So containers are counted by name.
+    # Count containers by name, because the block of an FP8 container may depend on the row length of its layer.
     counts = Counter(container(weight.container.name) for weight in weights if weight.container is not None)
     usable = {form: count for form, count in counts.items() if form.format} or counts
     return max(usable, key=lambda form: usable[form], default=None)
@@ -305,7 +306,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
         return DEEPSEEK_V4_NVFP4.name
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
-    # A layer within one block looks like FP8 with one scale per layer, so every kind of FP8 is accepted.
+    # A layer that fits in one block looks like FP8 with one scale per layer, so every kind of FP8 is accepted.
     if str(algo).upper() == "FP8_PB_WO" and form.kind.startswith("fp8"):
         return FP8_LAYERS[2].name
     if algo in ("NVFP4", "W4A16_NVFP4"):

@@ -94,10 +94,10 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Find the fused layers whose parts store different tensor scales. Return their parts by layer and part name.
+    """Find the fused layers whose parts (such as q, k and v) store different tensor scales. Return these parts.
 
-    Return {} if all parts agree. The stored numbers are compared, because engines compare them. Two different divisors
-    may have equal reciprocals.
+    The result maps the name of the fused layer to {part name: weight}; it is {} if all parts agree. The stored numbers
+    are compared, because engines compare them. Two different divisors may have equal reciprocals.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}

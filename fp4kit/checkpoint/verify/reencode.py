@@ -44,7 +44,7 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 def origins_of(
     stored: Iterable[Weight], original: Source, rotations: Mapping[str, WeightRotation]
 ) -> dict[tuple[str, int], Origin]:
-    """Find the source rows from which each matrix was made. Return them by (layer name, expert number).
+    """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
 
     A matrix without a counterpart of equal shape in the source is left out. A single layer has the expert number 0.
 
@@ -75,7 +75,7 @@ def origins_of(
 
 
 def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
-    """Find the quantized weights that hold transposed source tensors. Map weight name to names of source tensors.
+    """Find the quantized weights that store source tensors transposed. Return weight name -> source tensor names.
 
     Such weights are not compared with the source. mlx-lm stores a part of DeepSeek's kv_b_proj in this way.
 
@@ -394,7 +394,7 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _looked(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check as ``look`` does, but do not ask whether codes and scales belong together."""
+    """Run one check as ``look`` does, but do not check whether the codes belong to the scales."""
     with Readers() as readers:
         found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
@@ -454,7 +454,7 @@ def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int
 def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts:
     """Count the stored values of some rows. If their source ``x`` is given, count the errors against it too.
 
-    The low-rank matrix of SVDQuant is subtracted from the source, because the codes store only the rest.
+    The low-rank matrix of SVDQuant is subtracted from the source first, because the codes store only the difference.
 
     form: the container of the rows.
     slab: the stored codes, scales and low-rank part of the rows.

@@ -317,7 +317,10 @@ _SHAPES = (
 
 
 class _Mark(NamedTuple):
-    """Distinguish the lines of one kind of layer by color, dashes and shape of points, so that color is not needed."""
+    """Describe how the lines of one kind of layer are drawn: color, dashes and shape of points.
+
+    Dashes and shapes differ too, so that readers can tell lines apart without seeing colors.
+    """
 
     color: str
     dash: str

@@ -254,7 +254,7 @@ def prepare(
     activations: Activations | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
 ) -> Verification:
-    """Prepare a verification for ``execute``, without comparing values.
+    """Prepare a verification for ``execute``: make all checks that do not compare values.
 
     Headers, configs, scalars and the first rows of 4-bit layers are read. Layers are matched with the layers of the
     source, and the requirements of engines are checked.
