@@ -77,7 +77,7 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Convert the counts of the 256 byte values to counts of the codes of fmt, in code order."""
+    """Convert counts per byte value (256 counts) to counts per element code of ``fmt``, in code order."""
     if fmt.packing.codes == 1:
         return by_byte[: 2**fmt.bits]
     pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
@@ -85,7 +85,7 @@ def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
 
 
 def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return which blocks consist of zeros of either sign: bool (rows of blocks, blocks per row).
+    """Return a bool array (rows of blocks, blocks per row): True where a block has only zeros, of either sign.
 
     codes: a chunk of stored codes, uint8 (rows, bytes).
     """
@@ -102,7 +102,7 @@ def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return which blocks have only words that are 0 or False: bool (rows of blocks, blocks per row).
+    """Return a bool array (rows of blocks, blocks per row): True where every word of a block is 0 or False.
 
     words: (rows, blocks per row, words per block and row).
     """

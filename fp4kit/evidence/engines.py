@@ -20,7 +20,7 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized
 
 
 class Outcome(NamedTuple):
-    """Hold the result of a comparison. Outcomes are added with +.
+    """Hold the counts of a bit-for-bit comparison. Two outcomes are added with +.
 
     Attributes:
         values: number of compared values.
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class ComparedEngine:
-    """Call public functions of fp4kit on arrays of one library (numpy or cupy), with NumPy arrays as input and output.
+    """Call public functions of fp4kit on arrays of one library (numpy or cupy); callers pass and get NumPy arrays.
 
     ComparedEngine(cupy) uses the GPU. ComparedEngine(np) uses the host's compiled engine, or the specification if that
     engine is not installed.
@@ -52,7 +52,7 @@ class ComparedEngine:
         self.module = module
 
     def put(self, a: Any) -> Any:
-        """Return a NumPy array, or a Quantized of NumPy arrays, as arrays of the engine's library.
+        """Move a NumPy array, or a Quantized of NumPy arrays, to the engine's array library.
 
         Any other value is returned unchanged.
         """
@@ -87,7 +87,7 @@ class ComparedEngine:
             return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function(*arguments, **options)`` on this engine. Arguments and result are NumPy arrays."""
+        """Call ``function(*arguments, **options)`` on this engine, with NumPy arrays as arguments and result."""
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
@@ -169,10 +169,9 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """Return the Outcome of ``call()``.
+    """Return the Outcome of ``call()``, or an Outcome with ``what`` as skipped if the engine does not support the call.
 
-    If the engine has no kernel for the call, which it says by raising NotImplementedError, return an Outcome that lists
-    ``what`` as skipped.
+    An engine without a kernel for the call raises NotImplementedError.
     """
     try:
         return call()

@@ -45,7 +45,7 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
 
 
 def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) -> np.ndarray:
-    """Return finite blocks that reach the edge cases of every rule, as an array of shape (rows, 4 * block).
+    """Return finite blocks that hit the edge cases of every quantization rule, as an array of shape (rows, 4 * block).
 
     They contain:
         - ties of E2M1 and their neighbors, at many scales;
@@ -63,7 +63,7 @@ def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) 
 
 
 def _adversarial(rng: np.random.Generator, k: int) -> Iterator[np.ndarray]:
-    """Yield arrays of rows with ``k`` columns, as float64, for adversarial_blocks to clip and cast."""
+    """Yield the rows of adversarial_blocks as float64 arrays with ``k`` columns, before they are clipped and cast."""
     grid = np.concatenate([E2M1.midpoints, E2M1.magnitudes.astype(np.float64)])
     for exponent in (-140, -126, -30, -14, -7, 0, 1, 7, 30, 100, 125):
         signs = rng.choice([-1.0, 1.0], (4, k))

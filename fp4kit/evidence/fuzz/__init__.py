@@ -1,7 +1,7 @@
 """Run random programs of public calls on two engines and compare the results bit for bit (`fp4kit fuzz`).
 
-A *case* is one operation with a recipe, arrays and options. A *program* is a list of calls, and of results that must be
-equal.
+A *case* describes one test: an operation with a recipe, arrays and options. A *program* is the list of calls that the
+test makes, and of results that must be equal.
 
 - draw.py draws a case from an integer.
 - programs.py turns the case into a program.

@@ -1,4 +1,4 @@
-"""Build arguments that the programs of several operations share: amaxes, options of calls, and outputs.
+"""Build arguments for the calls in fuzz programs: amaxes, options, and preallocated outputs.
 
 A *fault* is a deliberate mistake in a case, so that fp4kit must reject its call. The functions here also apply the
 fault of a case.
@@ -16,10 +16,11 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:
-    """Return the case with its fault applied if the fault is a wrong length, axis or dtype.
+    """Apply the fault of a fuzz case if it is a wrong length, axis or dtype, and return the case.
 
-    Otherwise return it unchanged. A wrong length is left out for recipes that allow every length, and a wrong dtype for
-    arrays of uint8. The functions below, which build options, apply all other faults.
+    A fault is a deliberate mistake that fp4kit must reject. Other faults leave the case unchanged; the functions below,
+    which build options, apply them. A wrong length is left out for recipes that allow every length, and a wrong dtype
+    for arrays of uint8.
     """
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
@@ -44,7 +45,7 @@ def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """Describe an array that a call takes besides its inputs, such as amaxes or random bytes.
+    """Describe an auxiliary array for a call, such as amaxes or random bytes.
 
     The array is contiguous, in C order. ``kind`` is a key of arrays.VALUES, and ``seed`` determines the values.
     """
@@ -52,7 +53,7 @@ def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Drawn
 
 
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
-    """Return the argument tensor_amax for array ``i`` of the case: None, a number, or a reference to an array.
+    """Return the argument tensor_amax for array ``i`` of a fuzz case: None, a number, or a reference to an array.
 
     If the argument is an array, append the statement that makes the array to the program ``p``, under ``name``. The
     faults "negative amax" and "amax shape" give wrong arguments.
@@ -75,10 +76,10 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 
 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
-    """Return the argument block_amax for array ``i`` of the case: a reference to an array, or None.
+    """Return the argument block_amax for array ``i`` of a fuzz case: a reference to an array, or None.
 
-    It is an array if the case has block amaxes and its recipe takes them, or if its fault is "block_amax". Then append
-    the statement that makes the array to the program ``p``, under ``name``.
+    The argument is an array if the case has block amaxes and the recipe takes them, or if the case has the fault
+    "block_amax". Then append the statement that makes the array to the program ``p``, under ``name``.
     """
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
@@ -88,7 +89,7 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 
 
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options rounding and seed of the case's call, or {} for rounding to nearest.
+    """Return the options rounding and seed for the call of a fuzz case, or {} for rounding to nearest.
 
     For random bytes, append the statement that makes them to the program ``p``. The fault "seed" gives a seed without
     stochastic rounding.
@@ -126,7 +127,7 @@ def decode_dtype(o: DrawnOptions) -> Dtype | None:
 
 
 def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
-    """Append two equal calls that write into one preallocated output between guards (arrays.guarded).
+    """Append two equal calls that write into one preallocated output, surrounded by guard bytes (arrays.guarded).
 
     Both results must equal ``expected``, and the guards must stay unchanged. If the output of quantize is strided, the
     calls run on the specification only.

@@ -1,6 +1,6 @@
-"""Draw arrays: values of many kinds from a seed, with strides, orders and offsets in memory; and guarded outputs.
+"""Draw random test arrays from a seed, with strides, axis orders and offsets in memory; and make guarded outputs.
 
-Printed reproductions call these functions, so they build the arrays that were compared.
+The printed program of a failing case calls these functions, so it builds the arrays that were compared.
 
 Local words: *filler* is the byte 0x5A, which fills the memory around and between the elements of a view. *Guards* are
 the filler around an output. A call must not change them.
@@ -56,15 +56,16 @@ class View:
 
 @dataclass(frozen=True)
 class DrawnArray:
-    """Describe an array as data, so that a program can be printed and run again.
+    """Describe a random test array by plain data, so that a program can be printed and run again.
 
     Attributes:
-        kind: a key of VALUES, whose values are drawn from ``seed``; or "given" if ``bits`` has the elements.
+        kind: a key of VALUES, which says how to draw the elements from ``seed``; or "given" if ``bits`` holds the
+        elements.
         dtype: a key of DTYPES.
         shape: the array's shape.
         seed: seed of the values.
         view: layout in memory.
-        bits: for the kind "given", the bytes of the elements in C order.
+        bits: the bytes of the elements in C order, for the kind "given".
     """
 
     kind: str
@@ -89,29 +90,28 @@ class DrawnArray:
         return drawn(self.kind, self.dtype, self.shape, self.seed)
 
     def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
-        """Return a description of an array of the kind "given" with the elements ``values``, in the layout ``view``.
+        """Return the description of an array with the elements ``values`` (kind "given"), in the layout ``view``.
 
-        The field dtype stays as it is, so ``values`` must have this dtype. If ``view`` is None, the array is
-        contiguous.
+        The field dtype is kept, so ``values`` must have this dtype. If ``view`` is None, the array is contiguous.
         """
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return the values as a view of a larger array, which is otherwise filled with the byte FILLER.
+    """Return the values as a view of a larger array, whose other bytes are all FILLER.
 
-    ``asarray`` moves the larger array to a library, such as cupy.asarray.
+    ``asarray`` converts the larger array to an array of another library; an example is cupy.asarray.
     """
     flat, cut = memory(values, view)
     return cut(asarray(flat))
 
 
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """Return (flat, cut): a flat array with the values among filler elements, and a function that returns the view.
+    """Return (flat, cut): a flat array of the values and filler elements, and a function that extracts the values.
 
-    Call ``cut`` with ``flat``, or with a copy of ``flat`` in another library. It returns a view of this array, which
-    has the strides, offset and order that ``view`` describes, and whose elements are the values.
+    Call ``cut`` with ``flat``, or with a copy of ``flat`` in another library. It returns the values as a view of this
+    array, with the strides, offset and order that ``view`` describes.
     """
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)
@@ -128,7 +128,7 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """Return an array with the given bits. Printed reproductions call this for small arrays.
+    """Return an array with the given bits. The printed programs of failing cases call this for small arrays.
 
     dtype: a key of DTYPES.
     nonzero: {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes.
@@ -155,7 +155,7 @@ def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarra
 
 
 def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values whose magnitude varies from row to row, with a few zeros of one sign.
+    """Return normally distributed values whose magnitude varies from row to row, with a few zeros (all +0 or all -0).
 
     A row is one index of all axes but the last. All values are finite.
     """
@@ -176,10 +176,10 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return finite values midway between the values of two codes, and the floats next to such values.
+    """Return rounding ties (finite values midway between two representable values), and the floats next to ties.
 
-    Each run of 8 elements shares a power of two. In most runs the first element is the largest and has one of a few
-    chosen mantissas. All codes belong to one random element format.
+    The ties are those of one random element format. Each group of 8 consecutive elements is scaled by one power of two.
+    In most groups the first element is the largest and has one of a few chosen mantissas.
     """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
@@ -200,7 +200,7 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary in which most runs of 16 elements are zeros: all +0, all -0, or mixed."""
+    """Return values of _ordinary in which most groups of 16 adjacent elements are zeros: all +0, all -0, or mixed."""
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
     signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
@@ -227,7 +227,7 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary with some NaN or infinities of one sign, and rare further NaN."""
+    """Return values of _ordinary with some NaNs or infinities, all of one sign, and rarely a few more NaNs."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
     return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
@@ -277,7 +277,7 @@ def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return symmetric 16 x 16 matrices for a search by Hessian, each computed from 3 or 40 random samples.
+    """Return symmetric 16 x 16 Hessian matrices for a scale search, each computed from 3 or 40 random samples.
 
     In some draws 2 is subtracted from the diagonals, so that the quadratic form can be negative.
 
@@ -317,11 +317,11 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Guarded(NamedTuple):
-    """Hold a copy of an array or Quantized that serves as the output of a call. Its arrays lie between guards.
+    """Hold an array or Quantized to pass as an output, surrounded by guard bytes that a call must not change.
 
     Attributes:
-        value: the copy.
-        buffers: (bytes with guards, shape, step, dtype) of each array.
+        value: the array or Quantized.
+        buffers: (bytes with guards, shape, step, dtype) per array.
     """
 
     value: Any
@@ -329,7 +329,7 @@ class Guarded(NamedTuple):
 
 
 def guarded(a: Any, step: int = 1) -> Guarded:
-    """Return a copy of an array or Quantized with guards around each array, to be used as an output.
+    """Copy an array or Quantized into memory with guard bytes around each array, to be used as an output.
 
     ``step`` is 1 or 2. If it is 2, the copy is strided, with guards between its elements too.
     """
@@ -349,7 +349,7 @@ def _module(a: Any) -> Any:
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
-    """Return the view of the elements in ``whole``, a buffer of bytes that guarded() made.
+    """Return a view of the array inside ``whole``, a buffer of bytes that guarded() made.
 
     shape, dtype: the shape and dtype of the view. step: the distance in elements along the last axis.
     """
@@ -388,8 +388,8 @@ def overwrite(target: Any, values: Any) -> None:
 def largest(arrays: list[Any]) -> Any:
     """Return the elementwise maximum of float32 amaxes, as a new array. ``arrays`` must not be empty.
 
-    They are compared by bit patterns, because CuPy's maximum flushes subnormals. NaN without a sign is above every
-    number.
+    The amaxes are compared by bit patterns, because CuPy's maximum flushes subnormals. A NaN with sign bit 0 is above
+    every number.
     """
     result = arrays[0].copy()
     bits = result.view(np.uint32)
@@ -399,7 +399,7 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return a copy of the packed codes ``before``, with the codes of some ranges of elements replaced from ``packed``.
+    """Return a copy of the packed codes ``before`` in which some ranges of elements have the codes of ``packed``.
 
     Args:
         before: packed codes.

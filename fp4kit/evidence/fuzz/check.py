@@ -1,4 +1,4 @@
-"""Run a program on the specification and, statement by statement, on a second engine.
+"""Run a fuzz program on the specification and a second engine, and compare the results after every statement.
 
 A case ends as equal, rejected by both engines, declined by the second engine (NotImplementedError), or failed.
 """
@@ -30,7 +30,7 @@ FUNCTIONS = {name: getattr(arrays, name) for name in FUNCTIONS_OF_ARRAYS} | {
 
 
 class Verdict(NamedTuple):
-    """Hold the result of a case.
+    """Hold the result of a fuzz case: passed or failed, and why.
 
     Attributes:
         kind: one of the kinds below.
@@ -81,9 +81,9 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Return the text without recipe ids and numbers, so that failures for one reason are counted together.
+        """Return the text without recipe ids and numbers, to count rejections and failures with one cause together.
 
-        It is the part of the text before the first semicolon, cut to 150 characters.
+        Only the text before the first semicolon is used, cut to 150 characters.
         """
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
@@ -155,12 +155,12 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return value(argument) with all arrays copied to NumPy arrays, to compare the results of engines."""
+        """Return value(argument) with all arrays copied to NumPy arrays, so that results of engines can be compared."""
         return self.place.engine.get(self.value(argument))
 
 
 def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
-    """Run a case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict.
+    """Run a fuzz case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict.
 
     The run stops at the first statement whose results differ, or whose call raises an exception. The class Verdict
     lists the kinds of verdicts. An unexpected exception gives the verdict "raised", and is not raised here.

@@ -1,7 +1,6 @@
-"""Draw codes of matrix operands in patterns that strain the adder of a matrix unit.
+"""Draw random codes for matrix operands, in patterns that are hard to sum exactly in a matrix unit's adder.
 
-A *pattern* is a function that draws codes of any float format. Local word: a *special* code is one that stands for
-infinity or NaN.
+A *pattern* is a function that draws codes of any float format. A *special* code is the code of an infinity or a NaN.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Codes(NamedTuple):
     """Describe the codes of a float format.
 
     Attributes:
-        sign: the sign bit. Codes without it ascend with the magnitude.
+        sign: the sign bit. Larger codes have larger magnitudes if this bit is ignored.
         one: the code of 1.
-        binade: number of codes from a value to its double.
+        binade: number of codes per power of two, so that adding it to a code doubles the value.
         largest: the code of the largest finite value.
         special: the special codes.
         zeros: the codes of 0 and, if the format has it, -0.
@@ -81,13 +80,13 @@ def any_code(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of finite values of every exponent, so that terms are shifted by every amount. Zeros are +0."""
+    """Return codes of finite values of every exponent, so that a sum aligns terms by every shift. Zeros are +0."""
     codes = rng.integers(0, c.largest + 1, shape)
     return np.where(codes == 0, 0, codes | _signs(rng, shape, c))
 
 
 def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes near 1, with the largest finite value once per row, which pushes other terms out of the kept bits.
+    """Return codes near 1 and one largest finite value per row, so that alignment to it drops bits of other terms.
 
     In half of the draws, this value is in the first or the last column of all rows, so that the largest values of two
     operands may be multiplied. An empty array stays empty.
@@ -101,7 +100,7 @@ def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def zero_runs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes near 1, with zeros of either sign in about half of the runs of 16 and in a third of the rows."""
+    """Return codes near 1, with zeros of either sign in about half of the groups of 16 and in a third of the rows."""
     runs = rng.random((*shape[:-1], -(-shape[-1] // 16))) < 0.5
     zero = np.repeat(runs, 16, axis=-1)[..., : shape[-1]] | (rng.random((*shape[:-1], 1)) < 1 / 3)
     return np.where(zero, rng.choice(c.zeros, shape), near_one(rng, shape, c))
@@ -116,10 +115,10 @@ def with_special(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def paired(rng: Rng, shape: Shape, c: Codes, *, distance: int, opposed: bool) -> np.ndarray:
-    """Return finite codes in pairs. Codes of a pair are ``distance`` elements apart, and equal except for the sign.
+    """Return finite codes in pairs ``distance`` elements apart; the two codes of a pair are equal or differ in sign.
 
-    Products of a paired operand and an opposed one cancel, so that small terms and C decide the sum. Zeros keep the
-    sign +.
+    If one operand has pairs of equal sign and the other has pairs of opposite sign, their products cancel. Small terms
+    and C then decide the sum. Zeros keep the sign +.
 
     opposed: True to give the second element of each pair the other sign, False to give it the same sign.
     """

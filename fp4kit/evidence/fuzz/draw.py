@@ -1,8 +1,8 @@
-"""Draw a case from an integer: one operation with a recipe, arrays and options, as data.
+"""Draw a fuzz case from an integer: plain data that describes an operation, a recipe, arrays and options.
 
-Options do not mention sizes: they say, for example, that a call gets an array of random bytes. The sizes of amaxes,
-random bytes and outputs follow from the shapes of the arrays when the program is built. A case therefore stays valid
-when shrinking makes its arrays smaller.
+Options contain no sizes. An option says, for example, only that a call gets an array of random bytes. The sizes of
+amaxes, random bytes and outputs follow from the shapes of the arrays when the program is built. A case therefore stays
+valid when shrinking makes its arrays smaller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Hold the options of a case: all that is not its operation, recipe, arrays and axis.
+    """Hold the options of a fuzz case: everything except the operation, recipe, arrays and axis.
 
     Every default is the simplest choice.
 
@@ -72,7 +72,7 @@ class DrawnOptions:
 
 @dataclass(frozen=True)
 class DrawnCase:
-    """Describe one operation on arrays.
+    """Describe one fuzz case: an operation on random arrays.
 
     Attributes:
         operation: a name in OPERATIONS.
@@ -80,7 +80,7 @@ class DrawnCase:
         arrays: the input arrays; several only for grouped operations and master weights.
         axis: the quantized axis of each array. If an array is a stack of experts, it is the axis of one expert's array.
         options: everything else.
-        product: for the operation "matmul", the product, which has its own arrays; ``arrays`` is then empty.
+        product: the matrix product of the operation "matmul", which has its own arrays; ``arrays`` is then empty.
     """
 
     operation: str
@@ -117,7 +117,7 @@ class DrawnCase:
 
 
 class Draw(Picks):
-    """Draw the parts of one case, in a fixed order, from an integer.
+    """Draw the parts of one fuzz case from an integer, in a fixed order.
 
     ``refused`` counts variants that Recipe rejected.
     """
@@ -127,10 +127,10 @@ class Draw(Picks):
         self.refused = 0
 
     def case(self) -> DrawnCase:
-        """Return a random case whose options fit its operation and recipe.
+        """Return a random fuzz case whose options fit its operation and recipe.
 
-        Unless the pool excludes faults, a few cases have a fault, so that their call must be rejected. Matrix products
-        and plans get no faults.
+        Unless the pool excludes faults, a few cases have a fault (a deliberate mistake), so that their call must be
+        rejected. Matrix products and plans get no faults.
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
@@ -151,7 +151,7 @@ class Draw(Picks):
         return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
-        """Return a recipe of the pool that supports the operation, or a variant of it that Recipe accepts.
+        """Return a recipe of the pool that supports the operation, or a valid variant of it (with changed fields).
 
         A variant that Recipe rejects is counted in ``refused`` and drawn again. After 50 rejected variants, an
         unchanged entry of the pool is returned.
@@ -172,8 +172,8 @@ class Draw(Picks):
     def target(self, r: Recipe) -> Variant:
         """Return a recipe to requantize to, for the source recipe ``r``.
 
-        For MXFP4, half of the draws choose among the pool's recipes with E4M3 scales, if it has any, because then codes
-        may stay.
+        For MXFP4, half of the draws choose among the pool's recipes with E4M3 scales, if it has any. Requantizing to
+        them may keep the codes.
         """
         nvfp4 = [one for one in _supported(self.pool)["requantize"] if one.recipe.scale == E4M3]
         if nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5):
@@ -308,7 +308,7 @@ def _supports(operation: str, r: Recipe) -> bool:
 
 @cache
 def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
-    """Return {operation: recipes and variants of the pool that support it}.
+    """Return {operation: the recipes and variants in the pool that support it}.
 
     Operations without such a recipe are left out. Raises ValueError if no operation is left.
     """

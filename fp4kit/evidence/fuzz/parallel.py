@@ -16,12 +16,12 @@ _counters: Any = None  # numbers of calls and failures, shared by all processes;
 
 
 class WorkerTask(NamedTuple):
-    """Describe the work of each process.
+    """Describe the fuzzing that each process does.
 
     Attributes:
         seconds: running time of each process, without shrinking.
         cases: number of cases per process, or None for no limit.
-        pool: what cases are drawn from.
+        pool: the recipes, operations, dtypes and options that cases are drawn from.
         shrink_seconds: time for shrinking each reported failure.
         device: the engine to compare with the specification: "gpu", "host", or None for the specification alone.
     """
@@ -66,7 +66,7 @@ def _start(counters: Any) -> None:
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
     """Call ``progress`` regularly with the increase of the shared counters, until all processes have ended.
 
-    running: the processes' results to come.
+    running: the pending results, one per process.
     counters: the shared numbers [calls, failures].
     """
     seen = (0, 0)

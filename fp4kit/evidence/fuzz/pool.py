@@ -1,4 +1,4 @@
-"""State what cases are drawn from, and pick at random."""
+"""Define the pool of recipes, operations and options that fuzz cases are drawn from, and pick from it at random."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Pool:
-    """State what cases are drawn from.
+    """List the recipes, operations and options that fuzz cases are drawn from.
 
     Attributes:
         recipes: ids of recipes.

@@ -20,7 +20,7 @@ from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
 from fp4kit.units import Unit
 
 MAX_LISTED = 64  # an array with more nonzero elements is printed as hexadecimal digits
-# Functions whose results are not compared, so that the printed program does not yield these results.
+# Functions whose results are not compared, so the printed program does not yield them.
 _UNCOMPARED = (
     "guarded",
     "fp4kit.GroupedPlan",

@@ -1,4 +1,4 @@
-"""Describe and draw matrix products (operation "matmul"): two operands, a unit, and what is added and scaled."""
+"""Describe and draw matrix products (operation "matmul"): two operands, a matrix unit, an addend and a factor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PAIRS = [(f"paired by {d}", f"opposed by {d}") for d in DISTANCES]
 
 @dataclass(frozen=True)
 class DrawnOperand:
-    """Describe one operand of a product.
+    """Describe one operand of a matrix product.
 
     Attributes:
         codes: the codes (..., rows, K), one per byte; or the elements if the operand is an array of a 16-bit dtype.
@@ -58,7 +58,7 @@ class DrawnOperand:
 
     @property
     def multiple(self) -> int:
-        """Return the number that divides every K of the operand."""
+        """Return the number that K, the length of the summed axis, must be a multiple of for this operand."""
         return 1 if self.recipe is None else self.recipe.recipe.length_multiple
 
     def __str__(self) -> str:
@@ -73,10 +73,10 @@ class DrawnProduct:
     Attributes:
         a, b: the operands.
         unit: the unit, or a variant of one.
-        c: the first sums; None for zeros.
+        c: the array to which products are added; None for zeros.
         alpha: the number that multiplies the sums; None for the tensor scales.
         out_dtype: dtype of the result.
-        swapped: True to compare the result with the transpose of the product with a and b exchanged.
+        swapped: True to compare the result also with the transpose of the product of b and a.
     """
 
     a: DrawnOperand
@@ -101,7 +101,7 @@ class DrawnProduct:
 
 
 def changes_of(u: Unit) -> dict[str, Any]:
-    """Return {field: value} of the fields in which the unit ``u`` differs from the unit in UNITS with its id."""
+    """Return {field: value} for the fields in which the matrix unit ``u`` differs from UNITS[u.id]."""
     base = UNITS[u.id]
     return {f.name: getattr(u, f.name) for f in fields(Unit) if getattr(u, f.name) != getattr(base, f.name)}
 
@@ -110,7 +110,7 @@ def changes_of(u: Unit) -> dict[str, Any]:
 
 
 def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
-    """Return the ids of the units that multiply two operands, each given by its recipe or by its dtype.
+    """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype.
 
     They are in the order of UNITS. The unit "dequantized" is always among them.
     """
@@ -118,12 +118,12 @@ def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
 
 
 class _Kind(NamedTuple):
-    """Hold the facts about an operand, an array or a Quantized, that decide which units can multiply it.
+    """Hold the properties of an operand (an array or a Quantized) that decide which matrix units can multiply it.
 
     Attributes:
         dtype: dtype of an operand that is an array; "" for a Quantized.
-        element, scale, block, per_block: the element format, the scale format, the block size and whether there is a
-            tensor scale per block, for a Quantized.
+        element, scale, block, per_block: for a Quantized, the element format, the scale format, the block size, and
+            True if there is a tensor scale per block.
     """
 
     dtype: str = ""
@@ -143,7 +143,7 @@ def _operand_kind(kind: Variant | str) -> _Kind:
 
 @cache
 def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    """Return the ids of the units that multiply operands of two kinds, in the order of UNITS.
+    """Return the ids of the matrix units that can multiply operands of two kinds, in the order of UNITS.
 
     The unit "dequantized" multiplies operands of all kinds, so it is always included.
     """
@@ -162,7 +162,7 @@ def _empty(kind: _Kind) -> Operand | None:
 
 
 def _accepts(a: Operand, b: Operand, id: str) -> bool:
-    """Return True if the unit with this id multiplies the operands, and False if step_of raises ValueError for them."""
+    """Return True if the matrix unit ``id`` can multiply the operands, False if step_of raises ValueError for them."""
     try:
         step_of("matmul", UNITS[id], a, b)
     except ValueError:
@@ -171,10 +171,10 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
 
 
 def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the units ``ids``. In about a quarter of the draws, return a variant of the unit instead.
+    """Return one of the matrix units ``ids``. In about a quarter of the draws, return a variant of the unit instead.
 
-    A variant has other steps, another ``promote``, or both. If the unit has an order of addition, or if the pool allows
-    no changes, the unit itself is returned.
+    A variant has changed steps (the groups of products that one addition sums), a changed ``promote``, or both. If the
+    unit has an order of addition, or if the pool allows no changes, the unit itself is returned.
     """
     u = UNITS[d.pick(ids)]
     if u.order is not None or not d.pool.changes or not d.chance(0.35):
@@ -186,7 +186,7 @@ def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
 
 
 def _other_step(d: Picks, step: Any) -> Any:
-    """Return a step with random numbers of bits and a random zero_exponent. Its k is kept or, less often, doubled."""
+    """Return a copy of ``step`` with random bit counts and zero_exponent; k is kept or, less often, doubled."""
     changes: dict[str, Any] = {"k": step.k * int(d.pick((1, 1, 2))), "zero_exponent": -int(d.pick((900, 139, 120, 2)))}
     if isinstance(step, DotAdd):
         changes |= {"fraction_bits": int(d.rng.integers(1, 41)), "output_bits": int(d.rng.integers(1, 24))}
@@ -199,9 +199,10 @@ def _other_step(d: Picks, step: Any) -> Any:
 
 
 def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
-    """Return a random product. If its operand ``a`` is a Quantized, it has this recipe.
+    """Return a random matrix product. If operand ``a`` is a Quantized, it has this recipe.
 
-    A few products have a unit that need not multiply their operands, so that the call may have to be rejected.
+    A few products have a random matrix unit that may not support the operands, so that the call may have to be
+    rejected.
     """
     for _ in range(20):
         kinds = _kinds(d, recipe)
@@ -227,7 +228,7 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
     """Return the kinds of two operands, each a dtype of an array or a recipe.
 
-    Most pairs have a unit that multiplies them.
+    For most pairs there is a matrix unit that can multiply them.
     """
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))
@@ -239,9 +240,9 @@ def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
 
 @cache
 def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
-    """Return the recipes of a pool that a matrix unit, not only an order of addition, multiplies with an operand.
+    """Return the recipes of a pool that some modeled matrix unit, not just an order of addition, multiplies by `kind`.
 
-    kind: the operand. The result is () if there is no such recipe.
+    kind: the other operand. The result is () if there is no such recipe.
     """
     hardware = {id for id, u in UNITS.items() if u.order is None}
     others = [each for each in (*map(Variant, pool.recipes), *pool.variants) if not each.recipe.fake_only]
@@ -249,7 +250,7 @@ def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
 
 
 def draw_patterns(d: Picks) -> tuple[str, str]:
-    """Return the names of the patterns of two operands. A quarter of the draws are a pair of patterns that cancel."""
+    """Return the names of code patterns for two operands. In a quarter of the draws, the operands' products cancel."""
     if d.chance(0.25):
         return d.pick(_PAIRS)
     return d.pick(tuple(PATTERNS)), d.pick(tuple(PATTERNS))
@@ -258,12 +259,12 @@ def draw_patterns(d: Picks) -> tuple[str, str]:
 def _shapes(
     d: Picks, kinds: tuple[Variant | str, Variant | str], u: Unit
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes (..., rows, K) of two operands, and the axes that their product has before the last two.
+    """Return the shapes (..., rows, K) of two operands, and the leading axes of their product (all but the last two).
 
     K is a multiple of both block sizes. In some draws one or both operands are stacks, and in a few draws a length is
     0.
 
-    kinds: the dtype or the recipe of each operand. u: the unit, whose step determines the choice of K.
+    kinds: the dtype or the recipe of each operand. u: the matrix unit, whose step determines the choice of K.
     """
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
     step = d.pick([step.k for step in u.steps().values()] or [32])
@@ -282,10 +283,10 @@ def _shapes(
 
 
 def _length(d: Picks, step: int, limit: int) -> int:
-    """Return a random K: one step or a few, any number below 700, or, rarely, the largest length.
+    """Return a random K: a small multiple of ``step``, any number below 700, or, rarely, ``limit``.
 
-    step: the K of one step of the unit.
-    limit: the largest length. No result is larger.
+    step: number of products that the matrix unit sums in one step.
+    limit: the largest K. No result is larger.
     """
     kind = d.rng.random()
     if kind < 0.03:
@@ -296,10 +297,10 @@ def _length(d: Picks, step: int, limit: int) -> int:
 
 
 def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern: str) -> DrawnOperand:
-    """Return a random operand with the shape (..., rows, K). Its kind is a recipe or a dtype.
+    """Return a random operand with the shape (..., rows, K), either a Quantized with a recipe or an array of a dtype.
 
-    Its codes follow the pattern, a key of code_patterns.PATTERNS, except for integer elements and other formats that
-    matrix units lack. Its scales are random.
+    kind: the recipe or the dtype. pattern: how codes are drawn, a key of code_patterns.PATTERNS. It is ignored for
+    integer elements and other formats that matrix units lack. Scales are random.
     """
     view = d.view(len(shape), flat=False)
     if isinstance(kind, str):

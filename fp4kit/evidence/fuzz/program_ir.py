@@ -1,4 +1,4 @@
-"""Represent programs as data: statements that make arrays and recipes, call functions, and require equal results.
+"""Represent fuzz programs as data: statements that make arrays and recipes, call functions, or require equal results.
 
 check.py runs a program on two engines, and print_repro.py prints it as Python. Both read one list of statements, so the
 printed program is the one that ran.
@@ -15,7 +15,7 @@ from fp4kit.evidence.fuzz.recipes import Variant
 
 @dataclass(frozen=True, repr=False)
 class Ref:
-    """Refer to a result by name, or to a part of it by ``path``, a sequence of attributes, indices and slices."""
+    """Refer to an earlier statement's result by name, or to a part of it by ``path`` (attributes, indices, slices)."""
 
     name: str
     path: tuple[Any, ...] = ()

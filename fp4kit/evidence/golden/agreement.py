@@ -50,9 +50,9 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``.
 
-    Recipes are split into groups by their bytes on the first array. Each group is then split by the bytes on the next
-    array, and so on. Three kinds of recipes are left out: those without block scales, those that only fake-quantize,
-    and those with a search. No other recipe gives the bytes of a search, and searches take long.
+    Recipes are grouped by their output bytes for the first array. Each group is then split by the output bytes for the
+    next array, and so on. Three kinds of recipes are left out: those without block scales, those that only
+    fake-quantize, and those with a search. No other recipe gives the bytes of a search, and searches take long.
     """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
@@ -62,7 +62,7 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """Split a group of recipes into groups that give the same codes and block scales for ``x``, in their order."""
+    """Split a group of recipes into groups that give the same codes and block scales for ``x``. The order is kept."""
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)
@@ -75,7 +75,7 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 def agreement_rows() -> list[tuple[str, ...]]:
     """Return the rows of the table COLUMNS, one per group of recipes that agree.
 
-    A row has the input dtypes for which the recipes agree, and their ids.
+    A row has the input dtypes for which the recipes agree, and the ids of these recipes.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():

@@ -44,7 +44,7 @@ Mask = np.ndarray
 
 
 class EngineOperations(NamedTuple):
-    """Hold public functions of fp4kit that run on one engine, with NumPy arrays as input and output."""
+    """Hold public functions that run on one engine, such as quantize; they take and return NumPy arrays."""
 
     quantize: Callable[..., Any]
     fake_quantize: Callable[..., np.ndarray]
@@ -74,15 +74,16 @@ def _block_amax(case: RecordedCase) -> np.ndarray:
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes under a NaN scale, because such codes have no meaning."""
+    """Return a mask that excuses codes in blocks whose scale is NaN, because such codes have no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
 def _skip_nan_value(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes under scales whose product is NaN, because any code then decodes to NaN.
+    """Return a mask that excuses codes whose combined scale is NaN, because any code then decodes to NaN.
 
-    The product is NaN if the block scale is NaN, or if it is 0 and the tensor scale is infinite.
+    The combined scale is block scale times tensor scale. It is NaN if the block scale is NaN, or if the block scale is
+    0 and the tensor scale is infinite.
     """
     with np.errstate(all="ignore"):
         scale = decode(case.q.block_scale, case.recipe.scale or E8M0) * case.q.tensor_scale
@@ -151,10 +152,10 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Return a mask that excuses whole fouroversix tensors that contain inf or NaN and are of one of two kinds.
+    """Return a mask that excuses all elements of a fouroversix tensor with inf or NaN, in two cases.
 
-    - In float32 tensors, the sign of a NaN scale depends on the processor.
-    - In blocks of 16x16, fouroversix's Triton kernels leave out rows with inf or NaN.
+    - The tensor is float32: the sign of a NaN scale then depends on the processor.
+    - Blocks have 16x16 elements: fouroversix's Triton kernels leave out rows with inf or NaN.
     """
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
@@ -190,7 +191,7 @@ def _skip_flushed_block(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses values to which Quark applied a scale other than the stored one.
+    """Return a mask that excuses values that Quark scaled by something other than the stored scale.
 
     It also excuses blocks with inf or NaN.
 
@@ -229,15 +230,15 @@ class RecordedCase:
     q: Any = None
 
     def key(self, part: str) -> str:
-        """Return the key under which the file stores a part of this case: <input>/<variant>/<part>."""
+        """Return the key under which the file stores the recorded array ``part``: <input>/<variant>/<part>."""
         return f"{self.name}/{self.row.variant}/{part}"
 
     def part(self, part: str) -> np.ndarray | None:
-        """Return the recorded array of a part, or None if it was not recorded. uint16 arrays are returned as bfloat16.
+        """Return the recorded array named ``part``, or None if it was not recorded. uint16 is returned as bfloat16.
 
         If the array was recorded both on a CPU and on a GPU, return the array from the GPU.
 
-        part: the name of the part, such as "codes", "scales" or "global_amax".
+        part: the name of the array, such as "codes", "scales" or "global_amax".
         """
         places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
         if self.row.on_gpu:
@@ -249,9 +250,9 @@ class RecordedCase:
         return None
 
     def recorded_codes(self) -> np.ndarray | None:
-        """Return the recorded codes in the order of fp4kit, or None if none were recorded.
+        """Return the recorded codes in fp4kit's nibble order, or None if none were recorded.
 
-        If the file keeps the even element of two codes in the high nibble, the nibbles are exchanged.
+        If the producer stores the element with even index in the high nibble, the nibbles of each byte are exchanged.
         """
         codes, high_first = self.part("codes"), self.part("codes_hi_first")
         return codes if high_first is None else (high_first << 4 | high_first >> 4).astype(np.uint8)
@@ -339,10 +340,10 @@ def check_recipe(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED
 
 
 def check_bytes(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
-    """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py).
+    """Compare recorded arrays that a producer computed from codes and scales, not from input values.
 
-    The arrays are decoded values of all codes, and blocks of files. Return the counts and differences. The count is 0
-    if the recipe has no such arrays.
+    The arrays are decoded values of all codes, and blocks as stored in GGUF files. Return the counts and differences.
+    The count is 0 if the recipe has no such arrays.
 
     name: the recipe's id.
     golden: the recorded arrays.

@@ -26,7 +26,7 @@ _BF16_SUFFIX = "__bf16"  # inputs with this suffix are stored as uint16 bit patt
 
 
 class GoldenSet:
-    """Read a set of recorded outputs, and the inputs that they were computed from. Arrays are read-only.
+    """Read recorded outputs and the inputs from which producers computed them. Arrays are read-only.
 
     For a file that the set does not have, `keys` and `variants` return nothing, while `get` and `input` raise KeyError.
     """
@@ -101,7 +101,7 @@ class GoldenSet:
         return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
 
     def variants(self, file: str) -> dict[str, tuple[str, ...]]:
-        """Return {variant: names of the inputs it was computed from} of one file, or {} if the set has no such file.
+        """Return {variant: names of inputs with outputs for it} for one file, or {} if the set has no such file.
 
         Keys that do not begin with the name of an input are left out.
         """

@@ -39,7 +39,7 @@ def is_packed(path: Path) -> bool:
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (base file, base key)} of a packed file. An array is stored as its difference to the base array.
+    """Return {key: (base file, base key)} for arrays of a packed file that are stored as a difference to a base array.
 
     The value is () for an array that is stored whole. For a file in the original form, return {}.
     """

@@ -1,7 +1,7 @@
 """Compare arrays that producers computed from codes and scales alone, without input values.
 
-These arrays are of two kinds: the decoded values of all codes under all scales, and blocks of files that converters
-made from other producers' codes.
+These arrays are of two kinds: the decoded values of all codes with all scales, and GGUF blocks that converters made
+from other producers' codes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TYPES = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f1
 
 
 class Bytes(NamedTuple):
-    """State which arrays of a recipe were recorded from codes and scales alone, without input values.
+    """List the recorded arrays for a recipe that a producer computed from codes and scales, without input values.
 
     Attributes:
         recipe: id of the recipe.
         file: file of the golden set.
-        variant: variant with the decoded values of all codes under all scales.
-        blocks: variants with blocks of files.
+        variant: variant with the decoded values of all codes with all scales.
+        blocks: variants with blocks as stored in GGUF files.
     """
 
     recipe: str
@@ -45,7 +45,7 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Yield (file, item) for each array of the recipe ``name`` that was recorded from codes and scales alone.
+    """Yield (file, item) for each recorded array that was computed from codes and scales of the recipe ``name``.
 
     An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
@@ -61,7 +61,7 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's values, recorded values) of all codes under all scales, one tuple per recorded dtype.
+    """Yield (key, fp4kit's values, recorded values) for all codes with all scales, one tuple per recorded dtype.
 
     each: the entry of BYTES.
     golden: the recorded arrays.
@@ -75,7 +75,7 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
 
 
 def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's array, recorded array) of blocks as they are in GGUF files.
+    """Yield (key, fp4kit's array, recorded array) for blocks as stored in GGUF files.
 
     Recorded blocks are compared with those that pack_gguf makes from the recorded codes and scales. Blocks that a
     converter made are also unpacked, and compared with these codes and scales.
@@ -96,10 +96,10 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """Return a Quantized to decode all codes under all scales.
+    """Return a Quantized that pairs every element code with every scale code, to test decoding.
 
-    Each row has all element codes, repeated to fill a block, and row i has scale code i. If the recipe has a tensor
-    scale, it is 1.
+    Row i has the scale code i and all element codes, repeated to fill a block. If the recipe has a tensor scale, it is
+    1.
 
     r: a recipe with block scales.
     dtype: the dtype of the Quantized.

@@ -50,7 +50,7 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
     recipe: the recipe's id.
     arrays: yields (file, item), where an item is a tuple (key, fp4kit's array, recorded array, mask of elements that
-    are not compared). The file is named in front of the key of a difference.
+    are not compared). In the result, the key of a difference begins with the file.
     """
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:

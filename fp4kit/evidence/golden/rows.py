@@ -19,12 +19,13 @@ class GoldenRow:
         variant: variant in that file.
         inputs: a suffix that input names must have, such as "__bf16" if the producer takes only bfloat16. "" selects
             all inputs.
-        block: the block size if it is not the recipe's, else None.
+        block: the block size if it differs from the recipe's, else None.
         given_amaxes: the amaxes that the file supplies. "tensor": global_amax or amax. "static": block_amax too.
             "global_scale": an amax of that name. "": none; the call computes all amaxes.
         options: further arguments of the call.
         skip: name of the exception that excuses differences, a key of check.SKIPS, or "" for none.
-        columnwise_in_place: True if the file keeps columnwise codes as (M, K) and their scales as (M/block, K).
+        columnwise_in_place: True if the file stores codes quantized along columns untransposed, as (M, K), with scales
+        (M/block, K).
         fake: True if fake_quantize is compared instead of quantize.
         widen: True if inputs are cast to float32, because the producer takes only float32.
         decoded: True if the decoded values of the codes are compared too.

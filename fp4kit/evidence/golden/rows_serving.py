@@ -1,4 +1,4 @@
-"""List the rows of serving engines and quantizers: vLLM, triton_kernels, Quark, comfy-kitchen, MSLK and others.
+"""List the GoldenRow objects for serving engines and quantizers: vLLM, triton_kernels, Quark, MSLK and others.
 
 rows.py defines GoldenRow and imports this module. To avoid a circular import, each function here takes the class
 GoldenRow as ``row``.

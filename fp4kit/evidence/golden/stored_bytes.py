@@ -1,7 +1,7 @@
-"""Compare recorded arrays of a row other than codes and scales.
+"""Compare recorded arrays other than codes and scales.
 
-These are the bytes that a producer stores, decoded values, scales that are not stored, and the amaxes that a search of
-scales chooses.
+These arrays are the bytes that a producer stores, decoded values, scales that are not stored, and the amaxes that a
+scale search chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the stored bytes, decoded values and unstored scales of a RecordedCase to compare.
+    """Yield items to compare for a RecordedCase: stored bytes, decoded values and scales that are not stored.
 
     Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). ``skip`` is the
     mask of the case's exception.
@@ -86,8 +86,8 @@ def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the scales by which a recipe divides the elements of x, as float32 of shape (rows, blocks).
 
-    Such a scale may differ from the value of the stored scale byte. Recipes with a tensor scale are not supported. x is
-    a matrix.
+    For some recipes this scale differs from the value of the stored scale byte. Recipes with a tensor scale are not
+    supported. x is a matrix.
     """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]

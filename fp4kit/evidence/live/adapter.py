@@ -1,4 +1,4 @@
-"""Define adapters: data that says how to call a producer for each recipe that must give its bits.
+"""Define adapters: data that says how to call a producer's function for each recipe that must match it bit for bit.
 
 A *producer* is a library that quantizes, such as torchao. Each module of `producers/` defines one Adapter named
 ADAPTER. The functions of an adapter import the producer only when they are called.
@@ -21,17 +21,18 @@ SATURATING_CASTS = {"torch": ("2.13", "")}  # before torch 2.13, values that ove
 
 @dataclass(frozen=True)
 class ProducerCall:
-    """Describe a function of a producer that must give the bits of a recipe, and how its result is compared.
+    """Describe a producer's function that must match a recipe bit for bit, and how its result is compared.
 
     Attributes:
-        function: takes a 2-d array whose rows hold whole blocks, and returns the producer's Parts.
+        function: takes a 2-d array whose rows hold whole blocks, and returns the producer's result as Parts, {name in
+        compare.PARTS: array}.
         dtypes: the dtypes of the array that the producer accepts.
         columns: the row length must be a multiple of this number.
         exempt: the exceptions, which say for which elements a difference is excused. Every use is counted.
-        first: the first version of the producer that the recipe is stated for, or "" for no limit.
-        last: the last version that the recipe is stated for, or "" for no limit.
-        dependency_versions: {distribution: (first, last)} for other packages that determine the bits, such as the torch
-            that does the casts, or the jax that computes logarithms.
+        first: the first version of the producer that the recipe claims to match, or "" for no limit.
+        last: the last version that the recipe claims to match, or "" for no limit.
+        dependency_versions: {distribution: (first, last)} for other packages that affect the bits, such as torch, which
+            does casts, or jax, which computes logarithms.
         decode: a function from a Quantized to the values that the producer decodes, in the dtype of the Quantized; or
             None if decoding is not compared. It must accept codes and scales that no quantizer gives, such as NaN
             scales.

@@ -35,7 +35,7 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def codes_of(values: np.ndarray, format: str) -> np.ndarray:
-    """Return the codes of values, uint8, one per value, for producers that return values instead of codes.
+    """Convert values to codes (uint8, one per value), for producers that return decoded values instead of codes.
 
     -0 gives the code with the sign bit.
 

@@ -34,7 +34,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class PartDifference:
-    """Describe the difference in one part.
+    """Describe the difference in one part, such as "codes".
 
     Attributes:
         part: name of the part.
@@ -74,7 +74,7 @@ class ProducerComparison:
 
 
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> ProducerComparison:
-    """Compare every part that a producer gives for x with fp4kit's part. Return the differences and counts.
+    """Compare every array that a producer returns for x with fp4kit's, and return the differences and counts.
 
     Errors of the producer and of fp4kit are not caught.
 
@@ -138,7 +138,7 @@ def _mask(
 
 
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
-    """Convert a mask over elements to a mask over a part, such as one value per block scale.
+    """Convert a mask of elements to a mask of a part, such as one value per block scale.
 
     A block scale is masked if any element of the block is masked. A tensor scale is masked if all elements are masked.
     Return None if the part holds scales and ``scales`` is False.

@@ -30,9 +30,9 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
 
     Args:
         r: the recipe.
-        call: the producer's call, which tells the number of columns and the dtypes that the producer can decode to.
+        call: the producer's call, which has the number of columns and the dtypes that the producer can decode to.
         seed: the seed of the run.
-        number: the number of the input. The dtypes take turns, each for four numbers.
+        number: the number of the input. Each dtype is used for four consecutive numbers, in turns.
     """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
@@ -73,7 +73,7 @@ def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Qu
 
     Args:
         q: the Quantized to shrink.
-        call: the producer's call, which tells how many columns the producer accepts.
+        call: the producer's call, which says how many columns the producer accepts.
         differs: a function that returns True for a Quantized that the producer decodes differently.
     """
     for candidate in _smaller(q, call):
@@ -89,7 +89,7 @@ def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Qu
 
 
 def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
-    """Yield parts of q that have one row of blocks and as few columns of blocks as the producer accepts."""
+    """Yield slices of q with one row of blocks and as few columns of blocks as the producer accepts."""
     r = q.recipe
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     step = max(1, call.columns // r.block_size)

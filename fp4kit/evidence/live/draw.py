@@ -39,7 +39,7 @@ class DrawnInput(NamedTuple):
 
 
 def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> DrawnInput:
-    """Return input array ``number`` of a run for a recipe, with the name of its kind.
+    """Return random input array ``number`` for a recipe, with the name of its kind.
 
     Dtypes and kinds take turns. Everything else is random and depends only on the seed, the number and the recipe's id.
 
@@ -59,7 +59,7 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements, or of at most four larger blocks.
+    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements, or four blocks if that is more.
 
     The number of columns is a multiple of the block and of ``multiple``. The number of blocks is often odd.
     """
@@ -75,7 +75,7 @@ InputKind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.n
 
 
 def _fuzzed(name: str) -> InputKind:
-    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py, whatever the recipe."""
+    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py and ignores the recipe."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -108,7 +108,7 @@ def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
     """Return the bit patterns of subnormal values and zeros, as unsigned integers for the caller to view as ``dtype``.
 
-    Their largest magnitude varies from block to block.
+    The largest magnitude varies from block to block.
     """
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
@@ -135,7 +135,7 @@ def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Rec
 
 
 def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return uniformly distributed values. In each block, their bound is 1/64 to 1 times the dtype's largest value."""
+    """Return uniformly distributed values, bounded in each block by 1/64 to 1 times the dtype's largest value."""
     exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
     return _finite(rng.uniform(-1, 1, shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
 
@@ -148,7 +148,7 @@ def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is at most ULPS bit patterns away from a power of two times a factor.
+    """Return blocks whose amax is at most ULPS bit patterns away from a power of two times one of a few factors.
 
     The factor is 1, 1.5, 1.75 or the mantissa of the format's largest element.
     """
@@ -197,7 +197,7 @@ KINDS: dict[str, InputKind] = {
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
     """Return the numbers of blocks along rows and columns of a shape.
 
-    A recipe without blocks counts blocks of 1 x 16.
+    For a recipe without blocks, blocks of 1 x 16 are counted.
     """
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
@@ -273,14 +273,15 @@ def _amax_range(
 ) -> tuple[int, int]:
     """Return (lowest, highest) bit pattern of the block amaxes that _thresholds considers.
 
-    The range covers 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of the
-    cases.
+    The range covers the 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of
+    the draws.
 
     Args:
         rng: the source of random numbers.
         dtype: the dtype of the amaxes.
         r: the recipe.
-        tensor: the tensor amax, which is the highest; None takes the highest of the dtype or of the scale format.
+        tensor: the tensor amax, used as the highest amax. None uses the highest amax that the dtype or the scale format
+        allows.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor

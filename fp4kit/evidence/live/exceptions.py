@@ -54,7 +54,7 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN.
+    """Return a mask of elements for which block scale times tensor scale is NaN, so that any code decodes to NaN.
 
     q must have a tensor scale.
     """
@@ -63,12 +63,12 @@ def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _zero_of_zeros(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of the elements -0 in blocks that hold only zeros."""
+    """Return a mask of the elements that are -0 and lie in blocks of only zeros."""
     return (_amax(x, q) == 0) & np.signbit(x)
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of the elements of blocks whose amax compressed-tensors rounds beyond the dtype of x.
+    """Return a mask of elements in blocks whose amax overflows the dtype of x when compressed-tensors rounds it.
 
     compressed-tensors rounds an amax up to a power of two. Elements of blocks with infinities or NaN are in the mask
     too.
@@ -80,7 +80,8 @@ def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
 def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
     """Return a mask of elements that Quark may divide by the scale 2^-127, which it stores as 2^-126.
 
-    The mask has all elements with a stored scale of at most 2^-126, because 2^-126 does not tell which scale was used.
+    The mask covers all elements with a stored scale of at most 2^-126, because a stored 2^-126 does not tell which of
+    the two scales was used.
     """
     return _scale(x, q) <= 2.0**-126
 

@@ -1,4 +1,4 @@
-"""Build the tables that `fp4kit recipes --live` prints about a comparison with installed producers (live/run.py)."""
+"""Build the tables that `fp4kit recipes --live` prints, from the results of live/run.py."""
 
 from __future__ import annotations
 

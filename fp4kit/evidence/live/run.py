@@ -199,8 +199,8 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
     """Yield (recipe id, call) for each requested recipe in ``ids`` whose call is to run.
 
-    If a recipe is not stated for the installed versions, its call is not run, and the reason is stored in
-    result.left_out. The counts of the others are set up in result.recipes.
+    If a recipe makes no claim for the installed versions, the call is not run, and the reason is stored in
+    result.left_out. For the other recipes, counts are added to result.recipes.
     """
     for id, call in adapter.calls.items():
         if id not in ids:

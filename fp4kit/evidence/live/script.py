@@ -58,7 +58,7 @@ def program(
         difference: the difference or the producer's error, for the second line.
         function: the adapter's function that calls the producer.
         body: lines in which {call} stands for the call of the function.
-        narrow: True if the program uses bfloat16.
+        narrow: True if the program uses bfloat16 and so needs an import of ml_dtypes.
         argument: name of the variable that is passed to the function.
     """
     call, name = _call(function, argument)
@@ -75,7 +75,7 @@ def _function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return (source of a call of the function on the variable ``argument``, name of the function)."""
+    """Return (source of a call to the function with the variable ``argument``, name of the function)."""
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []

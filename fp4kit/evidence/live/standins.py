@@ -53,9 +53,10 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Put modules into sys.modules while a ``with`` statement runs.
+    """Return a context manager that puts modules into sys.modules.
 
-    At the end, sys.modules is restored for the packages of these modules, so that nothing imported meanwhile stays.
+    At the end of the ``with`` statement, sys.modules is restored for the packages of these modules, so that nothing
+    imported meanwhile stays.
     """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}

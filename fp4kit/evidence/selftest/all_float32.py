@@ -26,20 +26,20 @@ from fp4kit.recipes import RECIPES, Recipe
 INFINITY = 0x7F800000
 SIGN = 0x80000000
 CHUNK = 1 << 24  # values per call of quantize, which needs 350 MB on the device
-# A quick sweep compares every STEP-th bit pattern, and NEAR patterns on each side of each magnitude at which the code
-# changes. STEP is odd, so that every combination of low bits occurs.
+# A quick sweep compares every STEP-th bit pattern. It also compares NEAR patterns on each side of each magnitude at
+# which the code changes. STEP is odd, so that every combination of low bits occurs.
 STEP, NEAR = 61, 1 << 12
 
 
 class Float32Sweep(NamedTuple):
-    """Describe a sweep: all float32 numbers below a limit, of both signs, quantized with a scale of 1.
+    """Describe a sweep: a test that quantizes all float32 numbers below a limit, of both signs, with a scale of 1.
 
     Attributes:
         name: the name of the sweep in the report.
         recipe: the id of the recipe.
         limit: the bit pattern, without sign bit, of the first magnitude that is left out.
-        anchor: a number to place at the end of each block, so that the block's scale is 1. None if the recipe gets
-            amaxes that make the scale 1.
+        anchor: a number to place at the end of each block, so that the block scale becomes 1. None if given amaxes make
+            the scale 1.
     """
 
     name: str
@@ -89,9 +89,10 @@ def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
 
 
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
-    """Return the amax arguments of quantize that make every block scale and the tensor scale 1.
+    """Return the amax arguments to pass to quantize, so that every block scale and the tensor scale become 1.
 
-    Return an empty dict if the recipe has no tensor scale, because then the sweep's anchor sets the block scale.
+    Return an empty dict if the recipe has no tensor scale, because then the sweep's anchor (an added element) sets the
+    block scale.
 
     Args:
         module: the library of the arrays, numpy or cupy.
@@ -108,9 +109,9 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runs of one sign in the specification as two arrays (starts, codes).
+    """Find the ranges of magnitudes to which the specification gives equal codes, as two arrays (starts, codes).
 
-    A run is a range of adjacent magnitudes with equal codes.
+    A run is such a range of adjacent magnitudes.
 
     Args:
         sweep: the sweep.
@@ -144,7 +145,7 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """Return the bit patterns at which the specification's code rises, found by bisection; int64, ascending.
+    """Find by bisection the bit patterns at which the specification's code rises; return them as int64, ascending.
 
     There is one entry per code c that is larger than the code of bit pattern 1 and at most the code of ``last``. The
     entry is the smallest bit pattern whose code is at least c. The code must not decrease as the bit pattern grows.
@@ -212,8 +213,8 @@ def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
     """Yield ranges of bit patterns for a quick sweep.
 
-    The first ranges contain every STEP-th pattern below ``limit``, with up to ``chunk`` patterns per range. The other
-    ranges contain the NEAR patterns on each side of an entry of ``starts``, one range per entry.
+    The first ranges contain every STEP-th pattern below ``limit``, with up to ``chunk`` patterns per range. Further
+    ranges follow, one per entry of ``starts``, with the NEAR patterns on each side of the entry.
 
     Args:
         limit: the bit pattern after the last one to cover.

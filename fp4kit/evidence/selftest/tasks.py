@@ -1,8 +1,7 @@
 """List what `fp4kit selftest` runs: comparisons of the operations on a device with the specification, bit for bit.
 
-A *task* compares the results of an engine, which is the GPU or the host's compiled engine. They are compared with the
-specification's results for an input, or with recorded outputs of a producer. Any NaN equals any other NaN; every other
-value must agree in all bits.
+A *task* compares results of the tested engine (the GPU or the host's compiled engine) with the specification's results,
+or with recorded outputs of a producer. Any NaN equals any other NaN; every other value must agree in all bits.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SCALED = ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-flashinfer", "nvfp
 
 
 class Task(NamedTuple):
-    """Describe one comparison.
+    """Describe one comparison of the self-test.
 
     Attributes:
         part: the row of the report that the task belongs to.
@@ -107,9 +106,9 @@ def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool
 
 
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) of the inputs that every recipe is tested on, as ``dtype``. Each array has 512 columns.
+    """Yield (name, array) for the inputs that every recipe is tested on: arrays of ``dtype`` with 512 columns.
 
-    There are adversarial blocks, normal values, and random bits without and with infinities and NaN.
+    The inputs are adversarial blocks, normally distributed values, and random bits without and with infinities and NaN.
     """
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
@@ -178,7 +177,7 @@ def round_trip(
 
 
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    """Compare an engine's fake_quantize of x with the specification's. what: begins the text of a difference."""
+    """Compare an engine's fake_quantize of x with the specification's. what: the text before any difference."""
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
@@ -196,11 +195,11 @@ def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, 
 
 
 def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
-    """Compare matmul with the specification on ``count`` random products of all kinds of operands.
+    """Compare an engine's matmul with the specification's on ``count`` random products of all kinds of operands.
 
     Args:
         engine: the engine to test.
-        id: the id of the unit. A third of the products use variants of a matrix unit.
+        id: the id of the matrix unit to model. A third of the products use variants of it.
         seed: seed of the random products.
         count: the number of products.
     """
@@ -222,10 +221,10 @@ def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, in
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare quantize of all 65536 bfloat16 values under every block scale that blocks of bfloat16 values can have.
+    """Compare quantize for all 65536 bfloat16 values, with every block scale that blocks of bfloat16 values can have.
 
-    The last element of each block is an anchor, which has the amax for the wanted scale. If an element of the block is
-    larger or NaN, the block gets another scale.
+    The last element of each block, the anchor, is the amax that gives the wanted scale. A block with a larger element
+    or NaN gets another scale.
     """
     r = RECIPES[id]
     size = r.block_size
@@ -240,7 +239,7 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """Return the block amax that gives each scale byte, as float32.
+    """Return, for each scale byte, a block amax that gives this scale: a float32 array.
 
     Scale bytes whose amax exceeds the range of bfloat16 are left out.
     """
@@ -252,7 +251,7 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare dequantize of all 256 code bytes under all 256 scale bytes, to each float dtype.
+    """Compare dequantize for all 256 code bytes with all 256 scale bytes, to each float dtype.
 
     The tensor scale is 3.7 if the recipe has one.
     """
@@ -270,7 +269,7 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
-    """Compare quantize of every float32 of a sweep, or of a sample of them if ``quick`` is True."""
+    """Compare quantize for every float32 of a sweep, or for a sample if ``quick`` is True."""
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 

@@ -21,10 +21,10 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Load fouroversix's plain PyTorch modules. Return {module name: module}, which includes stand-ins.
+    """Load fouroversix's plain PyTorch modules, and return {module name: module}, stand-ins (empty modules) included.
 
-    Stand-ins replace modules that these modules import, but that may be missing on this machine. Raise ImportError if
-    fouroversix is not installed.
+    A stand-in replaces a module that the PyTorch modules import but that may be missing on this machine. Raise
+    ImportError if fouroversix is not installed.
     """
     found = packages(
         "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"

@@ -74,7 +74,7 @@ def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall
 
     Args:
         mode: MLX's name of the format, such as "mxfp4".
-        first: the first version of MLX that the recipe is stated for.
+        first: the first version of MLX that the recipe claims to match.
         last: the last such version.
         options: further arguments of _quantize.
     """

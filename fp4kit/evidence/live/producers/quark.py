@@ -36,7 +36,7 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
-    """Return the object with which Quark exports the weight ``t``. The quantizer must have observed ``t``."""
+    """Return the object with which Quark exports the weight ``t``. ``quantizer`` must have its scales from ``t``."""
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
@@ -104,7 +104,7 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the ProducerCall for an MX format of Quark. Elements under Quark's smallest scale are exempt.
+    """Return the ProducerCall for an MX format of Quark. Elements that may use Quark's smallest scale are not compared.
 
     Args:
         spec: the format: "FP4", "FP6E2M3", "FP6E3M2" or "FP8E4M3".

@@ -20,7 +20,7 @@ def _prepare() -> None:
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return the blocks of x as the rows of an array, followed by rows of zeros. A block has `size` elements.
+    """Return an array whose rows are the blocks of x (`size` elements each), followed by rows of zeros.
 
     The result has at least MAX_ELEMENTS elements, so its shape is the same for every smaller x, and XLA compiles only
     once.
