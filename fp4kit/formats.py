@@ -26,7 +26,7 @@ FLT_MIN = np.finfo(np.float32).tiny  # smallest normal float32
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
-    """Return the unsigned integer dtype with as many bytes as dtype, 1, 2, 4 or 8, to view the bits of an array."""
+    """Return the unsigned integer dtype of the size of ``dtype`` (1, 2, 4 or 8 bytes), to view the bits of an array."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
@@ -278,7 +278,7 @@ class ElementFormat:
 
     @ieee("ElementFormat.encode")
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
-        """Return the codes of numbers, each rounded once.
+        """Round numbers to this format, and return their codes. Each number is rounded once.
 
         Roundings:
 
@@ -319,8 +319,8 @@ class ElementFormat:
 
         Exact:
             Equals PTX cvt .satfinite with the same rounding, if PTX has that rounding. Recipes apply this formula too,
-            with their own rules for signs and NaN. "rs" compares exactly. reference.stochastic.encode_stochastic
-            instead adds random bits in float32, as Transformer Engine does.
+            with their own rules for signs and NaN. "rs" evaluates its condition exactly.
+            reference.stochastic.encode_stochastic instead adds random bits in float32, as Transformer Engine does.
 
         Examples:
             >>> from fp4kit.formats import E2M1
@@ -383,13 +383,13 @@ MAX_MAGNITUDE_EXPONENT = 100  # the values of a Codebook are zeros, or magnitude
 class Codebook(ElementFormat):
     """A 4-bit element format whose sixteen values are a table, such as NF4 and the FP4 of bitsandbytes.
 
-    Code i stands for table[i]. The table may have any order and may repeat values. Recipes use a Codebook with the
-    amax rules only (fp4kit.custom_recipe), because the rules of producers are made for their own formats.
+    Code i stands for table[i]. The table may have any order and may repeat values. Only recipes with the amax rules
+    (fp4kit.custom_recipe) accept a Codebook, because the rules of producers are made for their own formats.
 
     Args:
         table: two to sixteen finite numbers, rounded to float32. Each is 0 or has a magnitude from 2^-100 to 2^100, and
-            at least one is not 0. In a shorter table, the codes that are left over repeat its last value. `encode`
-            never gives such a code.
+            at least one is not 0. If the table has fewer than sixteen numbers, the remaining codes repeat its last
+            value. `encode` never gives such a code.
         name: a Python identifier that is not the name of another format of this module.
 
     Raises:
@@ -400,9 +400,10 @@ class Codebook(ElementFormat):
         A number is encoded to the nearest value. If values v and w are neighbors in ascending order, numbers up to
         float32((v + w) / 2) get the code of v, and larger numbers get the code of w. So a tie goes to the lower value.
 
-        Codes with equal values are neighbors in the order of their codes: numbers up to the value get the first of
-        them, and larger numbers the last. Numbers beyond the largest or smallest value get its code, infinities
-        included. -0 is encoded as 0 is. NaN gets the code of the largest value; Recipe.nan_code can name another code.
+        If several codes have one value, numbers up to the value get the first of these codes, and larger numbers get
+        the last. Numbers above the largest value, infinity included, get its code. Numbers below the smallest value,
+        -infinity included, get its code. -0 is encoded as 0 is. NaN gets the code of the largest value; Recipe.nan_code
+        can name another code.
 
         Roundings other than to nearest, and random bits, are rejected.
 
@@ -516,7 +517,7 @@ class Codebook(ElementFormat):
 
     @ieee("Codebook.encode")
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
-        """Return the codes of numbers, each rounded to the nearest value as the class describes.
+        """Return the codes of numbers, each rounded to the nearest value of the table (see the class for ties).
 
         Args:
             x: a number, or an array on the host, as in ElementFormat.encode.
@@ -544,7 +545,7 @@ class Codebook(ElementFormat):
 
 @dataclass(frozen=True, repr=False)
 class PairedMicroexponents(Codebook):
-    """The elements of MX4, in which two neighboring elements share one bit of exponent (shared microexponents).
+    """The element format of MX4, in which two neighboring elements share one bit of exponent (shared microexponents).
 
     Each number has a sign and a mantissa of two bits. The bit that a pair shares, its microexponent, halves the values
     of both elements:
@@ -584,7 +585,7 @@ class PairedMicroexponents(Codebook):
 
     @property
     def amax_target(self) -> np.float32:
-        """The number 1. With it, a block scale that is rounded down is the power of two at or below the amax."""
+        """The number 1, so that a block scale that is rounded down is the power of two at or below the block's amax."""
         return np.float32(1)
 
     @lazy_property
@@ -596,7 +597,7 @@ class PairedMicroexponents(Codebook):
         return values
 
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
-        """Return the codes of pairs of numbers, as the class describes.
+        """Return the codes of numbers, where each pair along the last axis shares a microexponent (see the class).
 
         Args:
             x: an array on the host, as in ElementFormat.encode. Elements 2i and 2i + 1 of the last axis are a pair.
@@ -626,12 +627,12 @@ class PairedMicroexponents(Codebook):
         return self.nearest_under(x, self.microexponents(x))
 
     def microexponents(self, x: np.ndarray) -> np.ndarray:
-        """Return the microexponent of the pair of each number, without checks: bool, in the shape of x."""
+        """Return, for each number, the microexponent that its pair shares, without checks: bool, in the shape of x."""
         is_small = (np.abs(x) < 1).reshape(*x.shape[:-1], -1, 2)
         return np.repeat(is_small.all(-1), 2, axis=-1)
 
     def nearest_under(self, x: np.ndarray, microexponent: Any) -> np.ndarray:
-        """Return the codes of numbers under given microexponents, without checks: uint8, in the shape of x.
+        """Return the codes of numbers for given microexponents, without checks: uint8, in the shape of x.
 
         NaN gives the code of the largest magnitude, without a sign.
 
@@ -692,7 +693,7 @@ ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of blocks of elements that share a scale: value = element * block_scale [* tensor_scale].
+    """A format whose elements share a scale per block: value = element * block_scale [* tensor_scale].
 
     Args:
         name: the name that repr shows.

@@ -1,8 +1,8 @@
 """Run parsed calls on NumPy arrays, one matrix after the other: the reference engine, which supports every call.
 
-Each matrix is computed by the functions in a MatrixFunctions, which are by default those of the specification
-(fp4kit.reference). The compiled engine (cpu/engine.py) calls this module with its own MatrixFunctions. cuda.engine has
-functions of the same names for CuPy arrays.
+A MatrixFunctions holds the functions that compute one matrix, by default those of the specification (fp4kit.reference).
+The compiled engine (cpu/engine.py) calls this module with its own MatrixFunctions. cuda.engine has functions of the
+same names for CuPy arrays.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ __all__ = [
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
-    For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does. recipe.amax_nan decides about
-    NaN elements (see reference.blocks.reduce_amax). An empty array gives an empty result, or zeros.
+    For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does. recipe.amax_nan decides how NaN
+    elements count (see reference.blocks.reduce_amax). An empty array gives an empty result, or zeros.
     """
     if call.recipe.block is None:
         return compute_tensor_amax(call.moved, call.recipe)
@@ -97,13 +97,13 @@ def amax(call: Call) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest |x| of a floating-point array as float32, the function behind fp4kit.amax without a recipe.
+    """Return the largest |x| of a floating-point array as float32. fp4kit.amax calls this if it gets no recipe.
 
     The result is exact for float32, float16 and bfloat16. It is always an array, even if its shape is ().
 
     Args:
         x: the array, of any shape.
-        axis: None for the largest of all elements, (). An axis or a tuple of axes is reduced and left out of the shape.
+        axis: the axis or tuple of axes to reduce, which the result then lacks; None reduces all axes to the shape ().
 
     Numerics:
         NaN propagates, and -0 counts as 0. A maximum over no elements is 0.
@@ -116,7 +116,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the amax from which the tensor scale is made: float32 in its canonical shape (call/amaxes.py).
+    """Return the amax from which the tensor scale is computed, as float32 in the canonical shape of call/amaxes.py.
 
     For a recipe without a tensor scale, return the amax of the whole array, float32 (). An empty array gives zeros.
     recipe.amax_nan decides how NaN elements count.
@@ -139,8 +139,8 @@ class MatrixFunctions(NamedTuple):
     Attributes:
         tensor_amax: computes the tensor amax of a whole array.
         quantize: writes the codes and scales of a matrix into output arrays.
-        encode: writes the codes of a matrix under given scales.
-        dequantize: writes the values of a matrix.
+        encode: writes the codes of a matrix for given scales.
+        dequantize: writes the decoded values of a matrix.
         search: writes the block amaxes that search_scales finds for a matrix, for recipes with E4M3 scales.
         searched: returns a call with block amaxes added, for recipes that search them during quantize.
     """
@@ -213,7 +213,7 @@ def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quan
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return (quantize(row), quantize(column)), for the rowwise and the columnwise call of an array."""
+    """Quantize an array along both axes, by two calls: return (quantize(row), quantize(column))."""
     return quantize(row), quantize(column)
 
 
@@ -256,7 +256,7 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 
 
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the pair of arrays to write codes and linear block scales to; None for scales if the recipe has none.
+    """Return two arrays to write codes and linear block scales to. The second is None if there are no block scales.
 
     If the arrays of call.out are contiguous and linear, return them, so that no copy is needed. Otherwise, return new
     arrays.
@@ -288,7 +288,7 @@ def _quantize_matrices(
     codes = packed.reshape(B, M, -1)
     scale_rows, amax_rows = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
     for i, matrix in enumerate(x):
-        # call.block_amax repeats the amax of a block for each of its rows, but functions.quantize needs it once.
+        # call.block_amax repeats a block's amax for each row of the block, but functions.quantize needs it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
         options = MatrixOptions(block_amaxes, _random_bytes(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]
@@ -317,7 +317,7 @@ def dequantize(
     out: np.ndarray | None = None,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array. Both have the shape of q.
+    """Decode q and round the values to dtype, in `out` if given, otherwise in a new array of the shape of q.
 
     functions: the functions of the engine that computes the values.
     """
@@ -333,7 +333,7 @@ def dequantize(
 
 
 def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunctions) -> None:
-    """Write the values of all matrices of q to `moved`, an array whose last axis is the quantized one.
+    """Decode all matrices of q into `moved`, an array whose last axis is the quantized one.
 
     moved: a contiguous array, which must not be empty.
     functions: the functions of the engine that computes the values.
@@ -382,7 +382,7 @@ def requantize(
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call, in the shape and dtype of call.x.
 
-    They are made by the recipe's fake_rule if it has one, otherwise by quantizing and dequantizing x.
+    If the recipe has a fake_rule, it computes the values. Otherwise x is quantized and dequantized.
     """
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
@@ -420,19 +420,19 @@ def _fake_matrix(
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """Return the clip limit of fake_quantize_backward, float32, for a caller who passes none.
+    """Compute the clip limit for fake_quantize_backward if the caller passes none: float32.
 
-    The limit is the amax from which the recipe's tensor scale is made. If the recipe has no tensor scale, the limit is
-    the amax of the whole array.
+    The limit is the amax from which the recipe's tensor scale is computed. If the recipe has no tensor scale, the limit
+    is the amax of the whole array.
     """
     return compute_tensor_amax(call.moved, call.recipe)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere. Where call.x or amax is NaN, it is 0.
+    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere and where call.x or amax is NaN.
 
-    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks), where rows are all axes of call.moved but the
-    last, joined.
+    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). Rows are all axes of call.moved except the last,
+    flattened.
     """
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
@@ -453,7 +453,7 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
 
 
 def rotate(r: Rotation) -> np.ndarray:
-    """Return the array of a Rotation with its blocks rotated, in its shape and dtype."""
+    """Rotate the blocks of the array in a Rotation, and return the result with the shape and dtype of the array."""
     return rotation.rotate(r.x.reshape(r.shape), r).reshape(r.x.shape)
 
 
@@ -463,7 +463,7 @@ def rotate(r: Rotation) -> np.ndarray:
 def transpose(
     packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed.
+    """Transpose each matrix of a Quantized with square blocks, and return the pair (packed, scales).
 
     packed, scales: the codes and block scales of q. The returned scales have the scale layout of q.
     codes_of: a function (packed, packing) that transposes the codes of one matrix.
@@ -490,7 +490,7 @@ def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Return 4-bit codes packed, two per byte.
+    """Pack 4-bit codes, two per byte.
 
     Raise ValueError if a code is above 15. An empty array gives an empty array.
     """
@@ -517,7 +517,7 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Write the codes of a shard to `out`, the packed codes of the whole matrix. This is the driver of partial_cast.
+    """Write the codes of a shard to `out`, the packed codes of the whole matrix, for fp4kit.partial_cast.
 
     Args:
         block_amax, shape, start: as in fp4kit.partial_cast.

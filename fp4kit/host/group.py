@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 class HostGroup:
-    """Hold N parsed calls on NumPy arrays with their amaxes and outputs, prepared once and run as often as needed.
+    """Hold N parsed calls on NumPy arrays, prepared once with amaxes and outputs, and run as often as needed.
 
     Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
 
@@ -51,7 +51,7 @@ class HostGroup:
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array, which the caller passed or which is a view of `vector`.
+        """Return the tensor amax of each array: what the caller passed, or a view of `vector`.
 
         If the caller passed no amaxes, compute all of them first. The entries are None if the recipe has no tensor
         scale. Raise ValueError if an amax of the caller is not valid, for example negative.
@@ -118,7 +118,7 @@ class HostClipGroup:
     def _clip(self, call: Call, amax: Any) -> Any:
         """Return the clipped gradient of one call.
 
-        If the gradient is empty, it is returned itself.
+        An empty gradient is returned unchanged, without a copy.
 
         amax: the clip limit of the call; None computes it from call.x.
         """

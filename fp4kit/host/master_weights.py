@@ -80,7 +80,7 @@ class HostStages:
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r, self._layout)
 
     def device(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing. In DeviceStages, it makes the device of the buffers current."""
+        """Return a context manager that does nothing. In DeviceStages, this method makes the buffers' GPU current."""
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:

@@ -12,13 +12,13 @@ TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bo
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Return the results of calls: for each call an array (batch, M, N) of its out_dtype."""
+    """Compute several matmul calls, and return one array (batch, M, N) per call, of the call's out_dtype."""
     return [_matmul(call) for call in calls]
 
 
 @np.errstate(all="ignore")
 def _matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call as (batch, M, N) in call.out_dtype. Without C, the sums begin with zero."""
+    """Return the result of a call as (batch, M, N) in call.out_dtype. If the call has no C, sums start at zero."""
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
     multiple = call.step.k if call.step else call.a.block
@@ -35,7 +35,7 @@ def _matmul(call: MatmulCall) -> np.ndarray:
 
 
 def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
-    """Return rows of matrix i of an operand, decoded, and their tensor scales (None if the operand has none).
+    """Return decoded rows of matrix i of an operand, and the rows' tensor scales (None if the operand has none).
 
     K is padded with zeros to a multiple of `multiple`, as matrix units do. If the operand has only one matrix, it is
     used for every i.

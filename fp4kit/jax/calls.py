@@ -1,4 +1,4 @@
-"""Call fp4kit's functions from JAX, also inside programs that JAX traces, such as jitted functions.
+"""Call fp4kit's functions from JAX, also inside functions that JAX traces (jit, grad, vmap).
 
 Arrays that have values are passed to fp4kit directly. In a traced program, a text describes the call and is compiled
 into the program. The text is JSON: the function's name and its arguments, with every array replaced by its position.
@@ -41,7 +41,7 @@ def is_traced(*arguments: Any) -> bool:
 
 
 def outline(a: Any) -> Any:
-    """Return an AbstractArray with the shape and dtype of an array, for fp4kit's checks, which then read no values.
+    """Return an AbstractArray with the shape and dtype of an array, so that fp4kit can check arguments without values.
 
     The array is one of JAX, traced or not, or of NumPy. Anything else, such as None or a number, is returned unchanged.
     """
@@ -144,7 +144,7 @@ def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[JaxArray]) -> Any:
-    """Return the argument that _encoded put into a JSON form. Indices are replaced by the entries of `arrays`.
+    """Return the argument from the JSON form that _encoded made. Indices are replaced by the entries of `arrays`.
 
     Numbers, strings and None are returned unchanged.
     """

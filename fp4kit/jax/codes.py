@@ -34,14 +34,14 @@ def quantize(
 ) -> Quantized:
     """Quantize a JAX array to codes and scales, as fp4kit.quantize does, also under jax.jit. It has no gradient.
 
-    In a program that JAX traces, the call runs where fake_quantize would run. Under jax.vmap the arrays of the result
-    have the mapped axis in addition to the axes of q.shape. dequantize under jax.vmap removes it.
+    In a traced program, the call runs on the host or the GPU as for fp4kit.jax.fake_quantize. Under jax.vmap the arrays
+    of the result have the mapped axis in addition to the axes of q.shape. dequantize under jax.vmap removes it.
 
     Args:
         x: float32, float16 or bfloat16 array of JAX or NumPy.
         recipe: a recipe id or a Recipe.
         axis: the axis along which blocks run.
-        tensor_amax: the amax of the tensor scale; None takes it from x.
+        tensor_amax: the amax that determines the tensor scale; None computes it from x.
         scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the

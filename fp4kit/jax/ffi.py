@@ -37,7 +37,7 @@ def _plain(name: str, *fields: tuple[str, Any]) -> Any:
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:
-    """Return a ctypes structure class with XLA's usual head (a size and a chain of extensions) and the given fields."""
+    """Return a ctypes structure class with XLA's usual header (size, pointer to extensions) and the given fields."""
     return _plain(name, ("struct_size", _SIZE), ("extension_start", _POINTER), *fields)
 
 

@@ -1,4 +1,4 @@
-"""Provide fake_quantize of fp4kit.jax, and the checks that the other functions of fp4kit.jax share."""
+"""Provide fake_quantize of fp4kit.jax, and argument checks for the other functions of fp4kit.jax."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> jax.Array:
-    """Return the values of x after quantization and dequantization. The function is differentiable.
+    """Round x to the values that a recipe can represent (quantize, then dequantize). The function is differentiable.
 
         forward: dequantize(quantize(x))
         backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
@@ -64,9 +64,9 @@ def fake_quantize(
     Here grad is the gradient with respect to the result. The forward pass is fp4kit.fake_quantize, and the gradient
     is fp4kit.fake_quantize_backward.
 
-    Works under jax.jit, grad, vmap, scan and checkpoint; recipe, axis, rounding and pass_through are static. An array
-    with values is processed where it is, on the CPU or on CUDA (through DLPack). In a program that JAX traces, the call
-    runs as follows:
+    Works under jax.jit, grad, vmap, scan and checkpoint; recipe, axis, rounding and pass_through are static. Outside
+    traced programs, an array is processed on its own device, the CPU or CUDA (through DLPack). In a program that JAX
+    traces, the call runs as follows:
 
     - CPU: a jax.pure_callback.
     - CUDA with CuPy: a handler of XLA's foreign function interface, on the program's buffers and stream.
@@ -78,9 +78,10 @@ def fake_quantize(
         x: float32, float16 or bfloat16 array of JAX or NumPy, of any shape.
         recipe: a recipe id or a Recipe.
         axis: the axis along which blocks run.
-        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize; None takes it from x. It gets no
-            gradient.
-        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None takes them from x. They get no gradient.
+        tensor_amax: the amax that determines the tensor scale, as in fp4kit.fake_quantize; None computes it from x. It
+            gets no gradient.
+        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None computes them from x. They get no
+        gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
             shape of x.
@@ -97,8 +98,8 @@ def fake_quantize(
             that depend only on shapes and dtypes are also raised while the call is traced.
 
     Exact:
-        Equals fp4kit.fake_quantize bit for bit, subnormal numbers included, which XLA itself would flush. That function
-        states the numerics.
+        Equals fp4kit.fake_quantize bit for bit, and has the same numerics. Subnormal numbers are kept, although XLA
+        itself would flush them.
 
     Examples:
         >>> x = jax.numpy.array([[0.3, -5.0] * 16])
@@ -195,7 +196,7 @@ def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
-    """Return x fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient.
+    """Fake-quantize x, which may be traced or have values. _forward and _backward define the gradient.
 
     static: the arguments that JAX treats as static.
     given: the other optional arguments. If its seed is None, static.seed is used.
@@ -238,7 +239,7 @@ _fake_quantize.defvjp(_forward, _backward)
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
     """Return grad, with 0 where |x| > amax or x or amax is NaN. If amax is None, compute the limit from x.
 
-    When JAX differentiates this function again, it is linear in grad, and x and amax are constants.
+    For second derivatives, JAX treats this function as linear in grad, with x and amax as constants.
     """
     arguments = {
         "grad": grad,

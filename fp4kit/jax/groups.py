@@ -29,7 +29,7 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[jax.Array]:
-    """Fake-quantize every array of a list as fake_quantize does, in a single launch on a GPU. Differentiable.
+    """Fake-quantize every array of a list as fake_quantize does, with a single kernel launch on a GPU. Differentiable.
 
     It works under the same transforms as fake_quantize: jax.jit, grad, vmap, scan and checkpoint. The docstring of
     fake_quantize also says where the call runs.
@@ -128,7 +128,7 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
     """Return grads, with 0 where |x| > amax or x or amax is NaN. If amaxes is None, compute the limits from xs.
 
-    When JAX differentiates this function again, it is linear in grads, and xs and amaxes are constants.
+    For second derivatives, JAX treats this function as linear in grads, with xs and amaxes as constants.
     """
     arguments = {
         "grads": grads,

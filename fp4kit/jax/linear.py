@@ -1,4 +1,4 @@
-"""Provide fp4kit.jax.linear: a linear layer whose operands are quantized and multiplied as a matrix unit does."""
+"""Provide fp4kit.jax.linear: a linear layer with both operands quantized, multiplied as a GPU's matrix unit does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def linear(
     seed: Any = None,
     hadamard: Hadamard = False,
 ) -> jax.Array:
-    """Return y = x w^T with both operands quantized and multiplied as a matrix unit does. Differentiable.
+    """Return y = x w^T, with both operands quantized and multiplied as a GPU's matrix unit does. Differentiable.
 
         y = matmul(quantize(x, recipe_x), quantize(w, recipe_w), unit=unit, out_dtype=out_dtype)
 
@@ -64,12 +64,12 @@ def linear(
         gradient of x = grad w'    gradient of w = grad^T x'
 
     Here x' and w' are the dequantized operands in float32, and grad is the gradient with respect to y, converted to
-    float32. jax.numpy.matmul multiplies them in float32 with precision="highest", in XLA's order of sums. The result is
-    rounded to the dtype of x or w.
+    float32. jax.numpy.matmul computes these products in float32 with precision="highest"; XLA determines the order of
+    the sums. The result is rounded to the dtype of x or w.
 
-    backward="high-precision" multiplies by the unquantized x and w instead, in the same way. Both are the backward
-    passes of Transformer Engine's row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"), where
-    they are called backward_override="dequantized" and "high_precision". Transformer Engine multiplies in bfloat16.
+    backward="high-precision" multiplies by the unquantized x and w instead, also in float32. Transformer Engine has
+    both backward passes for row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"). There they are
+    called backward_override="dequantized" and "high_precision". Transformer Engine multiplies in bfloat16.
 
     backward="quantized" computes both gradients as Transformer Engine's NVFP4 recipe does, from operands that are
     quantized along the axis of the sum:
@@ -77,11 +77,11 @@ def linear(
         gradient of x = matmul(quantize(grad, recipe_grad), quantize(w, recipe_w, axis=0))
         gradient of w = matmul(quantize(grad, recipe_grad, axis=0), quantize(x, recipe_x, axis=0))
 
-    Each product is added as `unit` does, and rounded to the dtype of x or w. Transformer Engine's defaults are
+    Both products are computed as `unit` does, and rounded to the dtype of x or w. Transformer Engine's defaults are
     recipe_x="nvfp4-te", recipe_w="nvfp4-te-2d", rounding="stochastic" and hadamard=True.
 
-    Works under jax.jit, grad, vmap, scan and checkpoint. All arguments except x, w and seed are static. Calls in traced
-    programs run where those of fake_quantize run.
+    Works under jax.jit, grad, vmap, scan and checkpoint. All arguments except x, w and seed are static. In traced
+    programs, calls run on the host or the GPU as for fp4kit.jax.fake_quantize.
 
     Args:
         x: float32, float16 or bfloat16 array (..., K) of JAX or NumPy.
@@ -93,9 +93,9 @@ def linear(
         out_dtype: float32, float16 or bfloat16; None for the dtype of x.
         backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized"; None for recipe_x.
-        rounding: the rounding of that gradient's codes, in both of its copies.
-        seed: for rounding="stochastic": an int, or a 0-d integer array, which may be traced. Both copies use it; pass
-            another seed in every step.
+        rounding: for "quantized", how both quantized copies of the gradient with respect to y are rounded.
+        seed: for rounding="stochastic": an int, or a 0-d integer array, which may be traced. Both copies use this seed;
+            pass another one in every training step.
         hadamard: True transforms both operands of the gradient of w along M, as in fp4kit.quantize. "no_signs" leaves
             out the random signs.
 
@@ -197,7 +197,7 @@ def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
 
 
 def _forward(static: StaticLinear, x: Any, w: Any, seed: Any) -> tuple[Any, Any]:
-    """Return _linear of the arguments, and the residuals for _backward: x, w and seed."""
+    """Return the result of _linear, and the residuals for _backward: x, w and seed."""
     return _linear(static, x, w, seed), (x, w, seed)
 
 

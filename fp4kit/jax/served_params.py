@@ -19,10 +19,10 @@ _OP = "fake_quantize_model"
 
 
 class _Leaf(NamedTuple):
-    """Describe an array of a pytree.
+    """Describe an array in a pytree of parameters.
 
     Attributes:
-        weight: the facts about the array that the plan needs.
+        weight: the name, shape and other properties of the array that decide whether it is quantized.
         axis: the axis along which blocks run, from the end.
     """
 
@@ -52,14 +52,14 @@ class ServedParams:
         return table(self.plan)
 
     def __call__(self, params: Any) -> Any:
-        """Return params with the served values in place of the weights, in the structure of params.
+        """Return a copy of params in which served values (fake-quantized weights) replace the weights.
 
         Args:
-            params: a pytree with the structure and shapes of the one that the instance was made for.
+            params: a pytree with the structure and shapes of the parameters that were passed to fake_quantize_model.
 
         Raises:
             ValueError: the number of arrays in params differs.
-            TypeError, ValueError: as for fake_quantize, with the name of the array in front.
+            TypeError, ValueError: as for fake_quantize; the message begins with the name of the array.
         """
         arrays, structure = jax.tree.flatten(params)
         if len(arrays) != len(self._leaves):
@@ -101,7 +101,7 @@ def fake_quantize_model(
     pass_through: bool = True,
     config: Any = None,
 ) -> ServedParams:
-    """Return a transform from a model's parameters to the values that the converted checkpoint would serve.
+    """Return a function that maps a model's parameters to the values that the converted checkpoint would serve.
 
         served = fp4kit.jax.fake_quantize_model(params, "nvfp4-te")
         loss = lambda params, x: model.apply(served(params), x)
@@ -119,11 +119,12 @@ def fake_quantize_model(
     Args:
         params: a pytree of arrays, or of jax.ShapeDtypeStruct. It is not changed.
         recipe: a recipe id or a Recipe.
-        format: the --format of `fp4kit convert`, such as "compressed-tensors" or "modelopt", whose loaders decode the
-            values; None for the format that convert chooses for the recipe and the model.
+        format: the checkpoint format (--format of `fp4kit convert`), such as "compressed-tensors" or "modelopt". Values
+            are decoded as loaders of this format decode them. None uses the format that convert chooses for the recipe
+            and the model.
         parameters: wildcards (fnmatch) of array names. Other arrays stay unquantized.
         exclude: wildcards of arrays that stay unquantized.
-        include: wildcards of arrays that are quantized although they would stay unquantized.
+        include: wildcards of arrays to quantize that would stay unquantized by default.
         pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > amax.
         config: the content of the model's config.json, whose names and model type the converter uses; None for none.
 
@@ -180,6 +181,6 @@ _KIND: dict[bool, Any] = {False: "matrix", True: "stack"}
 
 
 def _largest(w: Any, stack: bool) -> Any:
-    """Return the largest |w| as float32 (), or for a stack that of each expert as (E,). It has no gradient."""
+    """Return the largest |w| as float32 (), or for a stack the largest |w| per expert as (E,), without a gradient."""
     size = jax.numpy.abs(jax.lax.stop_gradient(w))
     return jax.numpy.max(size, axis=(1, 2) if stack else None, initial=0).astype("float32")
