@@ -1,7 +1,7 @@
 """Convert between memory layouts of codes and scales: nibble order, scale swizzles, file formats, KV caches, padding.
 
-The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value. The module kv has the pages of
-KV caches.
+The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value. The module kv handles the
+pages of KV caches.
 """
 
 from fp4kit.layouts import kv

@@ -47,8 +47,8 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
         nvfp4, 36 bytes for 64 elements:   s s s s    then per scale    | c0 c8 | c1 c9 | ... | c7 c15 |
 
     Here s is a scale byte, and | a b | is a byte with code a in the low nibble and code b in the high nibble. Scale
-    bytes are copied unchanged. llama.cpp decodes some of them in its own way; the recipes mxfp4-gguf and nvfp4-gguf
-    model that.
+    bytes are copied unchanged. llama.cpp decodes some scale bytes differently from the OCP and NVIDIA formats; the
+    recipes mxfp4-gguf and nvfp4-gguf model this.
 
     Args:
         packed: uint8 (..., K/2), two codes per byte as in Quantized.packed. K is a multiple of 32 (mxfp4) or 64
@@ -149,8 +149,8 @@ def _gguf_block(op: str, format: str) -> GgufBlock:
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
     """Raise ValueError unless the length of the last axis of array is a multiple of `multiple`.
 
-    op: the public function, which begins the message. name: how the message calls the array. why: a clause of the
-    message that gives the reason.
+    op: the public function, with which the message begins. name: the name of the array in the message. why: the clause
+    of the message that gives the reason.
     """
     if array.shape[-1] % multiple:
         raise ValueError(

@@ -7,9 +7,9 @@ s % block_size of page s // block_size.
 Notation: t is a token of a page, h a head, B the block size, H the number of heads, D the head dimension, S = D/16.
 
 - order "nhd": the vector of (t, h) has index t * H + h in a page. Order "hnd": it has index h * B + t.
-- container "vllm": a page is one run of bytes, [K codes | K scales | V codes | V scales]. Its array has the shape
-  (pages, 2, B, H, D/2 + D/16) for nhd and (pages, 2, H, B, D/2 + D/16) for hnd. The last axis is only a size: the codes
-  of all vectors of K come first, then the scales of all vectors of K.
+- container "vllm": a page is a contiguous range of bytes, [K codes | K scales | V codes | V scales]. Its array has the
+  shape (pages, 2, B, H, D/2 + D/16) for nhd and (pages, 2, H, B, D/2 + D/16) for hnd. The last axis is only a size: the
+  codes of all vectors of K come first, then the scales of all vectors of K.
 - container "flashinfer": K codes, V codes, K scales and V scales are four arrays (pages, B, H, n) for nhd and
   (pages, H, B, n) for hnd, where n is D/2 or D/16. They may have any strides.
 - swizzled: scale s of token t of V lies where a linear layout has scale s' = 4 (s % (S/4)) + t % 4 of token
@@ -86,7 +86,7 @@ class KVParts(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Describe where the bytes of a KV cache lie. The head of this module states the offsets.
+    """Describe where codes and scales lie in a KV cache. The module's docstring states the offsets.
 
     Attributes:
         container: "vllm" (one array of pages) or "flashinfer" (four arrays).
@@ -224,7 +224,7 @@ def v_scale_position(token: Any, scale: Any, scales: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Hold the arrays of a KV cache, and write and read them at slots. The arrays are not copied.
+    """Write and read keys and values in a KV cache, at given token slots. The arrays are not copied.
 
     Attributes:
         layout: the KVLayout, or its name when the cache is created.
@@ -336,7 +336,7 @@ class KVCache:
         return KVParts(*(view[where(i == 3)] for i, view in enumerate(self.views())))
 
     def converted(self, layout: KVLayoutName | KVLayout, out: KVCache | None = None) -> KVCache:
-        """Return the cache in another layout. Codes and scales keep their values.
+        """Copy the cache to another layout. Codes and scales keep their values.
 
         Args:
             layout: the layout, or its name.
@@ -379,7 +379,7 @@ class KVCache:
         return to_device(index) if on_device(self.arrays[0]) else index
 
     def _indices(self, slots: np.ndarray) -> Callable[[bool], tuple[Any, ...]]:
-        """Return a function that returns the index with which views are read and written at slots.
+        """Return a function that gives the index for reading or writing views at slots.
 
         The argument of that function is True for the scales of V, and False for all other views. For swizzled scales of
         V, the index has the shape (tokens, heads, head_dim/16); otherwise it has the shape (tokens, heads).
@@ -409,7 +409,7 @@ class KVCache:
 
 
 def _on_host(array: Any) -> Any:
-    """Return a NumPy array itself. For a CuPy array, return an empty one, so that its memory is not compared."""
+    """Return a NumPy array unchanged, or an empty array for a CuPy array, whose memory need not be compared."""
     return np.empty(0, np.uint8) if on_device(array) else array
 
 

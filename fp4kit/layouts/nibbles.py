@@ -91,7 +91,7 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """Return codes in the storage of their element format: 4-bit codes two per byte, wider codes unchanged.
+    """Pack codes as their element format stores them: 4-bit codes two per byte, wider codes unchanged.
 
     codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing.
     """
@@ -99,7 +99,7 @@ def packed(codes: Any, packing: Packing) -> Any:
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Convert codes that are stored as in the element format to uint8, one code per byte. This inverts `packed`.
+    """Unpack codes from the form in which the element format stores them: uint8, one code per byte. Inverts `packed`.
 
     packing: ElementFormat.packing.
     """
@@ -130,7 +130,7 @@ def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, pa
 
 
 def contiguous(a: Any) -> Any:
-    """Return a NumPy or CuPy array itself if it is contiguous, otherwise a contiguous copy.
+    """Return a NumPy or CuPy array unchanged if it is contiguous, otherwise a contiguous copy.
 
     This replaces np.ascontiguousarray, which does not accept CuPy arrays.
     """

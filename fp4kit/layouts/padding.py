@@ -29,9 +29,9 @@ def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
 
 @returns_in_library
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
-    """Append zeros along an axis, so that its length becomes a multiple of a number.
+    """Append zeros along an axis, so that the length of the axis becomes a multiple of ``multiple``.
 
-    quantize requires a multiple of the recipe's block size, for example.
+    For example, quantize requires that the length is a multiple of the recipe's block size.
 
     Args:
         x: an array of any library, with at least one axis.
@@ -70,7 +70,7 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
 
 
 def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
-    """Return the order into which FlashInfer's shuffle_matrix_a brings rows: y = x[shuffle_rows(M, epilogue_tile)].
+    """Return the row order of FlashInfer's shuffle_matrix_a: y = x[shuffle_rows(M, epilogue_tile)].
 
     The rows are permuted within blocks of B rows: new row 8 i + j of a block is its old row (B / 8) j + i. B is 32 if
     epilogue_tile is a multiple of 128, otherwise 16.

@@ -149,7 +149,7 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the number of scales is the one that a layout needs, padding included.
+    """Raise ValueError unless ``scales`` has as many entries as the layout needs, padding included.
 
     Also raise ValueError if the layout is unknown, if a length is negative, or if a swizzled layout gets a shape of
     fewer than two axes.

@@ -62,7 +62,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
 
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Check the arguments of amax. Return whether x is a CuPy array, and the arguments for the engine.
+    """Check the arguments of fp4kit.amax. Return (True if x is a CuPy array, arguments for the engine).
 
     The engine's function to call with these arguments is plain_amax if recipe is None, and amax otherwise.
 

@@ -49,8 +49,8 @@ class Comparison:
 
     A Comparison prints as a table. Its truth value is True if everything is equal.
 
-    A count is a pair (differing, compared). The counts of codes and scales are (0, 0) if there are none to compare: if
-    an argument is a plain array, or if a and b differ in format, block or axis.
+    A count is a pair (differing, compared). Codes and scales are not compared, so their counts are (0, 0), if an
+    argument is a plain array, or if a and b differ in format, block or axis.
 
     Attributes:
         codes: count of element codes.
@@ -168,9 +168,9 @@ def compare(a: Any, b: Any) -> Comparison:
         ValueError: the shapes differ.
 
     Numerics:
-        sqnr and max_error are computed in float64. Squares are summed pairwise in boxes of 2^16 values, and then the
-        sums of the boxes are summed pairwise. If any value differs, then sqnr and max_error are NaN if a or b holds a
-        NaN, or if both hold the same infinity at one index. If a is all zeros, sqnr is -inf, or NaN if b is all zeros
+        sqnr and max_error are computed in float64. Squares are summed pairwise within parts of 2^16 values, and then
+        the sums of the parts are summed pairwise. If any value differs, then sqnr and max_error are NaN if a or b holds
+        a NaN, or if both hold the same infinity at one index. If a is all zeros, sqnr is -inf, or NaN if b is all zeros
         too. If only the signs of zeros differ otherwise, sqnr is inf.
 
         The call needs at most 64 MiB of memory beyond a and b, and a linear copy of swizzled scales.
@@ -228,14 +228,14 @@ def _linear(a: Any) -> Any:
 
 
 def _reader(a: Any) -> BoxReader:
-    """Return a function that maps a box to the values of `a` within it: a slice, or a dequantized part."""
+    """Return a function that maps a box (a tuple of slices) to the values of `a` within the box."""
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return one number of elements per axis. The operands can be cut into boxes at multiples of this number.
+    """Return, per axis, a number of elements at whose multiples all operands can be cut into boxes.
 
     A Quantized is cut between its blocks, so that box_of can slice it. An array can be cut anywhere.
     """
@@ -278,11 +278,11 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 
 @cache
 def _positions(fmt: ElementFormat) -> np.ndarray:
-    """Return an array that maps each code of fmt to the position of its value, counted in steps from zero: int16.
+    """Return an int16 array that maps each code of fmt to the position of its value, counted in steps from zero.
 
-    Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION (4096), which is no
-    position of a number. In a Codebook, a step leads from one value to the next larger one, and positions count from
-    the smallest value.
+    A step is the distance between neighboring values. Negative values have negative positions. -0 has position 0, and
+    NaN codes have _NAN_POSITION (4096), which is no position of a number. In a Codebook, positions count from the
+    smallest value.
     """
     if isinstance(fmt, Codebook):
         return np.unique(fmt.values, return_inverse=True)[1].astype(np.int16)

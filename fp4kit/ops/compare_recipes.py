@@ -26,16 +26,16 @@ OP = "compare_recipes"
 
 @dataclass(frozen=True, eq=False)
 class RecipeComparison:
-    """Hold how the results of several recipes differ on one array. print() shows the shares of differing codes.
+    """Report how the results of several recipes differ for one array. print() shows the shares of differing codes.
 
     All arrays have shape (n, n) for n recipes, and are symmetric.
 
     Attributes:
         recipes: the ids of the recipes.
-        codes: float64, the share of element codes that differ, from 0 to 1. NaN if two recipes have other element
-            formats, or if one of them gives no codes.
-        scales: float64, the share of block scales that differ. NaN as for codes, or if scales or blocks differ in
-            format or size, or if there are none.
+        codes: float64, the share of element codes that differ, from 0 to 1. NaN if two recipes have different element
+            formats, or if one of the two gives no codes.
+        scales: float64, the share of block scales that differ. NaN if codes is NaN, if the scale formats or block sizes
+            differ, or if there are no block scales.
         tensor_scales: float64, the share of tensor scales that differ; NaN if a recipe has none.
         values: float64, the share of decoded values that differ in any bit; NaN equals NaN.
         first: array of objects. Each is the index in x of the first element whose code differs or, if all codes are
@@ -155,7 +155,7 @@ def compare_recipes(
 
 
 class _RecipeResult:
-    """Hold the codes, scales and values of one recipe, as arrays on the host. None stands for a part that is missing.
+    """Hold the codes, scales and values that one recipe gives, as arrays on the host; None for those it does not give.
 
     codes: the element codes, in the shape of x. values: the bits of the values, with one pattern for all NaN.
     """
@@ -181,7 +181,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, float]:
-    """Return the differing shares of codes, block scales, tensor scales and values. NaN: they are not comparable."""
+    """Return the shares of codes, block scales, tensor scales and values that differ; NaN if not comparable."""
     same_element = a.recipe.element == b.recipe.element
     same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
     return (
@@ -205,8 +205,8 @@ def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) 
 def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
     """Return the index of the first element whose code differs.
 
-    If all codes are equal, or if they cannot be compared, return that of the first value that differs. Return None if
-    all values are equal too.
+    If all codes are equal, or if they cannot be compared, return the index of the first value that differs. Return None
+    if all values are equal too.
     """
     pairs = [(a.values, b.values)]
     if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:

@@ -1,4 +1,4 @@
-"""Compare two arrays of values box by box, so that an array of any size needs only a few MiB at a time.
+"""Compare two arrays of values in parts (boxes), so that an array of any size needs only a few MiB at a time.
 
 A box is a rectangular region of an array, given as a tuple of slices, one per axis.
 """
@@ -25,8 +25,8 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
     Boxes are as long as possible along the last axes.
 
-    multiples: one number of elements per axis. Boxes begin at multiples of this number. None means 1 for all axes. The
-        smallest possible box has this length along every axis, even if it then has more than BOX_ELEMENTS elements.
+    multiples: one number of elements per axis; None means 1 for all axes. Boxes begin at multiples of this number, and
+        a box is at least this long along every axis, even if the box then has more than BOX_ELEMENTS elements.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
@@ -43,8 +43,8 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 class Energy:
     """Accumulate a sum of squares box by box, for the SQNR of a comparison.
 
-    The sum of a box is stored as a pair (p, e), which stands for p * 4^e. The exponents keep squares of large and small
-    float64 numbers in range.
+    The sum of a box is stored as a pair (p, e), which means p * 4^e, so that squares of large and small float64 numbers
+    neither overflow nor underflow.
     """
 
     parts: list[tuple[float, int]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Energy:
         self.parts.append((float(np.sum(x * x)), exponent))
 
     def total(self) -> tuple[np.float64, int]:
-        """Return the sum over all boxes as (p, e), which stands for p * 4^e. Return (0, 0) if every sum is 0.
+        """Return the sum over all boxes as (p, e), which means p * 4^e. Return (0, 0) if every sum is 0.
 
         Boxes are added pairwise, in their order.
         """
@@ -93,7 +93,7 @@ class Differences:
     noise: Energy = field(default_factory=Energy)
 
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
-        """Compare x and y, the values of two arrays within a box, and add their differences.
+        """Compare x and y, the values of two arrays within a box, and add the differences found to this object.
 
         Values differ if their bits differ, so -0 differs from +0, but any two NaNs are equal. Return True if any value
         differs. Otherwise add nothing and return False.
@@ -120,7 +120,7 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update `first` and `max_ulp` from x and y, the values of a box.
+        """Update `first` and `max_ulp` from x and y, the values of two arrays within a box.
 
         differ: a mask of the values that differ, which must not be empty. Pairs with a NaN do not change `max_ulp`.
         """
@@ -171,8 +171,8 @@ def compare_values(
 ) -> Differences:
     """Compare two arrays box by box, and return their differences.
 
-    Arrays that are equal everywhere need no sums of squares. So boxes without a difference are read a second time, for
-    these sums, only if another box has a difference.
+    Sums of squares are needed only if a value differs. So boxes without a difference are read again for these sums only
+    if another box has a difference.
 
     read_x, read_y: functions that return the values of an array within a box. shape: the shape of both arrays.
     multiples: as in boxes. dtype: float32 or float64, in which values are compared.

@@ -21,7 +21,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: ArrayT, threads: int | N
 def dequantize(q: Quantized, dtype: Any = None, *, out: None = None, threads: int | None = None) -> Any: ...
 @with_threads
 def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int | None = None) -> Any:
-    """Return the values of a quantized array, in the shape of the array that was quantized.
+    """Decode a quantized array to values, in the shape of the array that was quantized.
 
         value = decode(code) * block_scale * tensor_scale     in the order of recipe.decode_rule, then rounded to dtype
 
@@ -44,9 +44,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         gives NaN.
 
         The values follow q.tensor_scale. Some decode rules also read the tensor amax: TE's, compressed-tensors', and
-        Model-Optimizer's for integers. These rules use q.tensor_amax if the recipe makes exactly q.tensor_scale from
-        it, and otherwise the amax that q.tensor_scale implies (reference/implied_amax.py). If no amax gives this scale,
-        as for an arbitrary number in a checkpoint, value = decode(code) * (block_scale * tensor_scale).
+        Model-Optimizer's for integers. These rules use q.tensor_amax if the recipe computes exactly q.tensor_scale from
+        it, and otherwise an amax from which the recipe would compute q.tensor_scale (reference/implied_amax.py). If no
+        amax gives this scale, for example because a checkpoint holds an arbitrary one, value = decode(code) *
+        (block_scale * tensor_scale).
 
     Exact:
         Equals what the recipe's producer decodes.
@@ -68,7 +69,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     """Check the arguments of dequantize, and return the values of q, in `out` if given. Raise the errors of dequantize.
 
-    key: the key under which to store a cached call for later calls; None stores nothing.
+    key: the key under which to cache the parsed call for later calls with equal shapes; None caches nothing.
     """
     original, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)

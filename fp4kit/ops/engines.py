@@ -40,7 +40,7 @@ def _cuda() -> Any:
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return a cached call of an operation: a function that repeats the call on other arrays of equal shapes.
+    """Return a cached call: a function that repeats an operation on other arrays of equal shapes.
 
     The CUDA engine makes the function for arrays on a device, and the compiled host engine for arrays in host memory.
     Return None if that engine does not support the call.
@@ -93,9 +93,9 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Engine(str):
-    """Hold the name of an engine, as a str.
+    """A str with the name of an engine.
 
-    Its attribute `why` says why no faster engine is used; it is "" for the fastest one.
+    The attribute `why` says why no faster engine is used. It is "" if the engine is the fastest one.
     """
 
     why: str
@@ -146,7 +146,7 @@ def engine() -> Engine:
 
 @contextmanager
 def specification() -> Iterator[None]:
-    """Compute on NumPy arrays by the specification alone within a with block, for example to check the other engine.
+    """Within a with block, compute on NumPy arrays by the specification alone, for example to check the other engine.
 
     It applies to the current thread or task.
 
@@ -277,7 +277,7 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a cached call that saves only the parsing of arguments, for calls that new_cached_call does not support.
+    """Return a function that repeats a call without parsing arguments, for calls that new_cached_call does not support.
 
     The returned function takes (x, amax, out), and runs `operation` by the first engine that supports the call. It
     ignores amax, which is None. Return None if the caller passed tensor_amax, or if x is not a NumPy array. x: the

@@ -31,7 +31,7 @@ _CHUNK = 1 << 20  # values of y per step; a step holds about nine float64 arrays
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """Split the error of a quantized matrix product into its sources, as signal-to-noise ratios. print() shows a table.
+    """The error of a quantized matrix product, split by source, as signal-to-noise ratios. print() shows a table.
 
     fp4kit.error_budget returns an ErrorBudget, and its documentation defines each ratio. All ratios are in dB. A larger
     ratio means a smaller error, and inf means no error.
@@ -41,12 +41,12 @@ class ErrorBudget:
         activation: ratio of the error that comes from quantizing x.
         interaction: ratio of the error that both quantizations cause together, beyond the two above.
         quantization: ratio of the sum of these three errors.
-        accumulation: ratio of the error of the unit, compared with the exact product of the quantized operands.
+        accumulation: ratio of the matrix unit's error, compared with the exact product of the quantized operands.
         rounding: ratio of the error of rounding the unit's float32 result to out_dtype.
         total: ratio of the sum of all errors.
         recipe_x: id of the recipe of x.
         recipe_w: id of the recipe of w.
-        unit: id of the unit.
+        unit: id of the matrix unit.
         out_dtype: name of the dtype of the result.
         shape: (M, N, K).
     """
@@ -104,7 +104,7 @@ def error_budget(
     *,
     out_dtype: Any = "bfloat16",
 ) -> ErrorBudget:
-    """Return where the error of a quantized matrix product x w^T comes from.
+    """Split the error of a quantized matrix product x w^T into its sources.
 
     With x' and w' for the quantized operands, the total error of the result is exactly the sum of the other five:
 
@@ -123,8 +123,8 @@ def error_budget(
 
         SQNR = 10 log10(sum (x w^T)^2 / sum e^2)
 
-    The table also shows the relative error, sqrt(sum e^2 / sum (x w^T)^2). Errors add, but their squares add only as
-    far as they are uncorrelated.
+    The table also shows the relative error, sqrt(sum e^2 / sum (x w^T)^2). Errors add, but squares of errors add only
+    as far as the errors are uncorrelated.
 
     Args:
         x: float32, float16 or bfloat16 array (..., K), such as the activations of a layer. Its leading axes are joined
@@ -147,7 +147,7 @@ def error_budget(
         - x' and w' are code times block scale times tensor scale, exact. For unit="dequantized", they are the float32
           values of fp4kit.dequantize, and their rounding to bfloat16 counts as accumulation.
         - Products other than u are computed in float64, on the host, with NumPy's matrix product. Its order of sums is
-          not fixed. Ratios above about 280 dB therefore mean "no error but that of float64".
+          not fixed. Ratios above about 280 dB therefore mean "no error beyond float64 rounding".
         - An error of zero gives inf. NaN or infinities in x or w give NaN.
 
         The call needs four float64 arrays: two of the size of x, and two of the size of w. Arrays on a GPU are
