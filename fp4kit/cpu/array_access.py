@@ -1,4 +1,4 @@
-"""Handle arrays of NumPy, PyTorch and JAX in host memory for cached calls: read addresses, make arrays and results."""
+"""Read addresses and create arrays of NumPy, PyTorch and JAX in host memory, for cached calls (cached_calls.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Allocate memory for large results, and reuse it after the results are freed.
 
 Results of MIN_BYTES to MAX_BYTES are allocated in memory that is aligned to huge pages. When the last array that uses
-such memory is freed, the memory is kept for the next result. A process keeps at most one piece of memory.
+such memory is freed, the memory is kept for the next result. A process keeps at most one such buffer.
 
 The first write to a new page costs a page fault and fills the page with zeros. docs/processors.md states how much
 longer decoding into new pages takes. malloc itself keeps freed memory below 32 MiB only.

@@ -1,4 +1,4 @@
-"""Make cached calls (call/call_cache.py) for arrays in host memory: one call of the C library with new addresses.
+"""Make cached calls (call/call_cache.py) for arrays in host memory: one call to the C library with new addresses.
 
 A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
 in Python. Calls of quantize, dequantize and fake_quantize can be cached for matrices with any strides and axis, and for
@@ -7,7 +7,7 @@ recipe, or if elements are not aligned. A cached call returns None if it cannot 
 or infinite, or if the thread's arithmetic is not IEEE's (flushed subnormals, another rounding mode). Then the caller
 runs the call by cpu/engine.py.
 
-Prototype: the arguments of a call of the C library, without addresses.
+Prototype: the arguments of a call to the C library, without addresses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class CpuQuantizeCall:
-    """A cached call of quantize with nearest rounding and linear scales.
+    """A cached call to quantize with nearest rounding and linear scales.
 
     Calling it with (x, tensor_amax, out) returns the result, or None if the library cannot compute it.
 
@@ -88,7 +88,7 @@ class _MatrixCall(NamedTuple):
 def _matrix(call: Call) -> np.ndarray | None:
     """Return the array of a call as one matrix whose rows are quantized.
 
-    Return None if the array is empty, or if the call needs several calls of the library. It needs several in these
+    Return None if the array is empty, or if the call needs several calls to the library. It needs several in these
     cases:
 
     - x has more than ELEMENTS_PER_CALL elements.
@@ -110,7 +110,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
     Return None in these cases:
 
-    - The call needs several calls of the library (see _matrix).
+    - The call needs several calls to the library (see _matrix).
     - It has stochastic rounding, a Hadamard transform, given block amaxes, a scale search or a tensor scale per block.
     - The recipe has amax rules, or a tensor rule that is not compiled.
 
@@ -134,7 +134,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
-    """Return a CpuQuantizeCall that repeats a parsed call of quantize.
+    """Return a CpuQuantizeCall that repeats a parsed call to quantize.
 
     Return None if the scales are not linear, or if an array of `out` is empty, not contiguous or not aligned. Also
     return None for quantize_both, and in the cases in which _matrix_call returns None. Raise Declined if the library
@@ -164,7 +164,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CpuFakeQuantizeCall:
-    """A cached call of fake_quantize with nearest rounding, for recipes without a fake_rule.
+    """A cached call to fake_quantize with nearest rounding, for recipes without a fake_rule.
 
     Calling it with (x, tensor_amax) returns the values, or None if the library cannot compute them.
 
@@ -203,7 +203,7 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
 
 
 def fake_quantize(call: Call, x: Any) -> CpuFakeQuantizeCall | None:
-    """Return a CpuFakeQuantizeCall that repeats a parsed call of fake_quantize.
+    """Return a CpuFakeQuantizeCall that repeats a parsed call to fake_quantize.
 
     Return None if the recipe has a fake_rule, or in the cases in which _matrix_call returns None. Raise Declined if the
     library does not support the recipe, or if elements are not aligned.
@@ -224,7 +224,7 @@ def fake_quantize(call: Call, x: Any) -> CpuFakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CpuDequantizeCall:
-    """A cached call of dequantize for linear scales.
+    """A cached call to dequantize for linear scales.
 
     Calling it with (q, out) returns the values, or None if the library cannot compute them.
 
@@ -257,11 +257,11 @@ class CpuDequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> CpuDequantizeCall | None:
-    """Return a CpuDequantizeCall that repeats a call of dequantize.
+    """Return a CpuDequantizeCall that repeats a call to dequantize.
 
     Return None in these cases:
 
-    - There are no elements, or too many elements or tensor scales for one call of the library.
+    - There are no elements, or too many elements or tensor scales for one call to the library.
     - The scales are not linear, or an array is not contiguous and aligned.
     - The recipe has amax rules.
 

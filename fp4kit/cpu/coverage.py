@@ -1,4 +1,4 @@
-"""Tell which recipes the compiled CPU engine supports, and for which reasons it leaves others to the specification.
+"""Tell which recipes the compiled CPU engine supports, and why it leaves others to the specification (NumPy code).
 
 The engine contains one compiled rule per key. A key is a text that lists the fields of a recipe on which the rule's
 results depend. A recipe is supported if all its keys are compiled, even if it is a variant that no table lists.
@@ -96,7 +96,7 @@ PANEL_COLUMNS = 2048  # columns of a panel, and of a block, at most: kPanelColum
 MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/four_over_six.h
 
 
-# For smaller arrays the specification is as fast, because of the Python work around a call of the library. These limits
+# For smaller arrays the specification is as fast, because of the Python work around a call to the library. These limits
 # do not apply to cached calls (cached_calls.py). Two cores of an x86-64 machine with AVX-512, November 2026.
 MIN_ELEMENTS = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}  # to encode, by tensor_scaling
 MIN_CODE_BYTES = 1 << 11  # the fewest bytes of codes to decode

@@ -42,7 +42,7 @@ _BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F
 
 
 class Kernels(NamedTuple):
-    """The facts of a recipe that a call of the library needs.
+    """The facts of a recipe that a call to the library needs.
 
     block_rule: index of the compiled block rule; -1 for a recipe without block scales.
     element: index of the compiled element arithmetic.
@@ -117,7 +117,7 @@ class Tiles(NamedTuple):
         return cls(M, K, rows_of_blocks * block_rows, tile_columns)
 
     def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Yield the slabs of the matrix. A slab consists of whole tiles, and is the work of one call of the library.
+        """Yield the slabs of the matrix. A slab consists of whole tiles, and is the work of one call to the library.
 
         cost: the time per element relative to encoding. Expensive operations have smaller slabs.
         """
@@ -392,7 +392,7 @@ class _RandomBytes(NamedTuple):
     def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _RandomBytes:
         """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest rounding.
 
-        If `random` is a RandomStream, return the seed and the place of the bytes in the stream. Otherwise return the
+        If `random` is a RandomStream, return the seed and the position of the bytes in the stream. Otherwise return the
         bytes, copied only if they are not contiguous.
 
         random: the random bytes of the whole matrix; None for nearest rounding.

@@ -29,7 +29,7 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array in their canonical shape, as reference.compute_tensor_amax does.
+    """Return the tensor amaxes of an array in their canonical shape (call/amaxes.py), like compute_tensor_amax.
 
     The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
     example because an element is NaN or infinite. mask: the sign mask of a Hadamard transform to apply first; None for
@@ -183,7 +183,9 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over the elements that a shard owns (see ops/partial.py).
+    """Return the amax of every block of a matrix over the elements of one shard (see ops/partial.py).
+
+    A shard is the part of the flattened matrix that one process holds.
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
@@ -201,8 +203,8 @@ def partial_cast(
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
-    block_amax: the amaxes of all blocks of the matrix. shape: its rows and columns. start: the index of the shard's
-    first element in the flattened matrix. amax: the tensor amax; None uses the largest of block_amax.
+    block_amax: the amaxes of all blocks of the matrix. shape: the rows and columns of the matrix. start: the index of
+    the shard's first element in the flattened matrix. amax: the tensor amax; None uses the largest of block_amax.
     """
     encode.kernels_of(r)
     encode.check_array(shard)
@@ -240,7 +242,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the float32 block amaxes with the smallest loss.
+    """Return the float32 block amaxes whose scales give the smallest loss.
 
     Raise Declined in these cases:
 

@@ -54,7 +54,7 @@ def text() -> str:
 
 
 def _stored_directions(r: Recipe) -> tuple[bool, ...]:
-    """Return the values of the argument `divides` of schema.as_stored for which a recipe needs a decoder."""
+    """Return the values of `divides` (schema.as_stored) for which a recipe needs a decoder of stored checkpoints."""
     return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
 
 

@@ -27,7 +27,7 @@ from fp4kit.reference.arith import reciprocal_table
 
 ELEMENTS_PER_THREAD = 1 << 16  # with fewer elements per thread, waking another thread costs more than it saves
 QUICK_FACTOR = 4  # quick operations (amaxes, decoding by look-up) need this many times as many elements per thread
-# The most elements per call of the library. Such a call takes some tens of milliseconds, and Python can handle Ctrl-C
+# The most elements per call to the library. Such a call takes some tens of milliseconds, and Python can handle Ctrl-C
 # only between calls.
 ELEMENTS_PER_CALL = 1 << 26
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
@@ -39,7 +39,7 @@ _SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
 
 
 class SourceMatrix(ctypes.Structure):
-    """A matrix in memory, with steps in elements. It mirrors the C++ struct Source of source/input_types.h."""
+    """A matrix in memory, with strides in elements. It mirrors the C++ struct Source of source/input_types.h."""
 
     _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
 

@@ -1,4 +1,4 @@
-"""Multiply matrices by the compiled library, as the matrix units of processors add (source/matmul.h)."""
+"""Multiply matrices by the compiled library, with the additions of GPU matrix units (source/matmul.h)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fp4kit.cpu.library import ProductCall, ProductOperand, address, functions, 
 from fp4kit.formats import ElementFormat
 from fp4kit.reference.matmul import as_terms
 
-TERMS_PER_CALL = 1 << 30  # products per call of the library, between which Python can handle Ctrl-C
+TERMS_PER_CALL = 1 << 30  # products per call to the library, between which Python can handle Ctrl-C
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Return the products of calls of fp4kit.matmul: for each call an array (batch, M, N) of its out_dtype.
+    """Return the products of calls to fp4kit.matmul: for each call an array (batch, M, N) of its out_dtype.
 
     The library computes all products at once, or parts of them one after the other, because Python can handle Ctrl-C
     only between its calls. A part is some rows of one matrix. Raise Declined if there is no usable library.
@@ -47,12 +47,12 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
 
 
 def _run(parts: list[ProductCall], terms: int) -> None:
-    """Compute parts of products, which have `terms` products of elements together."""
+    """Compute parts of matrix products. `terms` is the number of multiplications in all parts together."""
     functions().fp4kit_matmul((ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
 
 
 def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
-    """Yield the parts of a call, each with at most TERMS_PER_CALL (2^30) products of elements or with one row.
+    """Yield the parts of a call, each with at most TERMS_PER_CALL (2^30) multiplications or with one row.
 
     out: the array (batch, M, N) for the results.
     """

@@ -1,7 +1,7 @@
 """Make the tables by which the compiled library encodes and decodes user-defined formats.
 
 A recipe with amax rules may have element and scale formats that are known only at run time. A rounding to codes is
-monotone, so every code belongs to one interval of float32 numbers. This module finds these intervals by the
+monotone, so every code belongs to one interval of float32 numbers, called a piece. This module finds the pieces by the
 specification, and the library looks numbers up in them (source/own_format.h). So results equal those of the
 specification in every bit.
 
@@ -56,10 +56,10 @@ def tables_of(r: Recipe) -> Tables:
 
 
 def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of a recipe's rounding of scaled elements, as _pieces does. size: the number of element codes.
+    """Return the pieces (intervals that round to one code each) of scaled elements, as _pieces does.
 
-    With paired microexponents, entries 0 to 7 are the pieces under microexponent 0, and entries 8 to 15 those under
-    microexponent 1. Each has 7 bounds, so bounds[7] is not used.
+    size: the number of element codes. With paired microexponents, entries 0 to 7 are the pieces under microexponent 0,
+    and entries 8 to 15 those under microexponent 1. Each has 7 bounds, so bounds[7] is not used.
     """
     e = r.element
     if not isinstance(e, PairedMicroexponents):
@@ -77,9 +77,9 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the codes of scales x, float32 (n,), by the specification, to which the amax rules divide amaxes.
+    """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule.
 
-    The rule is called with a largest element of 1 in place of the recipe's. So x is the scale before rounding.
+    The rule is called with amaxes x and a largest element of 1. So x is the scale before rounding.
     """
     assert r.block_rule is not None
     one = np.ones((), np.float32)
@@ -98,7 +98,7 @@ def _values(f: ElementFormat, size: int) -> np.ndarray:
 
 
 def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of a rounding: (bounds, codes), int32 (size - 1,) and uint8 (size,).
+    """Return the pieces (intervals that round to one code each) as (bounds, codes): int32 (size - 1,), uint8 (size,).
 
     Keys from bounds[i - 1] to bounds[i] - 1 have codes[i]. Bounds and codes beyond the last piece are not used.
 

@@ -1,4 +1,4 @@
-"""Compute partial_amax and partial_cast on a shard of a matrix by the compiled library.
+"""Compute partial_amax and partial_cast by the compiled library, on the shard of a matrix that one process holds.
 
 The library computes the part of the shard that consists of whole rows of blocks. The specification computes the
 elements of the shard before and after this part.
@@ -45,7 +45,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over the elements that a shard owns.
+    """Return the amax of every block of a matrix over the elements of one shard.
 
     The arguments and the result are the same as for reference.partial.partial_amax.
     """

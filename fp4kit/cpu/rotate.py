@@ -13,7 +13,7 @@ from fp4kit.reference.rotate import hadamard_factor
 
 
 def rotate(r: Rotation) -> np.ndarray:
-    """Return a new array: x of the Rotation r, with its blocks rotated.
+    """Rotate the blocks of r.x, and return the result as a new array.
 
     Raise Declined if there is no usable library, or if the elements of x are not aligned.
     """

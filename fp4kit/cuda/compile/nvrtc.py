@@ -58,7 +58,7 @@ def version() -> tuple[int, int]:
 
 
 def _check(status: int, call: str) -> None:
-    """Raise CompileError if a call of NVRTC failed.
+    """Raise CompileError if a call to NVRTC failed.
 
     status: the result of the call. call: the name of the function, for the message.
     """

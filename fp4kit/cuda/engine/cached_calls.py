@@ -156,7 +156,7 @@ def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str
 
 @dataclass(frozen=True, slots=True)
 class CudaQuantizeCall:
-    """Hold a cached call of quantize or quantize_both for one matrix.
+    """Hold a cached call to quantize or quantize_both for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -241,7 +241,7 @@ class CudaQuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
-    """Return a CudaQuantizeCall that repeats a parsed call of quantize.
+    """Return a CudaQuantizeCall that repeats a parsed call to quantize.
 
     Return None in these cases:
 
@@ -275,7 +275,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaFakeQuantizeCall:
-    """Hold a cached call of fake_quantize for one matrix.
+    """Hold a cached call to fake_quantize for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -325,7 +325,7 @@ class CudaFakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
-    """Return a CudaFakeQuantizeCall that repeats a parsed call of fake_quantize.
+    """Return a CudaFakeQuantizeCall that repeats a parsed call to fake_quantize.
 
     Return None in these cases:
 
@@ -354,7 +354,7 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaDequantizeCall:
-    """Hold a cached call of dequantize for one matrix.
+    """Hold a cached call to dequantize for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -383,7 +383,7 @@ class CudaDequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> CudaDequantizeCall | None:
-    """Return a CudaDequantizeCall that repeats a call of dequantize.
+    """Return a CudaDequantizeCall that repeats a call to dequantize.
 
     Return None in these cases:
 
@@ -415,7 +415,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """Hold a cached call of transpose or swizzle, which copies arrays of a Quantized in another order.
+    """Hold a cached call to transpose or swizzle, which copies arrays of a Quantized in another order.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -440,7 +440,7 @@ class MoveCall:
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return a MoveCall that repeats a call of transpose.
+    """Return a MoveCall that repeats a call to transpose.
 
     Return None if no kernel supports the recipe's block size. Return None also if a kernel cannot read the codes and
     scales in place: one of the arrays is empty, not contiguous, or not on the current device.
@@ -463,7 +463,7 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
 
 
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
-    """Return a MoveCall that repeats a call of swizzle or unswizzle.
+    """Return a MoveCall that repeats a call to swizzle or unswizzle.
 
     Return None if no kernel can read the scales in place: they are empty, not contiguous, or not on the current device.
     Return None also if the scales already have the given layout.

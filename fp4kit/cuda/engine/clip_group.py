@@ -23,7 +23,7 @@ class CudaClipGroup:
     """Hold gradients on one GPU and the launches that clip them. The launches are prepared once and can run repeatedly.
 
     Args:
-        calls: parsed calls of fake_quantize_backward.
+        calls: parsed calls to fake_quantize_backward.
         amaxes: the clip limit of each call; None to compute the limit from call.x.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Multiply matrices of CuPy arrays as matrix units add them."""
+"""Multiply matrices that are CuPy arrays, with the additions of GPU matrix units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute the amaxes and the codes of shards of a matrix that are CuPy arrays."""
+"""Compute the amaxes and codes of a shard (the part of a matrix that one process holds) that is a CuPy array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """Return the amax of each block of a matrix over the elements that a shard owns, or 0 without such elements.
+    """Return the amax of each block of a matrix over the elements of one shard; 0 for blocks without such elements.
 
     The result is float32 (ceil(M / block rows), K / block columns). Raise Declined if no kernel supports the blocks or
     the size of the matrix.

@@ -168,7 +168,7 @@ def _is_pruned(r: Recipe, terms: SearchTerms) -> bool:
 
 
 def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
-    """Return the options of the pruned kernel for candidate codes from `lower` to `upper` beside the code of a block.
+    """Return the options of the pruned kernel for candidates at distances `lower` ... `upper` from a block's own code.
 
     kAll is True if all codes 1 ... 126 are candidates. kEight is True if at least 8 codes on either side are
     candidates.
