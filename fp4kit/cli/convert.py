@@ -238,6 +238,14 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="also change the signs of columns before the Hadamard transform, drawn at random for this seed",
     )
     group.add_argument(
+        "--hadamard-only",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="rotate only modules whose name matches, such as '*.down_proj'; repeatable (default: all that are"
+        " quantized)",
+    )
+    group.add_argument(
         "--input-scale",
         type=float,
         metavar="X",
@@ -493,6 +501,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
         recipes=recipes,
         hadamard=args.hadamard,
         hadamard_seed=args.hadamard_seed,
+        hadamard_only=args.hadamard_only,
     )
 
 
@@ -592,6 +601,7 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
         "activations": plan.request.activations and plan.request.activations.facts,
         "hadamard": plan.request.hadamard,
         "hadamard_seed": plan.request.hadamard_seed,
+        "hadamard_only": plan.request.hadamard_only,
         "format": plan.format_name,
         "files": tuple(paths_to_write(plan, destination).values()),
         "bytes_in": plan.bytes_in,

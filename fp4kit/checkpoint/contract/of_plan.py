@@ -25,6 +25,10 @@ def contract_of_plan(plan: Plan) -> Contract:
     unknown = [name for name in SERVER if name != "input_scales" or not plan.has_input_scale]
     if recipe is None and plan.form is not None:
         unknown.insert(0, "weights")
+    rotation = plan.request.rotation
+    if rotation is not None and plan.request.hadamard_only:  # a contract states one transform for all layers
+        rotation = None
+        unknown.append("hadamard")
     copied = [tensor.name for tensor in plan.tensors if tensor.action == COPY and len(tensor.shape) > 1]
     converted = {piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is not None}
     search = plan.request.search
@@ -34,8 +38,8 @@ def contract_of_plan(plan: Plan) -> Contract:
         excluded=tuple(name.removesuffix(".weight") for name in copied if name.endswith(".weight")),
         shared_amax=shared_leaves(converted) if _shares(plan) else (),
         input_scales="static" if plan.has_input_scale else None,
-        hadamard=plan.request.hadamard,
-        hadamard_signs=signs_of(plan.request.rotation),
+        hadamard=None if rotation is None else rotation.size,
+        hadamard_signs=signs_of(rotation),
         scale_search=None if search is None else search.words.removeprefix("searched by "),
         container=plan.format_name,
         unknown=tuple(unknown),

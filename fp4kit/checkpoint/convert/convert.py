@@ -159,6 +159,7 @@ def convert(
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     hadamard: int | None = None,
     hadamard_seed: int | None = None,
+    hadamard_only: Iterable[str] = (),
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -185,6 +186,7 @@ def convert(
         hadamard: the size of a Hadamard transform that rotates every layer before it is quantized; None for no
             rotation.
         hadamard_seed: the seed of random signs for this transform; None for no signs.
+        hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
 
     The function make_plan describes the arguments from ``format`` on in full.
 
@@ -206,7 +208,7 @@ def convert(
 
     Exact: codes and scales of newly quantized tensors equal the result of fp4kit.quantize for the whole tensor, called
         with the largest amax of the layers that share its tensor scale. With nonfinite="saturate", values are replaced
-        first. With ``hadamard``, the whole tensor is fp4kit.hadamard(W, hadamard, seed=hadamard_seed) for a weight W.
+        first. For a rotated layer W, the whole tensor is fp4kit.hadamard(W, hadamard, seed=hadamard_seed).
         There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other
         block scales.
     """
@@ -226,6 +228,7 @@ def convert(
         recipes=recipes,
         hadamard=hadamard,
         hadamard_seed=hadamard_seed,
+        hadamard_only=hadamard_only,
     )
     return execute(plan, destination, options)
 

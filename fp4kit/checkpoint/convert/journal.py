@@ -56,14 +56,15 @@ def request_facts(request: Request) -> dict[str, Any]:
     """Return a request as an object for JSON, for the key of a run and for the manifest.
 
     Optional fields of the request (codes, recipes, search, activations, ignore, split_max_size, hadamard,
-    hadamard_seed) are left out if they are not used.
+    hadamard_seed, hadamard_only) are left out if they are not used.
     """
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
     split = {} if request.split_max_size is None else {"split_max_size": request.split_max_size}
-    hadamard = {} if request.hadamard is None else {"hadamard": request.hadamard}
+    hadamard: dict[str, Any] = {} if request.hadamard is None else {"hadamard": request.hadamard}
     hadamard |= {} if request.hadamard_seed is None else {"hadamard_seed": request.hadamard_seed}
+    hadamard |= {"hadamard_only": list(request.hadamard_only)} if request.hadamard_only else {}
     recipes = {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
     ignore = {"ignore": list(request.ignore)} if request.ignore else {}
     activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}

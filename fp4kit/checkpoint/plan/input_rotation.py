@@ -9,39 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from fp4kit.call.rotation import HADAMARD_SIZES
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name
 from fp4kit.checkpoint.selection.name_rules import Candidate
-from fp4kit.storage.errors import CheckpointError, listed
+from fp4kit.storage.errors import CheckpointError, listed, shown
 
 FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
 
 
 def rotated(
-    selected: Mapping[str, Weight], candidates: Mapping[str, Candidate], rotation: WeightRotation
+    selected: Mapping[str, Weight],
+    candidates: Mapping[str, Candidate],
+    rotation: WeightRotation,
+    patterns: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """Return weights that are rotated when they are read.
+    """Return the weights to rotate, by tensor name. They are rotated when they are read.
 
     Args:
         selected: tensor name -> weight, for the weights to quantize.
         candidates: the same tensor names -> the descriptions by which the selection rules judge.
-        rotation: the rotation of all of them.
+        rotation: the rotation.
+        patterns: globs of the names of the layers to rotate (--hadamard-only); () for all.
 
     Raises:
-        CheckpointError: if no engine rotates the inputs of a layer, or if the rows of a layer do not consist of whole
-            blocks of the transform.
+        CheckpointError: if no engine rotates the inputs of a layer, if the rows of a layer do not consist of whole
+            blocks of the transform, or if a pattern matches no layer.
     """
-    size = rotation.size
-    experts = [weight.name for name, weight in selected.items() if candidates[name].kind == "routed expert"]
-    _refuse(size, experts, "engines do not rotate the inputs of routed experts", "leave them out with --keep")
-    uneven = [weight.name for weight in selected.values() if weight.shape[-1] % size]
-    smaller = [str(one) for one in HADAMARD_SIZES if all(weight.shape[-1] % one == 0 for weight in selected.values())]
-    way_out = f"use {' or '.join(smaller)}, or leave them out with --keep" if smaller else "leave them out with --keep"
+    size, names = rotation.size, [weight.name for weight in selected.values()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise CheckpointError(
+                f"--hadamard-only {shown(pattern)}: matches no layer that is quantized; names are such as"
+                f" {listed(names[:2])}; a pattern must match a whole name"
+            )
+    chosen = {name: weight for name, weight in selected.items() if not patterns or _matches(weight, patterns)}
+    experts = [weight.name for name, weight in chosen.items() if candidates[name].kind == "routed expert"]
+    way_out = "choose other layers with --hadamard-only, or leave them out with --keep"
+    _refuse(size, experts, "engines do not rotate the inputs of routed experts", way_out)
+    uneven = [weight.name for weight in chosen.values() if weight.shape[-1] % size]
+    smaller = [str(one) for one in HADAMARD_SIZES if all(weight.shape[-1] % one == 0 for weight in chosen.values())]
+    way_out = f"use {' or '.join(smaller)}, or {way_out}" if smaller else way_out
     _refuse(size, uneven, "the length of their rows is no multiple of the size", way_out)
-    return {name: replace(weight, rotation=rotation) for name, weight in selected.items()}
+    _check_fused(size, names, {weight.name for weight in chosen.values()})
+    return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
+
+
+def _matches(weight: Weight, patterns: Collection[str]) -> bool:
+    """Return whether a glob matches the name of a weight's layer."""
+    return any(fnmatchcase(weight.name, pattern) for pattern in patterns)
+
+
+def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> None:
+    """Raise CheckpointError if only some of the layers that loaders fuse, which share their inputs, are rotated.
+
+    size: the size that the user gave.
+    names: the names of the layers that are quantized.
+    chosen: those of ``names`` that are rotated.
+    """
+    for key, members in fused_groups(names).items():
+        count = sum(member in chosen for member in members)
+        if 0 < count < len(members):
+            raise CheckpointError(
+                f"--hadamard {size}: {shown(group_name(*key))}: loaders fuse these layers, so all or none must be"
+                " rotated; change --hadamard-only"
+            )
 
 
 def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:

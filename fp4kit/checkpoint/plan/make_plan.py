@@ -48,6 +48,7 @@ def make_plan(
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     hadamard: int | None = None,
     hadamard_seed: int | None = None,
+    hadamard_only: Iterable[str] = (),
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -91,6 +92,8 @@ def make_plan(
             Needs the format compressed-tensors. None rotates no layer.
         hadamard_seed: the seed of random signs for this transform, fp4kit.hadamard(W, hadamard, seed=hadamard_seed);
             None for no signs.
+        hadamard_only: globs of the names of the layers to rotate. Other layers are quantized without a rotation. Every
+            glob must match a layer. () rotates all layers that are quantized.
 
     Returns:
         The plan, for ``execute``.
@@ -115,6 +118,7 @@ def make_plan(
         recipes=tuple((pattern, recipe(one)) for pattern, one in recipes),
         hadamard=hadamard,
         hadamard_seed=hadamard_seed,
+        hadamard_only=tuple(hadamard_only),
     )
     if hadamard is not None and codes is not None:
         raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")

@@ -157,13 +157,15 @@ class PlanFacts:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _rotate(self, rotation: WeightRotation) -> None:
-        """Mark the selected weights as rotated.
+        """Mark the selected weights that --hadamard-only allows as rotated.
 
         Raises CheckpointError if a selected weight cannot be rotated (see input_rotation.rotated).
         """
         facts = model_facts(self.config)
         found = {name: self._candidate(name, self.source.tensors[name][1], facts) for name in self.selected}
-        self.selected = input_rotation.rotated(self.selected, found, rotation)
+        self.selected = self.selected | input_rotation.rotated(
+            self.selected, found, rotation, self.request.hadamard_only
+        )
         self.weights |= self.selected
 
     def form_of(self, module: str) -> Container | None:

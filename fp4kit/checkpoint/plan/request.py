@@ -55,6 +55,7 @@ class Request:
         hadamard: the size of the Hadamard transform that rotates layers before they are quantized (see
             input_rotation.py); None for no rotation.
         hadamard_seed: the seed of the transform's random signs; None for no signs.
+        hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
 
     Raises:
         CheckpointError: if an option is unknown or out of range, or if two options exclude each other.
@@ -75,6 +76,7 @@ class Request:
     recipes: tuple[tuple[str, Recipe], ...] = ()
     hadamard: int | None = None
     hadamard_seed: int | None = None
+    hadamard_only: tuple[str, ...] = ()
 
     @property
     def rotation(self) -> WeightRotation | None:
@@ -132,6 +134,9 @@ class Request:
         if self.hadamard is None:
             if seed is not None:
                 raise CheckpointError(f"--hadamard-seed {seed}: draws the signs of a transform; add --hadamard SIZE")
+            if self.hadamard_only:
+                one = shown(self.hadamard_only[0])
+                raise CheckpointError(f"--hadamard-only {one}: names layers to rotate; add --hadamard SIZE")
             return
         start = f"--hadamard {self.hadamard!r}"
         if type(self.hadamard) is not int or self.hadamard not in HADAMARD_SIZES:

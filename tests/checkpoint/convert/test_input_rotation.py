@@ -142,6 +142,22 @@ def test_records_of_the_rotation(models: Path, tmp_path: Path, capsys: pytest.Ca
     assert document["engines"] == ["vLLM"] and document["sqnr"]["median_db"] > 20
 
 
+def test_some_layers_are_rotated(models: Path, tmp_path: Path) -> None:
+    """Layers that no pattern names have the codes of a conversion without rotation, such as routed experts."""
+    out, only = tmp_path / "out", ["*.self_attn.o_proj", "*.layers.0.mlp.down_proj"]
+    plan = convert(models / "moe", out, NVFP4, hadamard=32, hadamard_only=only, **CT).plan
+    names = [f"model.layers.{i}.self_attn.o_proj" for i in range(2)] + ["model.layers.0.mlp.down_proj"]
+    assert sorted(plan.rotated_layers) == sorted(names)
+    (group,) = declared(out)["config_groups"].values()
+    assert group["apply"][0]["targets"] == [names[2], PATTERN.format("o_proj")]
+    convert(models / "moe", tmp_path / "plain", NVFP4, **CT)
+    found, plain = load(out), load(tmp_path / "plain")
+    differing = {name.rpartition(".")[0] for name in found if found[name] != plain.get(name)}
+    assert differing == {*names, f"{plan.rotated_layers[0]}.v_input"}
+    assert verify(out, source=models / "moe").clean
+    assert "hadamard" in contract_of(out).unknown and contract_of(out).hadamard is None
+
+
 def test_compare_undoes_the_rotation(models: Path, tmp_path: Path) -> None:
     """The values of rotated layers are compared with those of unrotated layers after the rotation is undone."""
     convert(models / "dense", tmp_path / "plain", NVFP4, wishes=Wishes(only=(ONE,)), **CT)
@@ -201,6 +217,13 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dense", {"hadamard": True}, "--hadamard True: is no size"),
     ("dense", {"hadamard_seed": 1}, "--hadamard-seed 1: draws the signs of a transform; add --hadamard SIZE"),
     ("dense", {"hadamard": 16, "hadamard_seed": -1}, "--hadamard-seed -1: needs an integer from 0 to 2^64 - 1"),
+    ("dense", {"hadamard_only": ["*"]}, "--hadamard-only *: names layers to rotate; add --hadamard SIZE"),
+    ("dense", {"hadamard": 16, "hadamard_only": ["q_proj"]}, "--hadamard-only q_proj: matches no layer that is"),
+    (
+        "dense",
+        {"hadamard": 16, "hadamard_only": ["*.q_proj", "*.v_proj"]},
+        "model.layers.0.self_attn.(q_proj|k_proj|v_proj): loaders fuse these layers, so all or none must be rotated",
+    ),
     ("dense", {"hadamard": 16, "format": None}, "only the config of compressed-tensors declares rotated inputs; add"),
     ("dense", {"hadamard": 16, "format": "modelopt"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "format": "mlx"}, "only the config of compressed-tensors"),
@@ -211,9 +234,9 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
         "dense",
         {"hadamard": 32},
         "--hadamard 32: model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj: the length of their rows is no"
-        " multiple of the size; use 16, or leave them out with --keep",
+        " multiple of the size; use 16, or choose other layers with --hadamard-only, or leave them out with --keep",
     ),
-    ("moe", {"hadamard": 16}, "engines do not rotate the inputs of routed experts; leave them out with --keep"),
+    ("moe", {"hadamard": 16}, "engines do not rotate the inputs of routed experts; choose other layers with"),
     ("served", {"hadamard": 16, "requantize": True}, "declares rotations of the weights"),
 )
 
