@@ -30,7 +30,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Panel:
-    """Hold what is displayed about an object, and render it as text or HTML. Empty parts are left out.
+    """Hold a title, facts, a table and a bar chart, and render them as text or HTML. Empty parts are left out.
 
     Attributes:
         title: the first line.
@@ -60,7 +60,7 @@ class Panel:
         return "\n".join(line.rstrip() for line in lines)
 
     def html(self) -> str:
-        """Return the panel as one <div> element that brings its own style sheet."""
+        """Return the panel as one HTML <div> element that contains its own style sheet."""
         parts = [f'<div class="fp4kit"><style>{_STYLE}</style><div class="fp4kit-title">{escape(self.title)}</div>']
         parts.append(_table(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.facts))
         if self.rows:
@@ -81,7 +81,7 @@ class Panel:
 
 
 def share(count: int, total: int) -> str:
-    """Return ``count / total`` as a percentage with three significant digits.
+    """Return ``count / total`` as text: a percentage with three significant digits.
 
     The result is 0% only for a count of 0, and 100% only for a count of total (or more). For other counts, a share
     below 0.001% gives "< 0.001%", and a share above 99.9% gives "> 99.9%".

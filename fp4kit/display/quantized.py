@@ -41,7 +41,7 @@ def panel(q: Quantized) -> Panel:
 
 
 def text_of(q: Quantized) -> str:
-    """Return the panel of a Quantized as text. If its arrays hold no values, return repr(q) instead."""
+    """Return the panel of a Quantized as text, or repr(q) if the arrays hold no values (when traced by JAX, say)."""
     panel = _panel_if_there(q)
     return repr(q) if panel is None else panel.text()
 
@@ -97,7 +97,7 @@ def _block(q: Quantized) -> str:
 
 
 def _largest(q: Quantized) -> str:
-    """Return the text of the magnitudes of the largest code, such as "6 or more".
+    """Return text for the magnitude that the largest code stands for, such as "6 or more".
 
     Integers in two's complement have the words "or more", because their negative range reaches one further.
     """

@@ -1,4 +1,4 @@
-"""Launch amax_columns.cu, which computes the amax of each column of matrices without a transposed copy."""
+"""Launch amax_columns.cu, which computes the largest magnitude per matrix column without a transposed copy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Launch amax_hadamard.cu: the tensor amax of a matrix after a Hadamard transform along its columns.
+"""Launch amax_hadamard.cu, which computes the tensor amax of a matrix after a Hadamard transform along its columns.
 
-quantize_both and quantize with axis=-2 use the kernel, because it needs no transposed copy.
+quantize_both and quantize with axis=-2 use this kernel, because it needs no transposed copy.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: 
 
 @lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
-    """Return the prepared launch for `count` elements. covered: the number of consecutive elements that an amax clips.
+    """Return the prepared launch for `count` elements. covered: the number of consecutive elements that share an amax.
 
     dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays begin at multiples of 16 bytes.
     """
@@ -39,7 +39,7 @@ def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
-    """Write grad where |x| <= amax, and +0 elsewhere, into out. Where x or amax is NaN, write +0.
+    """Write the clipped gradient into out: grad where |x| <= amax, and +0 elsewhere and where x or amax is NaN.
 
     Args:
         grad, x, out: contiguous arrays of one size. out has the dtype of grad.

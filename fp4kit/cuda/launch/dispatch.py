@@ -1,7 +1,8 @@
 """Choose the kernel that quantizes a matrix.
 
-A LaunchRequest describes the work. KERNEL_CHOICES is an ordered table with one KernelChoice per kernel. The first
-kernel in it that supports (takes) a request does the work. Single calls, cached calls and groups all use this table.
+A LaunchRequest describes the wanted result: recipe, dtype, shape and options. KERNEL_CHOICES is an ordered table with
+one KernelChoice per kernel. The first kernel that supports (takes) a request is launched. Single calls, cached calls
+and groups all use this table.
 
 kernels/README.md defines the words run, tile, patch and band.
 """
@@ -42,8 +43,8 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
-# A band of quantize_columns has at most 2^BAND_SHIFT tiles. With bands, writing codes along rows and columns takes 4%
-# less time than without; bands of 2^4 tiles are equally fast (H200, 2026-11-21).
+# quantize_columns processes tiles in bands of at most 2^BAND_SHIFT rows of tiles. With bands, writing codes along rows
+# and columns takes 4% less time than without; bands of 2^4 rows are equally fast (H200, 2026-11-21).
 BAND_SHIFT = 3
 
 
@@ -52,7 +53,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         pointers: the addresses of arrays.
-        words: unsigned numbers that differ between calls.
+        words: unsigned numbers that differ between calls, such as a seed.
         sizes: numbers that are fixed when the launch is prepared, such as the shape of the matrix.
     """
 
@@ -95,7 +96,7 @@ PATCHES = Arguments(
 
 
 class LaunchRequest(NamedTuple):
-    """Hold everything that determines the choice of a kernel, its instantiation and its grid.
+    """Describe a quantization to launch: everything that determines the kernel, its template arguments and its grid.
 
     Attributes:
         recipe: the recipe.
@@ -106,12 +107,12 @@ class LaunchRequest(NamedTuple):
         columns: True if columnwise codes are written, alone or together with rowwise codes. False for rowwise codes
             only.
         stochastic: True for stochastic rounding.
-        mask: the sign mask of a Hadamard transform; None for no transform. If `columns` is True, only the columnwise
-            codes are of transformed elements.
+        mask: the sign mask of a Hadamard transform; None for no transform. If `columns` is True, only elements for
+            columnwise codes are transformed.
         calibrated: True if the caller passes block amaxes.
         grouped: True if the launch is for a group of matrices.
         finds_amax: True if the kernel itself computes the tensor amax of x and writes it to tensor_amax.
-        scaled: True if the caller passes scales.
+        scaled: True if the caller passes block scales and tensor scales.
     """
 
     recipe: Recipe
@@ -129,20 +130,20 @@ class LaunchRequest(NamedTuple):
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
-        """Return the rows and columns of the matrix as the kernel sees it.
+        """Return the shape (rows, columns) in which the kernel treats the matrix.
 
-        For a recipe without blocks, it is one long row, unless each row has its own tensor scale.
+        For a recipe without blocks, the matrix is treated as one long row, unless each row has its own tensor scale.
         """
         r, (rows, columns) = self.recipe, self.shape
         return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
 
 
 class KernelChoice(NamedTuple):
-    """Hold a kernel, with functions that say which requests it supports and how it is launched.
+    """Describe a kernel by functions that say which requests it supports and how it is launched.
 
     Attributes:
         kernel: the name of its file in kernels/entries, without the suffix.
-        takes: takes(request) returns whether the kernel supports a request.
+        takes: takes(request) returns True if the kernel supports a request.
         grid: grid(request, device) returns the number of thread blocks for a request.
         arguments: the names of its arguments.
         sizes: sizes(request) returns the values of arguments.sizes.
@@ -158,7 +159,7 @@ class KernelChoice(NamedTuple):
 
 
 def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
-    """Return the number of thread blocks that write a matrix of values if each thread writes `runs` runs of 16 bytes.
+    """Return the number of thread blocks for writing a matrix of values if a thread writes 16 bytes `runs` times.
 
     dtype: the dtype of the values. rows, columns: the shape of the matrix.
     """
@@ -169,12 +170,12 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
 
 
 def uses_fake_rule(request: LaunchRequest) -> bool:
-    """Return True if a request is for values by a recipe's fake_rule, which is the producer's own fake quantizer."""
+    """Return True if a request is for fake-quantized values, computed by the recipe's fake_rule."""
     return request.values and request.recipe.fake_rule is not None
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
-    """Return True if the kernel fake_quantize supports a request: values by a fake_rule.
+    """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule.
 
     It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS. It does not support
     amax_nan="lanes".
@@ -249,8 +250,8 @@ def _takes_tile(request: LaunchRequest) -> bool:
 def _takes_scaled(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_with_scales supports a request.
 
-    It supports rowwise codes under the caller's scales, for recipes without blocks and for blocks whose number of
-    columns is a multiple of SCALED_RUN (16).
+    It supports rowwise codes under scales that the caller passes, for recipes without blocks and for blocks whose
+    number of columns is a multiple of SCALED_RUN (16).
     """
     return (
         request.scaled
@@ -276,7 +277,7 @@ def _takes_rows(request: LaunchRequest) -> bool:
 
 
 def needs_search(request: LaunchRequest) -> bool:
-    """Return True if a search kernel must choose the block amaxes before a request can be launched."""
+    """Return True if a search kernel must choose the block amaxes before the kernel for a request can be launched."""
     return bool(request.recipe.search) and not request.scaled
 
 
@@ -284,18 +285,18 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of the kernel fake_quantize: one thread per VALUE_RUNS or MORE_VALUE_RUNS runs of values."""
+    """Return the grid of the kernel fake_quantize; a thread writes 16 bytes VALUE_RUNS or MORE_VALUE_RUNS times."""
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
-    """Return the sizes of quantize_columns: the rows, the columns, and the shift. A band has 2^shift tiles."""
+    """Return the size arguments of quantize_columns: the rows, the columns, and log2 of the band height in tiles."""
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
 def _patch_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_columns: one thread block per tile, where the last band counts as a full band."""
+    """Return the grid of quantize_columns: one thread block per tile, as if the last band (rows of tiles) were full."""
     rows, columns, shift = _patch_sizes(request)
     tiles_down = -(-rows // TILE_ROWS)
     tile_columns = TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize
@@ -321,8 +322,8 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
     If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
-    multiprocessor. Then a thread block does more work per preparation. For values of recipes that multiply, one thread
-    writes VALUE_RUNS runs instead.
+    multiprocessor, so that a thread block does more work per preparation. For fake-quantized values of recipes that
+    multiply elements by a factor, one thread writes 16 bytes VALUE_RUNS times instead.
 
     Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
@@ -350,9 +351,9 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
-    # For values by a fake_rule, which models a producer's fake quantizer. It computes values without codes.
+    # For fake-quantized values by a fake_rule (the producer's own fake quantizer), which needs no codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
-    # For codes under the caller's scales. No amax is needed; each thread computes the factor of its own elements.
+    # For codes under scales that the caller passes. No amax is needed; each thread computes the factor of its elements.
     KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
     # For columnwise codes, with or without rowwise codes, and for square blocks. Speed relative to a copy (H200,
     # 2026-11-21):

@@ -1,6 +1,6 @@
-"""Provide what all launchers share: grid sizes, prepared launches, addresses and checks of alignment.
+"""Provide helpers for all launch modules: grid sizes, prepared launches, addresses and alignment checks.
 
-Kernels stride over the grid, so their results do not depend on the size of the grid.
+Kernels use grid-stride loops, so their results do not depend on the size of the grid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCKS_PER_SM = 16  # the most thread blocks per multiprocessor, unless a launch
 MAX_THREADS = 2048  # threads that run on a multiprocessor at a time
 MAX_ELEMENTS = 1 << 33  # the most elements per launch
 MAX_COLUMNS = (1 << 32) - 1  # the most elements per row, for recipes with blocks
-# A limit of thread blocks per multiprocessor that is never reached, so each thread block takes one share of the work.
+# A limit of thread blocks per multiprocessor that is never reached, so each thread block processes one share of work.
 UNLIMITED = 1 << 16
 
 
@@ -31,7 +31,7 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks run on a device at the same time, if only the number of threads limits them."""
+    """Return how many thread blocks can run on a device at once if only the number of threads limits them."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
@@ -67,7 +67,7 @@ def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM)
 
 
 class _Struct(np.ndarray):
-    """Hold a struct of kernel arguments that CuPy passes by value: an array with one element of raw bytes.
+    """A struct of kernel arguments that CuPy passes by value, stored as an array with one element of raw bytes.
 
     At each launch, CuPy reads the array's __array_interface__ to find its address. NumPy creates this dict at every
     access, which takes 6 us for an array with named fields and 1.5 us for raw bytes (host of an H200, November 2026).
@@ -86,7 +86,7 @@ class _Struct(np.ndarray):
 
 
 class _Slot(NamedTuple):
-    """Hold memory for the arguments of one launch, in the forms that CuPy and the driver need.
+    """Memory for the arguments of one launch, in the forms that CuPy and the CUDA driver need.
 
     Attributes:
         memory: the bytes, which each launch overwrites.
@@ -110,7 +110,7 @@ class _Slot(NamedTuple):
 
 
 class Launch:
-    """Hold a prepared launch: a kernel with a fixed grid and fixed sizes. Call this object with addresses to launch it.
+    """A prepared launch: a kernel with a fixed grid and fixed sizes. Call the object with array addresses to launch.
 
     Args:
         function: the CuPy function of the kernel.
@@ -152,7 +152,7 @@ class Launch:
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:
-        """Launch the kernel by a function of the driver, which skips CuPy's conversion of arguments, and return True.
+        """Launch the kernel by the CUDA driver's function, which skips CuPy's conversion of arguments, and return True.
 
         Return False, without a launch, if CuPy's function has no handle or the thread has no CUDA context yet.
         """
@@ -177,7 +177,7 @@ def address(array: Any) -> int:
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
-    """Return True if all runs of run_bytes bytes, from the start of the array on, begin at multiples of 16 bytes.
+    """Return True if the array begins at a multiple of 16 bytes and run_bytes, the bytes per row, is such a multiple.
 
     An `array` of None stands for an array that will be allocated, and so begins at a multiple of 16 bytes.
     """

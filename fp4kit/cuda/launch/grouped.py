@@ -1,11 +1,11 @@
-"""Prepare one launch of a kernel for a group of tensors: quantize, amax and clip.
+"""Prepare single kernel launches for groups of tensors: quantize, amax and clip.
 
-The words are those of kernels/shared/grouped.cuh. The tensors of a group are its members. The work on a member is
-divided into pieces, and a thread block takes one piece at a time. If the group is small, the facts of its members are
-passed as kernel arguments; otherwise they are in a table in device memory.
+The tensors of a group are its members. The work on a member is divided into pieces, and a thread block processes one
+piece at a time. The addresses and sizes of the members are passed as kernel arguments if the group is small. Otherwise
+they are in a table in device memory. kernels/shared/grouped.cuh uses the same words.
 
-A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. Launching it
-does no work per tensor on the host.
+A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. A launch does
+no work per tensor on the host.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIN_PIECE, MAX_PIECE = 8192, 24576
 
 @dataclass(frozen=True)
 class GroupedLaunch:
-    """Hold a prepared launch of a kernel over a group. Call this object to launch the kernel on the current stream.
+    """A prepared launch of a kernel over a group of tensors. Call this object to launch it on the current stream.
 
     Attributes:
         function: the CuPy function of the kernel.
@@ -74,7 +74,7 @@ def is_small(members: Sequence[Any]) -> bool:
 
 
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
-    """Return the number of pieces of about equal sizes into which the work of each tensor of a group is divided.
+    """Return, per tensor of a group, the number of pieces of about equal size that thread blocks process one at a time.
 
     A tensor without elements has one piece.
 
@@ -88,9 +88,9 @@ def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np
 
 
 def group_table(members: np.ndarray) -> np.ndarray:
-    """Return the table of a large group, as grouped.cuh declares it, in 8-byte words: the members, then the pieces.
+    """Return the table of a large group in 8-byte words (see grouped.cuh): first the members, then the pieces.
 
-    members: one struct per member, with the fields of prepare_group.
+    members: one struct per member (a tensor), with the fields that prepare_group builds.
     """
     pieces = members["pieces"]
     work = np.empty(int(pieces.sum()), _PIECE)
@@ -102,12 +102,13 @@ def group_table(members: np.ndarray) -> np.ndarray:
 def prepare_group(
     function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
 ) -> GroupedLaunch:
-    """Return a prepared launch of a grouped kernel.
+    """Return a prepared launch of a kernel that processes a group of tensors (its members).
 
     Args:
         function: the CuPy function of the kernel.
         arguments: one struct of the kernel's arguments per member.
-        aligned_runs: for each member, whether its runs begin at multiples of 16 bytes; for grouped_transpose, flags.
+        aligned_runs: per member, whether all runs (the elements that one thread loads at once) begin at multiples of 16
+        bytes. For grouped_transpose, the bit flags WHOLE_CODES and WORD_SCALES (what a thread may copy at once).
         pieces: the number of pieces of each member.
         held: the arrays that the launch keeps alive.
         small: True if the kernel was compiled for small groups (kSmall).
@@ -133,7 +134,8 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: 
     Args:
         kernel: the name of the kernel for one matrix.
         struct: the result of kernel_structs.
-        aligned_runs: True if the runs of all members are aligned.
+        aligned_runs: True if the runs (the elements that one thread loads at once) of all tensors begin at multiples of
+        16 bytes.
         small: the result of is_small.
     """
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
@@ -141,7 +143,7 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: 
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
-    """Return one launch that quantizes all matrices as launch.matrix.quantize_matrix does.
+    """Return a prepared launch that quantizes all matrices as launch.matrix.quantize_matrix does.
 
     All matrices are on one device. A matrix without elements has the shape (n, 0), where n is the number of its tensor
     scales.
@@ -199,7 +201,7 @@ def _amax_function(
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """Return one launch that computes launch.matrix.amax of each array in xs and writes it into the array in outs.
+    """Return a prepared launch that writes the amax of each array in xs (see launch.matrix.amax) into an array in outs.
 
     If by_row is False, outs must hold zeros before each launch.
 
@@ -222,7 +224,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """Hold the arguments of launch.clip.clip_gradient."""
+    """Hold the arguments of launch.clip.clip_gradient for one array of a group."""
 
     grad: Any
     x: Any
@@ -246,7 +248,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: b
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
-    """Return one launch that clips the gradients of all clips as launch.clip.clip_gradient does.
+    """Return a prepared launch that clips all gradients in `clips` as launch.clip.clip_gradient does.
 
     All x have one dtype, and all gradients have one dtype. No array is empty, and all arrays are on one device.
     """

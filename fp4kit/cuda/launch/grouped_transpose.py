@@ -48,7 +48,7 @@ def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
-    """Return one launch that transposes all matrices.
+    """Return a prepared launch that transposes the codes and scales of all matrices.
 
     No matrix is empty, all are on one device, and their block scales are linear.
     """

@@ -1,4 +1,4 @@
-"""Launch the kernels of matrix products."""
+"""Launch the kernels that multiply matrices as matrix units do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp4kit.cuda.launch.geometry import Launch, address, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
 from fp4kit.units import DotAdd
 
-# Rows and columns of the results that a thread block computes at a time, of matmul.cu and of the other two kernels.
+# A thread block computes a square of TILE x TILE results at a time in matmul.cu, LARGE_TILE in the other two kernels.
 TILE, LARGE_TILE = 32, 64
 _HEADER = '#include "matmul_terms.cuh"\n'  # defines Adder, which the instantiation names
 _KINDS = {"E2M1": 0, "float16": 2, "bfloat16": 3}  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
@@ -36,7 +36,8 @@ _GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles"
 def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul.cu as a CuPy function on a device.
 
-    adder: the name of a member of enum Adder. grouped: True if it takes a group. dtype: the dtype of the result.
+    adder: how products are summed, a name in enum Adder. grouped: True for a kernel that computes a group of products.
+    dtype: the dtype of the result.
     """
     source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_kernel", device)
@@ -46,8 +47,8 @@ def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
 def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device.
 
-    scales_are_e8m0: True for E8M0 block scales, False for E4M3. grouped: True if it takes a group. dtype: the dtype of
-    the result.
+    scales_are_e8m0: True for E8M0 block scales, False for E4M3. grouped: True for a kernel that computes a group of
+    products. dtype: the dtype of the result.
     """
     source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_fp4_kernel", device)
@@ -57,8 +58,8 @@ def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device:
 def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device.
 
-    rows, columns: the element formats of the operands. wide_step: True for steps of 32 elements, False for 16. grouped:
-    True if it takes a group.
+    rows, columns: the element formats of the operands. wide_step: True if a step sums 32 products, False for 16.
+    grouped: True for a kernel that computes a group of products.
     """
     names: dict[str, Any] = {
         "kRowsAreE5M2": rows == "E5M2",
@@ -73,15 +74,15 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
 def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
     """Return the launch of a kernel for a number of tiles.
 
-    kernel: the function that compiles the kernel, and its arguments besides grouped, dtype and device. grouped: True if
-    the launch takes a group of products.
+    kernel: the function that compiles the kernel, and its arguments except grouped, dtype and device. grouped: True if
+    the launch computes a group of products.
     """
     make, *arguments = kernel
     return Launch(make(*arguments, grouped, dtype, device), grid(tiles, device), _GROUP if grouped else _PRODUCT)
 
 
 def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
-    """Return the number of tiles into which a kernel divides results of a shape (batch, M, N)."""
+    """Return the number of tiles into which a kernel divides results of the shape (batch, M, N)."""
     tile = TILE if kernel[0] is _function else LARGE_TILE
     batch, M, N = shape
     return batch * -(-M // tile) * -(-N // tile)
@@ -151,7 +152,7 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
 
 
 class _Product(NamedTuple):
-    """Hold the facts and arrays of one product that its launch needs.
+    """Hold what a launch needs for one matrix product: the kernel, its arguments and the arrays.
 
     Attributes:
         kernel: the function that compiles the kernel, and the arguments of this function.
@@ -169,7 +170,7 @@ class _Product(NamedTuple):
 
 
 def _product(call: MatmulCall, out: Any) -> _Product:
-    """Return the product of a call, which is written into out, a contiguous array (batch, M, N)."""
+    """Return the _Product of a matmul call, whose result is written into out, a contiguous array (batch, M, N)."""
     device = out.device.id
     adder, *fields = addition_of(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
@@ -181,9 +182,9 @@ def _product(call: MatmulCall, out: Any) -> _Product:
 
 
 def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
-    """Write the products of calls into outs: contiguous, nonempty arrays (batch, M, N) of call.out_dtype.
+    """Compute several matmul calls into outs: contiguous, nonempty arrays (batch, M, N) of call.out_dtype.
 
-    All arrays are on one device. Products that one kernel computes take one launch.
+    All arrays are on one device. All products that use the same kernel are computed by one launch.
     """
     groups: dict[Any, list[_Product]] = {}
     for call, out in zip(calls, outs, strict=True):

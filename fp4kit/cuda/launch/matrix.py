@@ -63,7 +63,7 @@ class Matrix(NamedTuple):
         tensor_amax, block_amax: the amaxes from which scales are computed.
         amax_out, column_amax_out: arrays into which the kernel copies tensor_amax.
         random: the random bytes of stochastic rounding; None if a seed is used.
-        group: the index of the first element in the random stream of a seed, in units of 16 elements.
+        group: where the matrix begins in the random stream of a seed, counted in groups of 16 elements.
     """
 
     x: Any
@@ -85,8 +85,8 @@ class Matrix(NamedTuple):
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
     """Return True if every row of x, and the array m.values if given, begins at a multiple of 16 bytes.
 
-    Kernels can then load and store 16 bytes at a time. If a kernel takes x as one row (kernel_shape), only the start of
-    x counts.
+    Kernels can then load and store 16 bytes at a time. If a kernel treats x as one row (kernel_shape), only the start
+    of x matters.
     """
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
@@ -95,7 +95,7 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
 
 
 def kernel_structs(request: LaunchRequest) -> str:
-    """Return the C++ structs with which the kernel for a request is instantiated."""
+    """Return the C++ text of the structs that are template arguments of the kernel for a request."""
     options: dict[str, Any] = {
         "fake": request.values,
         "stochastic": request.stochastic,
@@ -120,8 +120,8 @@ def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, dev
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
     """Return the prepared launch of a kernel for a request.
 
-    Call the launch with the addresses of choice.arguments.pointers and then, if choice.arguments.words is not empty,
-    the seed and the group (see Matrix). Raise ValueError if the matrix or a row has too many elements.
+    Call the launch with the addresses of the arrays in choice.arguments.pointers and then, if choice.arguments.words is
+    not empty, the seed and the group (see Matrix). Raise ValueError if the matrix or a row has too many elements.
 
     Args:
         choice: the kernel.
@@ -221,7 +221,7 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
-    """Write the values of a quantized matrix into values (M, K). All arrays are contiguous.
+    """Decode a quantized matrix into values (M, K). All arrays are contiguous.
 
     Args:
         packed: the packed codes.
@@ -237,7 +237,7 @@ def dequantize_matrix(
 
 
 def transform_struct(mask: int | None) -> str:
-    """Return the C++ struct Transform, by which amax kernels apply a Hadamard transform first.
+    """Return the text of the C++ struct Transform, which tells amax kernels to apply a Hadamard transform or none.
 
     mask: the sign mask of the transform; None for no transform.
     """
@@ -306,7 +306,7 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     return out
 
 
-# Maps the amax_nan of a recipe to the elements that count for its tensor amax.
+# Maps the amax_nan of a recipe to the elements that count in the tensor amax.
 COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
 
 

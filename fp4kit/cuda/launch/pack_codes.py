@@ -1,4 +1,4 @@
-"""Launch the two kernels of pack_codes.cu: pack 4-bit codes from one to two per byte, or unpack them."""
+"""Launch the two kernels of pack_codes.cu: pack 4-bit codes, stored one per byte, to two per byte; or unpack them."""
 
 from __future__ import annotations
 

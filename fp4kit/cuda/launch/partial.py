@@ -1,4 +1,4 @@
-"""Launch the partial kernels, which quantize matrices of which each process owns only a shard.
+"""Launch the partial kernels, which quantize matrices that are sharded over several processes.
 
 A shard is a range [start, end) of the elements of a flattened matrix. A run is 16 consecutive elements of a row. These
 are the kernels:
@@ -9,8 +9,8 @@ are the kernels:
 - partial_place copies the codes that other processes sent into the matrices.
 
 `launch` launches a kernel for one matrix and passes its arguments by value. `prepare` prepares a launch for many
-matrices, with a table of arguments in device memory. For many matrices, all arrays of one kind lie in one buffer;
-arguments such as block_at say where the part of a matrix begins in the buffer.
+matrices, with a table of arguments in device memory. For many matrices, all arrays of one kind are in one buffer;
+arguments such as block_at say where the array of a matrix begins in the buffer.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: in
 
 
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
-    """Launch a kernel for one matrix.
+    """Launch a partial kernel for one matrix.
 
     Args:
         dtype: the dtype of the shard.
@@ -105,7 +105,7 @@ def prepare(
     *held: Any,
     layout: str = "linear",
 ) -> GroupedLaunch:
-    """Return the prepared launch of a kernel for all matrices of a table.
+    """Return the prepared launch of a partial kernel for all matrices in a table of arguments.
 
     Args:
         dtype: the dtype of the shards.
@@ -122,7 +122,7 @@ def prepare(
 
 
 def check_blocks(r: Recipe) -> None:
-    """Raise Declined if the partial kernels do not support the blocks of a recipe. They support those of quantize."""
+    """Raise Declined unless the kernel quantize, and so the partial kernels, support the block shape of a recipe."""
     kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 
@@ -194,7 +194,7 @@ def cast_shard(
         packed: contiguous, beginning at a multiple of 8 bytes.
         block_amax: the amaxes of all blocks of the matrix.
         tensor_amax: the tensor amax of the matrix; None without a tensor scale.
-        factors: float32 scratch memory with one element per block in the rows of blocks of factor_rows.
+        factors: float32 scratch memory, with one element per block in the range of rows that factor_rows returns.
         shape: the rows and columns (M, K) of the matrix.
         start: the index of the shard's first element in the flattened matrix.
     """

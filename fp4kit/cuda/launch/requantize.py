@@ -53,9 +53,9 @@ def _keep_launch(
 class KeptSource(NamedTuple):
     """Describe the quantized array whose codes may be kept.
 
-    codes, scales: its arrays, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
-    recipe, dtype: its recipe, and the dtype that was quantized.
-    extent: the range of its scales, uint32 (3,), which power_amax finds.
+    codes, scales: contiguous arrays, aligned to 8 bytes; scales are E8M0 in the linear layout.
+    recipe, dtype: the recipe, and the dtype that was quantized.
+    extent: the range of the scales, uint32 (3,), which power_amax finds.
     """
 
     codes: Any
@@ -71,18 +71,18 @@ def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource
 
 
 def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
-    """Overwrite `amax`, the tensor amax of the source's values, with an amax for which codes can be kept in `target`.
+    """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source.
 
-    That amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
+    The new amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
     """
     for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
         _launch(kernel, source, target, None, None, None, amax)
 
 
 def keep_codes(source: KeptSource, result: Quantized) -> None:
-    """Replace the codes of a result by the source's codes, in all blocks that can keep the source's codes.
+    """Copy codes from the source to the result, in all blocks whose scale the target format can represent.
 
-    result: the values of the source, quantized with the amax that power_amax left, with scales in the linear layout.
+    result: the decoded source, quantized with the amax that power_amax wrote or left, with scales in the linear layout.
     """
     arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     _launch("requantize_keep_kernel", source, result.recipe, *arrays)

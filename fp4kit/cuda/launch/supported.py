@@ -25,7 +25,7 @@ def check_formats(r: Recipe) -> None:
 
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
-    """Return the property of a recipe that no kernel supports, and what is needed instead, as text for a message.
+    """Return text for an error message: the property of a recipe that no kernel supports, and what is needed instead.
 
     Return None if kernels support the recipe.
     """

@@ -21,7 +21,7 @@ def source(layout: str, target: str, quads: bool = True) -> str:
     """Return the C++ text of the instantiation that copies from `layout` to `target`.
 
     Args:
-        quads: True if a thread copies 16 bytes of four rows at a time. One of the layouts must be linear.
+        quads: True if a thread copies 16 bytes in each of four rows at a time. One of the layouts must be linear.
     """
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 
@@ -58,7 +58,7 @@ def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, i
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """Return the prepared launch by which `swizzle` converts arrays like these.
+    """Return the prepared launch of `swizzle` for arrays with this shape, these layouts and this alignment.
 
     Call it with the addresses of scales and out.
 

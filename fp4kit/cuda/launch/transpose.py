@@ -79,7 +79,7 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """Return the prepared launch by which `transpose` transposes arrays like these.
+    """Return the prepared launch of `transpose` for arrays with this shape, this layout and this alignment.
 
     Call it with the addresses of codes, scales, out and scales_out.
 
@@ -107,7 +107,7 @@ def wide_copies(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Return how many thread blocks have work for matrices of a shape (B, M, K), with `bits` bits per code.
+    """Return how many thread blocks can share the work for matrices (B, M, K) with `bits` bits per code.
 
     One thread block transposes one tile of codes. In the layouts linear and swizzled_8x4, further thread blocks
     transpose the scales.
