@@ -65,7 +65,7 @@ CHUNK = 2 << 20  # bytes per read in bytes_run, which computes nothing but hashe
 
 
 class ProcessCost(NamedTuple):
-    """Hold the cost of one timed run.
+    """The time and memory that one timed run took.
 
     Attributes:
         seconds: elapsed time
@@ -121,7 +121,10 @@ def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[
 
 
 def quantize_run(plan: Plan, workers: int) -> ProcessCost:
-    """Time quantize of the tensors that the plan converts, divided among `workers` processes. Reading is not timed."""
+    """Time fp4kit.quantize on the tensors that the plan converts, divided among `workers` processes.
+
+    Reading the tensors is not timed.
+    """
     source = open_source(plan.source.root)
     names = sorted((t.name for t in plan.converted), key=lambda name: -source.tensors[name][1].nbytes)
     runs = alone(quantize_share, [(str(plan.source.root), plan.recipe.id, names[i::workers]) for i in range(workers)])
@@ -129,7 +132,7 @@ def quantize_run(plan: Plan, workers: int) -> ProcessCost:
 
 
 def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
-    """Time quantize of the named tensors, one after the other, in this process. Reading is not timed.
+    """Time fp4kit.quantize on the named tensors, one after the other, in this process. Reading them is not timed.
 
     root: the directory of the model.
     recipe: the id of the recipe.
@@ -147,7 +150,7 @@ def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
 
 
 def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
-    """Time the bytes of a conversion alone: read the model, and write, fsync and hash as many bytes as the result has.
+    """Time only the I/O of a conversion: read the model, and write, fsync and hash as many bytes as the result has.
 
     This is done file by file, in one thread.
 
@@ -169,9 +172,9 @@ def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
 
 
 def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> ProcessCost:
-    """Time a conversion, from making the plan to the rename of the finished directory, workers included.
+    """Time a whole conversion, from making the plan to the final rename of the finished directory.
 
-    Then remove the result.
+    The cost includes the worker processes. The result is removed afterwards.
 
     source: the directory of the model.
     folder: where to write the result.
@@ -190,7 +193,8 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Proces
 def names_run(recipe: str) -> tuple[int, float]:
     """Time how long the rules of convert_tensors take to decide which tensors of a large model to quantize.
 
-    Return (number of tensor names, seconds). The seconds are the smallest of five times for all names together.
+    Return (number of tensor names, seconds). The seconds are the smallest of five timings; each timing covers all
+    names.
 
     recipe: the id of the recipe.
     """

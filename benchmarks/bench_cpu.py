@@ -148,7 +148,7 @@ class Peers:
 
 
 class CpuBench:
-    """Hold one run of the benchmark.
+    """One run of the benchmark.
 
     `args` are the options of the command line, `peers` the other libraries (or None), `rows` the rows so far, and
     `extra` the other measurements for the record.
@@ -246,7 +246,7 @@ def small(bench: CpuBench) -> None:
 
 
 def _seven(bench: CpuBench) -> Iterator[str]:
-    """Return an iterator over the recipes of SEVEN (the recipes for which there are targets) that this run times."""
+    """Return an iterator over the recipes in SEVEN (those with performance targets) that this run times."""
     return (recipe for recipe in SEVEN if recipe in bench.args.recipes)
 
 

@@ -53,7 +53,7 @@ class Tensors:
 
 
 def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
-    """Return a call that quantizes the concatenated tensors x in one launch, to compare grouped calls with.
+    """Return a call that quantizes the concatenated tensors x in one launch, the baseline for grouped calls.
 
     The call skips the argument checks of a public call, which would take longer than the kernel for 8 tensors.
 

@@ -1,4 +1,4 @@
-"""Benchmark matmul beside the GPU's own bfloat16 product in torch, which gives other bits."""
+"""Benchmark matmul next to torch's bfloat16 matrix product on the GPU, which gives other bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fp8(bench: Bench, shape: tuple[int, int]) -> Quantized:
 
 
 def in_torch(bench: Bench, x: Any) -> dict[str, Call]:
-    """Return {name: call} of torch's product of the bfloat16 matrix x with its transpose.
+    """Return {name: call} for torch's matrix product of x, a bfloat16 matrix, and its transpose.
 
     The dict is empty if torch is not installed or other libraries are not timed.
     """
@@ -37,9 +37,10 @@ def in_torch(bench: Bench, x: Any) -> dict[str, Call]:
 
 
 def run(bench: Bench) -> None:
-    """Time products of square matrices and add the rows to `bench`.
+    """Time matmul of square matrices and their transposes, and add the rows to `bench`.
 
-    The products are NVFP4 and MXFP4 on "sm100", FP8 on "sm90" with fast and slow accumulation, and bfloat16 on "sm90".
+    NVFP4 and MXFP4 matrices are multiplied as the matrix unit "sm100" does. FP8 (with fast and slow accumulation) and
+    bfloat16 matrices are multiplied as "sm90" does.
     """
     size = min(bench.size, SIZE)
     x = bench.normal(BF16, (size, size))
@@ -64,7 +65,7 @@ def run(bench: Bench) -> None:
 
 
 def on_host(q: Any, part: slice, unit: Any) -> np.ndarray:
-    """Return the rows `part` (a slice) of the product of a matrix with its transpose, computed on the CPU.
+    """Return the rows `part` (a slice) of matmul of a matrix and its transpose, computed on the CPU.
 
     Args:
         q: the matrix, a Quantized or an array that matmul accepts

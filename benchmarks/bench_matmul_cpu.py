@@ -3,7 +3,8 @@
     python benchmarks/bench_matmul_cpu.py [--size N] [--peer-size N]
 
 The package mmasim 2.1.1 needs torch. If it is not installed, only fp4kit is timed. A step is one instruction of the
-matrix unit: 64 products for FP4, 32 for FP8, 16 for bfloat16. Both libraries use all cores.
+matrix unit. It multiplies and sums 64 pairs of elements for FP4, 32 for FP8 and 16 for bfloat16. Both libraries use all
+cores.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def operands(kind: str, size: int) -> tuple[Any, Any]:
 
 
 def peer(kind: str, step: DotAdd, a: Any, b: Any) -> Callable[[], Any] | None:
-    """Return mmasim's product of two operands as a function without arguments.
+    """Return a function without arguments that multiplies two matrices with mmasim.
 
     Return None if mmasim or torch is not installed.
 
     Args:
-        kind: the kind of product: the id of a recipe, or the name of a dtype
+        kind: what the operands hold: the id of a recipe, or the name of a dtype
         step: the step of the matrix unit to imitate
         a, b: the operands, from `operands`
     """
@@ -80,9 +81,9 @@ def peer(kind: str, step: DotAdd, a: Any, b: Any) -> Callable[[], Any] | None:
 
 
 def main() -> None:
-    """Time every kind of product with fp4kit and, if it is installed, with mmasim, and print a table.
+    """Time matmul for every kind of operands with fp4kit and, if it is installed, with mmasim. Print a table.
 
-    Raises AssertionError if a product differs from mmasim's.
+    Raises AssertionError if a result differs from mmasim's.
     """
     parser = argparse.ArgumentParser(description="Time matmul on the CPU.", allow_abbrev=False)
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of fp4kit's matrices")

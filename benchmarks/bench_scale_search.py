@@ -66,9 +66,10 @@ def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
 
 
 def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, dict[str, float]]:
-    """Return {"weights" or "outputs": {"signal" or a way: sum of squares}}, of the signal and of each way's error.
+    """Return the sums of squares of the signal and of each way's error, for weights and for layer outputs.
 
-    Outputs are the input rows times the weights x.
+    The result is {"weights" or "outputs": {"signal" or a way: sum of squares}}. Outputs are the input rows times the
+    weights x.
 
     ways: {name of a way to choose scales: x quantized in this way}.
     """

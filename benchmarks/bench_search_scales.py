@@ -24,7 +24,7 @@ SWEEP = "modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep"
 
 
 def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> dict[str, Call]:
-    """Return {"Model-Optimizer": call} of its sweep over block scales.
+    """Return {"Model-Optimizer": call} for Model-Optimizer's sweep over block scales.
 
     The dict is empty if Model-Optimizer or torch is not installed, or if other libraries are not timed.
 

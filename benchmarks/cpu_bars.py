@@ -23,7 +23,7 @@ SEVEN = (
 
 
 class Bar(NamedTuple):
-    """State a target and whether it holds.
+    """A performance target for a set of rows, and whether it is met.
 
     Attributes:
         text: the target in words
@@ -39,7 +39,7 @@ class Bar(NamedTuple):
 
 
 def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any] | None) -> list[Bar]:
-    """Return the bars of the CPU engine, each with the figure that comes closest to missing its target.
+    """Return the bars (performance targets) of the CPU engine, each with the figure that comes closest to missing it.
 
     Args:
         rows: the measured rows

@@ -89,7 +89,7 @@ def same(actual: Any, wanted: Any, name: str) -> None:
 
 
 def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
-    """Return the case of quantize of x. It is timed with a new result and with a preallocated result.
+    """Return the case (calls to time) for quantize of x: with a new result, and with a preallocated result.
 
     Args:
         recipe: the id of the recipe
@@ -103,7 +103,7 @@ def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options:
 
 
 def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of quantize for a very large array.
+    """Return the case (calls to time) for quantize of a very large array.
 
     At most two results exist at a time: the target, and the new result of a call. The function `quantize` needs memory
     for a third result for a moment, because it copies the target.
@@ -152,7 +152,7 @@ def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of partial_cast.
+    """Return the case (a call to time) for partial_cast.
 
     Its flat shard is the whole matrix except the first element, so that it begins inside a byte and a block.
     """

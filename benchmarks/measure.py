@@ -70,7 +70,7 @@ def poison(*arrays: Any) -> None:
 def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
     """Raise AssertionError unless the first and last 64 rows of q equal what the CPU computes from these rows of x.
 
-    If q is quantized along another axis than the last, that axis of x is moved to the end before. With a seed, only the
+    If q is quantized along an axis other than the last, that axis of x is first moved to the end. With a seed, only the
     first rows are compared, because the random bits depend on the position.
 
     Args:
@@ -102,7 +102,7 @@ def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None
 
 
 class Bench:
-    """Hold a run on one device: inputs, timings, and the rows so far.
+    """One benchmark run on one device: inputs, timings, and the rows so far.
 
     Args:
         size: rows and columns of the large inputs
@@ -234,7 +234,7 @@ class Bench:
         Args:
             operation: the operation's name in the record
             recipe: id of the recipe, or "" if the operation has none
-            x: an array, or any object with shape and dtype, that counts the elements
+            x: the array whose elements `traffic` counts, or any object with its shape and dtype
             traffic: the bytes that the operation must move per element
             calls: one call, or several on different buffers that take turns
             kind: "kernel", "graph" or "host"; see BenchmarkRow

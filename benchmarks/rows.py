@@ -20,7 +20,7 @@ Traffic = Mapping[str, Fraction]
 
 
 class Beside(NamedTuple):
-    """State another time of the run that a row is compared with.
+    """Another time, measured in the same run, that a row is compared with.
 
     The row meets its target if its time is at most `at_most` times `us`.
 
@@ -37,7 +37,7 @@ class Beside(NamedTuple):
 
 @dataclass(kw_only=True)
 class Row:
-    """Hold one timed operation of a record.
+    """One timed operation in a benchmark record.
 
     Attributes:
         operation: the operation's name, such as "quantize"
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class BenchmarkRow(Row):
-    """Hold one timed operation on a GPU. Times are in microseconds.
+    """One timed operation on a GPU. Times are in microseconds.
 
     Attributes:
         formula: the traffic as text; `bytes` is its value
@@ -69,7 +69,7 @@ class BenchmarkRow(Row):
         copy_us: time of a device-to-device copy that moves as many bytes, or None if it was not measured
         target: smallest efficiency wanted
         target_us: largest time wanted
-        beside: another time of the run that bounds this one
+        beside: another time of the same run, which limits the time of this row
         peers: {name: us}
     """
 
@@ -140,14 +140,16 @@ class BenchmarkRow(Row):
 
 @dataclass(kw_only=True)
 class CpuRow(Row):
-    """Hold one timed operation on a CPU. `bytes` counts the input, or the output of dequantize. A rate is bytes / time.
+    """One timed operation on a CPU.
+
+    `bytes` counts the input, or the output of dequantize. A rate is bytes / time.
 
     Attributes:
         group: the group of bench_cpu.py that timed the row, such as "recipes"
         times: {key: time}. The keys are "one" and "all" (threads), "one into" and "all into" (with a preallocated
             result), and "specification"
         peers: {name: time} of other libraries on all threads. In the group "ggml", ggml runs on one thread. In the
-        group "sizes", the peers are streaming loops
+            group "sizes", the peers are streaming loops
     """
 
     group: str
@@ -155,7 +157,7 @@ class CpuRow(Row):
     peers: dict[str, Time] = field(default_factory=dict)
 
     def rate(self, name: str) -> float | None:
-        """Return GB/s by the median time of the key `name`, or None if this was not timed."""
+        """Return the rate in GB/s for the median time of the key `name`, or None if this key was not timed."""
         found = self.times.get(name)
         return None if found is None else self.bytes / found.median / 1e3
 
@@ -216,7 +218,7 @@ def quantized_bytes(recipe: str) -> dict[str, Fraction]:
 
 
 def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
-    """Return the traffic of an operation that writes its results in two directions.
+    """Return the traffic of an operation that writes its results twice: along rows and along columns.
 
     The result has every entry of `traffic`, and every entry a second time with `name` before the array's name.
     """

@@ -21,7 +21,7 @@ BUDGET = 0.7  # seconds; a call that has used them gets no further turn after th
 
 
 class Time(NamedTuple):
-    """Hold the smallest, the median and the spread of several timings, in microseconds per call.
+    """The smallest, the median and the spread of several timings, in microseconds per call.
 
     The spread is the largest minus the smallest.
     """
