@@ -1,1 +1,4 @@
-"""Make contracts of conversions and of checkpoints, and open checkpoints as sides of fp4kit.parity."""
+"""Make contracts (descriptions of how a model is quantized) of conversions and checkpoints.
+
+Also open checkpoints, so that fp4kit.parity can compare them.
+"""

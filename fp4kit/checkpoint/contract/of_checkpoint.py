@@ -1,4 +1,4 @@
-"""Read the contract that lies in a checkpoint, or infer one from its config, its containers and its bytes."""
+"""Read the contract that is stored in a checkpoint, or infer one from its config, its containers and its bytes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
 
 
 class _Inferred:
-    """Collect settings that are inferred, and how. A value of None or () is not stored."""
+    """The settings that were inferred from a checkpoint, and how. A value of None or () is not stored."""
 
     def __init__(self) -> None:
         self.values: dict[str, object] = {}
@@ -117,9 +117,9 @@ class _Inferred:
             self.values[name], self.how[name] = value, how
 
     def identified(self, verdict: CheckpointVerdict) -> None:
-        """Store the recipes that an identification names. Layers of other recipes get patterns.
+        """Store the recipes that an identification found: the main recipe, and patterns for layers of other recipes.
 
-        If the identification names no recipe, store nothing.
+        If the identification found no main recipe, store nothing.
         """
         if verdict.recipe is None:
             return
@@ -150,7 +150,10 @@ def _recorded_patterns(checkpoint: Checkpoint) -> tuple[tuple[str, Recipe], ...]
 
 
 def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names whose layers have equal tensor scales wherever loaders fuse them."""
+    """Return the groups of leaf names whose layers have equal tensor scales wherever loaders fuse them.
+
+    A leaf name is the last part of a layer's name, such as q_proj.
+    """
     scaled = [name for name, one in layers.items() if one.container is not None and one.container.has_tensor_scale]
     found: dict[tuple[str, ...], set[str]] = {}
     unequal: set[tuple[str, ...]] = set()

@@ -49,8 +49,8 @@ def contract_of_plan(plan: Plan) -> Contract:
 def signs_of(rotation: WeightRotation | None) -> str | None:
     """Return the signs of a rotation, for a contract; None if there is no rotation, or one without signs.
 
-    In a contract, a transform of 16 elements without signs is that of quantize(hadamard=True). Signs that change
-    nothing select fp4kit.hadamard instead, which a conversion uses.
+    In a contract, a transform of 16 elements without signs stands for the transform inside fp4kit.quantize. A
+    conversion uses fp4kit.hadamard instead. To record that, return 16 plus signs, which change no value.
     """
     if rotation is not None and not rotation.signs and rotation.size == HADAMARD_BLOCK:
         return "+" * rotation.size
@@ -72,7 +72,7 @@ def _shares(plan: Plan) -> bool:
 
 
 def shared_leaves(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names, at least two each, that loaders fuse in some module among ``modules``."""
+    """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``."""
     found: dict[tuple[str, ...], set[str]] = {}
     for (_, fusion), members in fused_groups(modules).items():
         if len(members) > 1:

@@ -1,4 +1,4 @@
-"""Open a path as a side of fp4kit.parity: its contract, and its tensors by layer, which are read one at a time."""
+"""Open a path for fp4kit.parity, which compares two of them: its contract, and its tensors, read one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp4kit.storage.quantized_file import load, recipes_of
 
 
 class LazyTensors(Mapping[str, Any]):
-    """Map the names of layers to their tensors, which are read at every access.
+    """A mapping from layer name to tensor, which reads the tensor from its file at every access.
 
     readers: layer -> function that reads it, and returns a Quantized or an array.
     input_scales: layer -> its static input scale; empty if the checkpoint stores none.
@@ -49,7 +49,7 @@ class LazyTensors(Mapping[str, Any]):
 
 
 def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]:
-    """Return (contract, tensors by layer) of a path, as fp4kit.parity takes it.
+    """Return (contract, tensors by layer) of a path, as fp4kit.parity takes them.
 
     An entry is None if the path has no contract or no tensors:
 

@@ -94,13 +94,13 @@ class ConversionReport:
     def actions(self) -> dict[str, int]:
         """Action (quantize, cast, requantize, ...) -> number of jobs that took this action.
 
-        A job that was planned to keep its codes (cast or carry) counts as requantize if it could not keep them.
+        A job that was planned to keep its codes (action "cast" or "carry") counts as "requantize" if it could not.
         """
         return dict(Counter(one.action for one in self.done))
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The names of the layers whose values were to be kept, but changed; () if there are none.
+        """The names of the layers whose values changed although they were to be kept; () if there are none.
 
         They changed because the new format cannot hold all scales of the layer. Either the whole layer was requantized,
         or a cast changed single blocks (see ``changes``).
@@ -181,8 +181,8 @@ def convert(
         options: workers, devices and other choices that do not change the result; None for the defaults.
         ignore: globs of unknown tensors, config keys and metadata entries to leave out. By default, fp4kit rejects a
             model with such contents.
-        split_max_size: the most bytes of tensors per file of a GGUF model; None for one file.
-        recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe``.
+        split_max_size: the largest number of bytes of tensors per file of a GGUF model; None for one file.
+        recipes: (pattern, recipe) pairs for layers that get a different recipe from ``recipe``.
         hadamard: the size of a Hadamard transform that rotates every layer before it is quantized; None for no
             rotation.
         hadamard_seed: the seed of random signs for this transform; None for no signs.

@@ -95,7 +95,7 @@ class TensorConverter:
         yield from self._new(self._converted_of(tensors))
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
-        """Yield the (name, array) pairs whose names ``since`` lacks, or whose arrays differ from its arrays."""
+        """Yield the (name, array) pairs that are new or changed: ``since`` lacks the name, or its array differs."""
         return (
             (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
         )
@@ -215,8 +215,8 @@ class TensorConverter:
 
                 - Layers still wait, and ``incomplete`` is "error".
                 - A gate has no up projection, or a layer came under two names, such as w1 and gate_proj.
-                - A pattern of the rules' ``recipes`` decided about no layer, or layers that loaders fuse got different
-                  recipes or containers.
+                - A pattern of the rules' ``recipes`` set the recipe of no layer, or layers that loaders fuse got
+                  different recipes or containers.
         """
         for name, why in named_twice(self._modules):
             raise CheckpointError(f"{shown(name)}: {why}")
@@ -339,7 +339,7 @@ def convert_tensors(
             - ``rules.activations`` does not fit a layer (see Activations.of_layers).
             - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
             - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.
-            - A pattern of ``rules.recipes`` decides about no layer, or fused layers get different recipes.
+            - A pattern of ``rules.recipes`` sets the recipe of no layer, or fused layers get different recipes.
         TypeError: a name is not a str, or a value is not an array.
 
     Warns:

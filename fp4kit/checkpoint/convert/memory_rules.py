@@ -23,7 +23,7 @@ from fp4kit.storage.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Rules:
-    """Say how convert_tensors converts: by which recipe, into which container, and which tensors.
+    """The rules of convert_tensors: the recipe, the container, and which tensors to quantize.
 
     Attributes:
         recipe: the recipe for newly quantized tensors.
@@ -54,8 +54,8 @@ class Rules:
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
         """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules, such as format="modelopt".
 
-        Raises ValueError if no recipe has this id, TypeError for anything that is not a recipe, and otherwise as Rules
-        does.
+        Raises ValueError if no recipe has this id, and TypeError for anything that is not a recipe. Also raises the
+        errors of Rules.
         """
         return cls(recipe(recipe_id), **fields)
 
@@ -95,7 +95,7 @@ class Rules:
         return self._of_choice(self.mixture.of(module)) if self.recipes else self
 
     def _of_choice(self, choice: LayerQuantization) -> Rules:
-        """Return rules with the recipe and the container of a choice.
+        """Return rules with the recipe and the container that were chosen for a layer.
 
         Input scales are left out if this recipe has no tensor scale but another recipe of the rules has one.
         """

@@ -52,9 +52,10 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
 
 
 def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
-    """Return the smallest and the largest scale exponent of a slab's blocks that contain a nonzero code.
+    """Return the smallest and the largest scale exponent among the blocks of a slab that contain a nonzero code.
 
-    Return (2^20, -2^20) if all codes are zero, so that a minimum and a maximum with other slabs ignore this slab.
+    A slab is some rows of a weight. Return (2^20, -2^20) if all codes are zero. Such a slab then does not affect the
+    minimum and the maximum over several slabs.
 
     weight, slab: the MXFP4 weight, and some of its rows.
     """
@@ -81,9 +82,10 @@ def is_exact(low: int, high: int) -> bool:
 
 
 def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of the scales of a slab's blocks of 16: two equal codes for each block of 32.
+    """Return the E4M3 scale codes for the 16-element NVFP4 blocks of a slab (some rows of a weight).
 
-    The code is 0 for all-zero blocks, and for blocks whose scale E4M3 cannot represent.
+    Each 32-element MXFP4 block gives two equal codes. The code is 0 for all-zero blocks, and for blocks whose scale
+    E4M3 cannot represent.
 
     weight, slab: the MXFP4 weight, and some of its rows.
     high: the largest scale exponent of all nonzero blocks that share the tensor scale.
@@ -97,10 +99,11 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
 
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
-    """Return whether a cast from MXFP4 to NVFP4 is possible, which keeps the codes of all blocks in range.
+    """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes.
 
-    If False, the whole layer must be requantized. It is False if the tensor scale is not a normal float32. It is also
-    False if blocks are out of range and ``recipe`` cannot give them codes under the tensor scale 2^(high - 8).
+    A block is in range if E4M3 can represent its new scale. If the result is False, the whole layer must be
+    requantized. It is False if the tensor scale is not a normal float32. It is also False if blocks are out of range
+    and ``recipe`` cannot quantize them with the tensor scale 2^(high - 8).
 
     low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale. If high
         is below low, there are no such blocks.

@@ -73,7 +73,7 @@ def stored_scales(q: Quantized) -> Any:
 
 
 def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
-    """Read and return the column weights of a job's scale search, or None if all columns weigh the same."""
+    """Read and return the column weights of a job's scale search, or None if all columns have equal weights."""
     if isinstance(job.columns, ChannelWeights):
         return job.columns.read()
     return None if job.columns is None else readers.array(job.columns)

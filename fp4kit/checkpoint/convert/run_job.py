@@ -161,7 +161,7 @@ class Made(NamedTuple):
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
     """Convert the weight of a job, put the bytes into ``output``, and return what was done.
 
-    A planned cast or carry keeps the codes. In two cases, the weight is requantized instead:
+    The actions "cast" and "carry" keep the codes. In two cases, the weight is requantized instead:
 
     - The new format cannot hold the scales. A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks
       out of range get new codes.
@@ -210,7 +210,7 @@ def _is_castable(job: Job, shared: Measured) -> bool:
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
     """Copy a tensor byte for byte, in pieces of PIECE bytes.
 
-    source: the place of the tensor.
+    source: where the tensor is stored.
     """
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
@@ -264,7 +264,8 @@ def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tu
 class _Output:
     """Write the parts of a job (codes, scales, ...) to their byte ranges of the output files.
 
-    Each part may be put in pieces, in order. Use it as a context manager, which opens and closes the files.
+    The bytes of a part may be put in several calls, in order. Use the object as a context manager, which opens and
+    closes the files.
     """
 
     def __init__(self, targets: tuple[Target, ...]) -> None:

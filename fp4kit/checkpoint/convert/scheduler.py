@@ -85,7 +85,7 @@ class JobScheduler:
     def _first(self) -> Iterator[FunctionCall[Any]]:
         """Yield the calls that can start at once, because they need no result of another call.
 
-        These calls are measurements, jobs that need no measurement, and the last calls of files that are complete. If
+        These calls are measurements, jobs that need no measurement, and the calls that sync and hash complete files. If
         the journal holds a measurement, it is recorded instead of being made again. Jobs that wait only for recorded
         measurements are yielded too.
         """

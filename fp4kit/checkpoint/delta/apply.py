@@ -191,10 +191,10 @@ def _patched(
 
 
 def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None:
-    """Raise CheckpointError if the counts per chunk do not add up to the runs and bytes that the patch stores.
+    """Raise CheckpointError if the counts per chunk do not add up to the totals that the patch stores.
 
     name: the name of the file, for the message.
-    counts: (chunks, 2), the number of runs and the number of bytes per chunk.
+    counts: (chunks, 2), the number of runs of changed bytes, and the number of their bytes, per chunk.
     runs, nbytes: the number of runs and the number of bytes that the patch stores for the file.
     """
     within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK

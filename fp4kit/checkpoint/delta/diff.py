@@ -42,7 +42,7 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True)
 class LayerFlips:
-    """Count the changes in a quantized layer between two versions of a checkpoint.
+    """The counts of changes in a quantized layer between two versions of a checkpoint.
 
     name: the name of the layer.
     codes: the number of codes that differ.
@@ -185,7 +185,7 @@ class _Stored(NamedTuple):
 
 
 def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
-    """Compare one file of the new version with the old version, and write its runs to temporary files.
+    """Compare one file of the new version with the old version, and write its changed bytes to temporary files.
 
     Return how the patch must store the file: as changed bytes, or by its hash alone if no byte differs. A file that is
     missing in the old version or has a different size there is not compared; it is stored as a whole.

@@ -42,7 +42,7 @@ PARTS = (COUNTS, STARTS, LENGTHS, BYTES)
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Hold the size in bytes and the SHA-256 (hexadecimal text) of a file."""
+    """The size in bytes and the SHA-256 (hexadecimal text) of a file."""
 
     nbytes: int
     sha256: str

@@ -69,7 +69,7 @@ def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
 
     names: the names in the patch of all files of the new version; not empty.
 
-    Raises CheckpointError if ``target`` is not named like the files that the patch leads to.
+    Raises CheckpointError if ``target`` is not named like the files that the patch produces.
     """
     suffix = Path(next(iter(names))).suffix
     if target.suffix.lower() != suffix:

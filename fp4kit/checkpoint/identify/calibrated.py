@@ -3,7 +3,7 @@
 GPTQ, AWQ, SmoothQuant, SVDQuant and auto-round use inputs of the layers. A checkpoint does not hold these inputs, so
 its bytes cannot be made again. But damaged bytes can still be told from the bytes of such a method:
 
-- Under its stored scales, every code is next to the code that its source value has.
+- Every code is equal or adjacent to the code that its source value gets with the stored scales.
 - GPTQ moves codes further, but rounds the first column that it takes to the nearest codes. Random damage hits all
   columns alike, so that no column stays whole.
 """
@@ -30,10 +30,9 @@ _LUCK = 0.01  # largest expected number of columns that random damage would leav
 
 @dataclass(frozen=True)
 class Fit:
-    """Say how well the codes of a layer fit a source under the stored scales.
+    """A measure of how well the codes of a layer fit its source, given the stored scales.
 
-    far: the number of codes that are more than ``steps`` codes away from the code of their source value, in the order
-        of values.
+    far: the number of codes that are more than ``steps`` representable values away from the code of their source value.
     sqnr_db: the signal-to-noise ratio of the decoded values in decibels, with the source as the signal.
     """
 
@@ -67,8 +66,7 @@ def fit_of(
     x: the source (N, K).
     columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.
     rows: True to multiply each row of the source by the factor that fits the decoded row best.
-    steps: the largest distance at which a code counts as near the code of its source value, in codes in the order of
-        values.
+    steps: the largest distance at which a code counts as near the code of its source value, in representable values.
     """
     r, scale = layer.recipe, layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
@@ -117,7 +115,7 @@ def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Decoded:
-    """Hold some rows of a layer.
+    """The codes and scales of some rows of a layer.
 
     rows: the range of rows.
     codes: the codes (rows, K), one per byte.
@@ -135,7 +133,6 @@ def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
     Codes and scales must have the shapes, order and values that the recipe needs.
 
     layer: the layer as its file stores it.
-
     shape: the shape (N, K) of the layer.
     """
     r, step = layer.recipe, max(CHUNK // max(shape[1], 1), 1)

@@ -36,7 +36,7 @@ STEPS = 12  # the number of bfloat16 numbers that are tried on each side of an e
 
 @dataclass(frozen=True, eq=False)
 class ScaledRows:
-    """Hold the first rows of a layer, their source and the estimated factors of its columns.
+    """The first rows of a layer, their source and the estimated factors of the columns.
 
     q: the stored rows.
     x: the source rows (n, K).

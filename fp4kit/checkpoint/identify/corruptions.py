@@ -36,7 +36,7 @@ _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
 
 @dataclass(frozen=True, eq=False)
 class StoredLayer:
-    """Hold one quantized layer as its file stores it.
+    """One quantized layer as its file stores it.
 
     codes: uint8 (N, bytes per row), with two 4-bit codes or one 8-bit code per byte.
     block_scale: uint8 bit patterns of the block scales, of any shape.
@@ -97,9 +97,10 @@ def _elements(length: int, packing: Packing) -> int:
 
 
 class Reading(NamedTuple):
-    """Hold one way to read the codes of a layer.
+    """One way to read the codes of a layer: as they are stored, or with a fault undone.
 
-    mishap: the name of the mishap that this way of reading corrects; None if it reads the codes as they are stored.
+    mishap: the name of the mishap (fault) that this way of reading corrects; None if it reads the codes as they are
+        stored.
     read: a function (layer, row numbers, range of columns) -> codes of these rows and columns, one code per byte.
     source_transposed: True if the stored layer has the shape of the transposed source.
     """
@@ -164,9 +165,9 @@ def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
 
 
 class CodeOrder(NamedTuple):
-    """Hold one order that codes may have within their rows.
+    """One order that the codes may have within the rows of a layer.
 
-    mishap: the name of the mishap that ``undo`` undoes; None for the right order.
+    mishap: the name of the mishap (fault) that ``undo`` undoes; None for the right order.
     undo: a function that puts codes (n, K), as they are read, into the order of the elements.
     multiple: this number must divide K.
     """
@@ -217,9 +218,9 @@ def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
 
 
 class Scales(NamedTuple):
-    """Hold the block scales of a layer after one possible order of the stored bytes was undone.
+    """The block scales of a layer, read in one of the orders that the stored bytes may have.
 
-    mishap: the name of the mishap that was undone; None if the scales are in the declared layout.
+    mishap: the name of the mishap (fault) that was undone; None if the scales are in the declared layout.
     values: the block scales in linear order (N, B).
     present: a mask (N, B) of the scales that the file has; None if the file has all scales. Some scales are lost if
         padding was cut off in the wrong place.
@@ -320,9 +321,9 @@ def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 class CorruptedRows(NamedTuple):
-    """Hold one order that the rows of a stored layer may have.
+    """One order that the rows of a stored layer may have.
 
-    mishap: the name of the mishap; None for the right order.
+    mishap: the name of the mishap (fault); None for the right order.
     source: for each stored row, the number of the source row from which it was made. If the layer is half of a gated
         pair (gate and up) of N rows each, a number n >= N means row n - N of the source of the other half.
     """
@@ -396,7 +397,7 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
 
 
 def name_of_rows(index: np.ndarray) -> str:
-    """Return the name of the mishap for an order of rows that was found by search.
+    """Return the name of the mishap (fault) for an order of rows that was found by search.
 
     This is the name of a rotary order if some number of heads gives the order, otherwise "rows are permuted".
 
@@ -423,7 +424,7 @@ def within_ulps(a: Any, b: Any) -> bool:
 
 
 def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
-    """Return the name of the mishap of a stored tensor scale, or None if the tensor scale is right.
+    """Return the name of the mishap (fault) of a stored tensor scale, or None if the tensor scale is right.
 
     The name is a clause such as "tensor scale is missing (0.5 is needed)". A difference of 2 ulp is accepted, because
     compressed-tensors stores a divisor, and the reciprocal of a reciprocal may be off by as much. No tensor scale and a

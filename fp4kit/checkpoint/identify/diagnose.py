@@ -74,7 +74,7 @@ GIVEN_SCALES = "searched scales: codes are right under the stored scales, which 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Say what made the bytes of a layer.
+    """An explanation of how the bytes of a stored layer were made from its source.
 
     recipe: the first of ``recipes``; None if no recipe gives every byte.
     mishap: the names of the faults between quantizer and file, joined by "; "; None if there were none.
@@ -112,17 +112,20 @@ class Diagnosis:
 
     @property
     def explained(self) -> bool:
-        """True if a recipe or a rule without a recipe gives every byte, with or without a mishap."""
+        """True if a known recipe, or a rule that has no recipe, reproduces every byte.
+
+        It does not matter whether a mishap (a known defect, such as swapped nibbles) must be assumed.
+        """
         return bool(self.names)
 
     @property
     def is_doubtful(self) -> bool:
-        """True if something is known about the layer, but neither a recipe, a rule nor a method is recognized."""
+        """True if ``cause`` describes the layer, but no recipe, rule or calibration method is recognized."""
         return self.cause is not None and self.method is None and not self.explained
 
     @property
     def recognized(self) -> bool:
-        """True if the layer is explained without a mishap, or is recognized as the result of a known method."""
+        """True if the layer is explained without a mishap (fault), or is recognized as the result of a known method."""
         return self.method is not None or (self.explained and self.mishap is None)
 
     @property
@@ -136,7 +139,7 @@ _NEEDED = re.compile(r" \([^()]* is needed\)$")
 
 
 def kind(mishap: str) -> str:
-    """Return the name of a mishap without the numbers of one layer, so that mishaps of several layers can be compared.
+    """Return the name of a mishap (fault) without the numbers of one layer, so that layers can be compared.
 
     mishap: one name, or several joined by "; ". The numbers in parentheses are removed from each: "tensor scale is
         missing (0.5 is needed)" becomes "tensor scale is missing".

@@ -31,7 +31,7 @@ _SCALING = {"tensor": "per tensor", "row": "per row", "block": "per 128x128 bloc
 
 @dataclass(frozen=True, eq=False)
 class Fp8Layer:
-    """Hold one FP8 layer as its file stores it.
+    """One FP8 layer as its file stores it.
 
     codes: uint8 (N, K), bit patterns of E4M3.
     scales: float32 multipliers on decode, of shape (1, 1), (N, 1), or (ceil(N / 128), ceil(K / 128)).
@@ -138,7 +138,7 @@ def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
 
 
 def _rule(name: str, scales: str, quotient: str) -> str:
-    """Return a text that describes a rule.
+    """Return the description of a rule by which tools quantize to FP8.
 
     name: the format, such as "FP8 per row".
     scales: the dtype to which scales are rounded.

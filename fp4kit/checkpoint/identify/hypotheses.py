@@ -38,7 +38,7 @@ AMAX_RATIO_RANGE = (2.0**-6, 2.0**10)
 
 @dataclass(frozen=True, eq=False)
 class LayerEvidence:
-    """Hold a stored layer, its source, and further facts that help to explain the layer.
+    """A stored layer, its source, and further facts that help to explain the layer.
 
     layer: the layer as its file stores it.
     x: the source (N, K).
@@ -73,7 +73,7 @@ class LayerEvidence:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Combine a way to read the codes of a layer with an order of its rows.
+    """A way to read the codes of a layer, combined with an order of its rows.
 
     reading: the way to read the codes.
     rows: the source row from which each stored row was made.
@@ -89,20 +89,20 @@ class Layout:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The names of the mishaps that the reading and the order of rows correct; () if there are none."""
+        """The names of the mishaps (faults) that the reading and the order of rows correct; () if there are none."""
         return tuple(filter(None, (self.reading.mishap, self.rows.mishap)))
 
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """Hold one hypothesis about how a stored layer was made.
+    """One hypothesis about how a stored layer was made.
 
     layout: the way to read the codes, and the order of rows.
     codes: the order of codes within bytes.
     scales: the order of block scales, as a position (from 0) in the sequence that stored_scales yields.
     recipe: the recipe that made the layer.
     amax: the tensor amax that the recipe was given; None if it needs none.
-    scale_mishap: the name of the mishap of the block scales, or None.
+    scale_mishap: the name of the mishap (fault) of the block scales, or None.
     tensor: the name of the mishap of the tensor scale, or None.
     """
 
@@ -116,12 +116,12 @@ class Hypothesis:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The names of all mishaps of this hypothesis, in the order in which they are undone; () if there are none."""
+        """The names of all mishaps (faults) of this hypothesis, in the order in which they are undone; () if none."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
 
     @property
     def weight(self) -> int:
-        """The number of mishaps, for choosing the simplest hypothesis.
+        """The number of mishaps (faults) in this hypothesis; the simplest hypothesis is preferred.
 
         A tensor scale that is wrong for an unknown reason counts twice.
         """
@@ -130,7 +130,7 @@ class Hypothesis:
 
 @dataclass
 class MatchCount:
-    """Count the stored bytes of a layer that a hypothesis predicts correctly.
+    """The numbers of stored bytes of a layer that a hypothesis predicts correctly.
 
     codes, scales: the numbers of bytes of codes and of block scales that equal the prediction.
     total: the number of bytes of codes and block scales that were compared.
@@ -267,7 +267,7 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in linear order, once for each mishap that may have changed the stored ones.
+    """Yield the block scales of a layer in linear order, once for each fault that may have changed the stored scales.
 
     The mishaps are the wrong orders of corruptions.scale_orders. For E8M0 scales, exponents that are off by one are
     mishaps too; these are tried on scales in the right order only.
@@ -286,7 +286,7 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
 def tensor_mishap(
     evidence: LayerEvidence, scale: np.ndarray | None, recipe_amax: RecipeWithAmax, rows: np.ndarray
 ) -> str | None:
-    """Return the name of the mishap of the stored tensor scale of some rows, or None if it is right.
+    """Return the name of the mishap (fault) of the stored tensor scale of some rows, or None if the scale is right.
 
     evidence: the stored layer and its source.
     scale: the tensor scale that the recipe gives; None if it gives none.

@@ -28,7 +28,7 @@ MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults wit
 
 @dataclass(frozen=True, eq=False)
 class LayerPair:
-    """Hold one quantized layer, and the source that it was made from.
+    """One quantized layer, and the source that it was made from.
 
     name: the layer's name, for the verdict.
     parts: the layer as its file stores it. For an Fp8Layer, ``other``, ``second`` and ``heads`` are ignored.
@@ -38,7 +38,8 @@ class LayerPair:
     second: True if the layer is the second half (up_proj or w3).
     heads: possible numbers of query or key heads if the layer is q or k; otherwise empty.
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
-    is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then nearly the rest that the codes store.
+    is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then approximately the remainder that the
+        codes store: the weight without the low-rank part.
     producer: the producer that the file names, such as "modelopt". Its recipes come first if several give every byte.
     recorded: the id of the recipe that fp4kit recorded in the file; "" if there is none. It comes before all others.
     scaling: the method that scaled the columns of weights, if the file declares it: "AWQ" or "SmoothQuant"; otherwise
@@ -68,7 +69,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold the name of a layer and its explanation.
+    """The name of a layer and its explanation.
 
     format: the name of the layer's format, such as "E2M1 E4M3 16".
     producer: the producer that the file names, such as "modelopt"; "" if it names none.
@@ -84,7 +85,7 @@ class LayerVerdict:
     scaling: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Return whether a verdict with these recipes and this mishap explains the layer.
+        """Return whether a verdict with these recipes and this mishap (fault) explains the layer.
 
         One of ``recipes`` must explain the layer, and the layer must have the mishap ``mishap``. The mishap of an
         all-zero layer is not compared, because zeros have equal bytes in every order.
@@ -96,18 +97,18 @@ class LayerVerdict:
 
 
 def _kind(layer: LayerVerdict) -> str | None:
-    """Return the layer's mishap without the numbers that are specific to the layer, or None if it has no mishap."""
+    """Return the layer's mishap (fault) without the numbers that are specific to the layer, or None if it has none."""
     return layer.explanation.mishap and kind(layer.explanation.mishap)
 
 
 @dataclass(frozen=True)
 class CheckpointVerdict:
-    """Say what made the layers of a checkpoint.
+    """The verdict on which recipes made the layers of a checkpoint.
 
     If layers have several formats, ``recipes``, ``mishap`` and ``rules`` are about the format with the most layers.
 
     recipes: the ids of the recipes that explain the most layers; empty if no recipe explains a layer.
-    mishap: the mishap that most explained layers have; None if most have none.
+    mishap: the mishap (a fault such as swapped nibbles) that most explained layers have; None if most have none.
     layers: the verdicts on all layers of all formats, in their order.
     others: the verdicts on the other formats.
     rules: descriptions of the rules that explain the most layers; empty if a recipe explains them.
@@ -228,7 +229,7 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """Advice to give the right source, if no layer has the signs of its source; otherwise None.
+        """Advice to pass the right source, if the codes of no layer have the signs of its source; otherwise None.
 
         All-zero layers are ignored. If there are no other layers, there is no advice.
         """
@@ -424,7 +425,7 @@ def _declared(text: str, scaling: str) -> str:
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
     """Return whether every code of a layer in blocks is near its source under the stored scales.
 
-    steps: the largest distance of codes that counts as near.
+    steps: the largest distance that counts as near, in representable values.
     """
     assert isinstance(layer.parts, StoredLayer)
     fit = fit_of(layer.parts, layer.source, steps=steps)
@@ -432,12 +433,12 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
 
 
 def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
-    """Return the explanation of a layer whose codes store only the rest of its weight, without a low-rank part.
+    """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part.
 
     If recipes give every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share of
-    bytes that the nearest recipe gives. The method is SVDQuant if every code is near the rest.
+    bytes that the nearest recipe gives. The method is SVDQuant if every code is near the source.
 
-    layer: the layer, with nearly this rest as its source.
+    layer: the layer. Its source is approximately the weight without the low-rank part.
     found: the explanation of the codes from this source.
     """
     if found.explained:

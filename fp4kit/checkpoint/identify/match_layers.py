@@ -41,7 +41,7 @@ _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class Origin:
-    """Locate the rows of a source from which a layer was made.
+    """The rows of a source tensor from which a layer was made.
 
     weight: the weight of the source.
     expert: the number of the matrix in the weight; 0 if the weight is not a stack.
@@ -66,7 +66,7 @@ class Origin:
         return self.span[1] - self.span[0], self.weight.shape[-1]
 
     def rotated(self, rotation: WeightRotation | None) -> Origin:
-        """Return the rows, to which a rotation is applied when they are read; unchanged rows if it is None."""
+        """Return an Origin that applies a rotation to the rows when it reads them; self if the rotation is None."""
         return self if rotation is None else replace(self, weight=replace(self.weight, rotation=rotation))
 
     @property
@@ -93,7 +93,7 @@ class Origin:
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Find the rows of a model for each layer that a conversion would write, by (layer name, expert number).
+    """Find the source rows of every layer that a conversion would write, by (layer name, expert number).
 
     Layers are named and split as the container ``form`` needs. The expert number is 0 unless the container stores
     stacks of experts. Transforms that can be undone are undone when the rows are decoded.
@@ -110,7 +110,7 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
 
 @dataclass(frozen=True)
 class TurnedOrigin(Origin):
-    """Locate the rows of a source whose transpose a layer holds."""
+    """The rows of a source tensor that the layer stores transposed."""
 
     def values(self, readers: Readers) -> np.ndarray:
         """Read the rows and return the transpose of their values."""

@@ -52,7 +52,7 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 
 
 def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
-    """Yield (key, weight to read, range of rows) for each matrix by which one expert of a weight may be looked up.
+    """Yield (key, weight to read, range of rows) for each matrix that can be looked up in one expert of a weight.
 
     The key is a canonical name. A gate_up stack yields the whole matrix, then its halves gate and up. gate_first gives
     the weight that comes with a half. Any other weight yields one matrix.

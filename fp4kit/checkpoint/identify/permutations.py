@@ -39,8 +39,8 @@ SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
     """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
 
-    A stored row is matched with the source row that has its signs and is most like it. It may be any row of the
-    source or of the other half of a gated pair. Yield nothing in these cases:
+    A stored row is matched with the most similar source row among those with its signs. It may be any row of the source
+    or of the other half of a gated pair. Yield nothing in these cases:
 
     - A row has no match, or two rows have the same match.
     - The rows are in place.
@@ -72,7 +72,7 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 def _nearest_sources(
     evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Return, for each stored row, the number of the source row that is most like it among those with its signs.
+    """Return, for each stored row, the number of the most similar source row among those with its signs.
 
     The result is -1 if no source row has the signs of the stored row. It is -2 - n if the codes of the stored row are
     all zero, where n is the number of the most similar source row.
@@ -123,7 +123,7 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
 
 
 def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | None:
-    """Return the name of the mishap if the stored block scales are a permutation of those that a hypothesis predicts.
+    """Return the name of the fault if the stored block scales are a permutation of those that a hypothesis predicts.
 
     Return None if they are not, or if a code or the tensor scale differs from the prediction. The name says whether
     scales only moved within their rows.
@@ -157,7 +157,7 @@ def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None
 
 
 def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
-    """Yield (hypothesis, name of the mishap) for each recipe and amax whose blocks are the stored blocks, permuted.
+    """Yield (hypothesis, name of the fault) for each recipe and amax whose blocks are the stored blocks, permuted.
 
     A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere. Yield
     nothing if there are no block scales, or if their number does not fit the layer.

@@ -46,7 +46,7 @@ _LEAST = 0.25  # the smallest share of blocks in which a weighted search chose t
 
 
 class _Rows(NamedTuple):
-    """Hold some rows of a layer, in blocks.
+    """Some rows of a layer, divided into blocks.
 
     x: the source, float64 (rows, blocks, block size).
     values: the decoded values of the stored codes and scales, float64 (rows, blocks, block size).
@@ -68,12 +68,12 @@ class _Rows(NamedTuple):
 
 @ieee("identify")
 def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> int | None:
-    """Return the number of blocks whose stored scale differs from the scale that a hypothesis gives for them.
+    """Return the number of blocks whose stored scale differs from the scale that a hypothesis predicts.
 
     Return None if the hypothesis does not explain the layer, which is so in these cases:
 
-    - The stored scale of a block gives another squared error than the scale of the hypothesis. Errors count as equal up
-      to the rounding of float32 sums.
+    - The stored scale of a block gives a different squared error from the scale of the hypothesis. Errors count as
+      equal up to the rounding of float32 sums.
     - A block with the scale of the hypothesis has other values.
     - The hypothesis has a mishap, or its recipe searches no scales.
 
@@ -101,8 +101,8 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
 def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether every block scale is computed from the block's amax or 1.5 times the amax (four over six).
 
-    Both must occur, and the stored one must have the smaller error in almost all blocks. Codes are not compared. Return
-    False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
+    Both kinds of scales must occur, and the stored one must have the smaller error in almost all blocks. Codes are not
+    compared. Return False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
@@ -214,9 +214,9 @@ def _is_nvfp4(evidence: LayerEvidence) -> bool:
 
 
 def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
-    """Return the tensor scale of a recipe for the candidate amax whose tensor scale equals the stored one, up to 2 ulp.
+    """Return the tensor scale that a recipe computes from a candidate amax and that is within 2 ulp of the stored one.
 
-    Return None if there is no such amax, or if the layer is not NVFP4 with one tensor scale.
+    Return None if no candidate amax gives such a tensor scale, or if the layer is not NVFP4 with one tensor scale.
 
     evidence: the layer, with its candidate amaxes.
     r: the recipe that computes the tensor scale.

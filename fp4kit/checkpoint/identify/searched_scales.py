@@ -1,6 +1,6 @@
 """Recognize block scales that were searched or calibrated.
 
-No recipe gives such block scales, but some recipe gives all codes under them."""
+No recipe reproduces such block scales, but some recipe reproduces all codes if it is given these scales."""
 
 from __future__ import annotations
 

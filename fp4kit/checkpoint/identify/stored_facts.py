@@ -59,9 +59,9 @@ RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
 
 
 def modifiers_of(path: Path) -> list[str]:
-    """Return the names of the modifiers that a recipe of llm-compressor lists, such as "GPTQModifier", in its order.
+    """Return the modifier names, such as "GPTQModifier", from an llm-compressor recipe file, in the order of the file.
 
-    Return [] if there is no such file. Only the names are parsed, because they suffice and need no YAML parser.
+    Return [] if there is no such file. A regular expression finds the names, so that no YAML parser is needed.
     """
     if not path.is_file():
         return []

@@ -33,13 +33,14 @@ from fp4kit.recipes import RECIPES, Recipe
 SAMPLE = 1 << 16  # number of elements of a sample
 SAMPLE_COLUMNS = 1024  # largest number of columns of a sample
 SIGNS_AGREE = 0.99  # an order is selected if at least this share of nonzero codes has the sign of the source
-# A hypothesis with one more mishap is nearer only if it gives at least this much more of the sample's bytes.
+# A hypothesis with one more mishap (fault) is preferred only if it reproduces at least this much more of the sample's
+# bytes.
 MISHAP_PENALTY = 0.05
 
 
 @dataclass
 class SampleVerdict:
-    """Collect the hypotheses that fit a sample of a layer.
+    """The hypotheses that fit a sample of a layer.
 
     exact: the hypotheses that give every byte of the sample.
     nearest: the hypothesis with the highest score; None before the first.
@@ -72,7 +73,7 @@ class SampleVerdict:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Hold the place of a sample within a layer.
+    """The rows and columns of a layer that form a sample.
 
     rows: the numbers of the stored rows, in whole blocks of rows.
     columns: the range of columns, from 0.
@@ -208,7 +209,7 @@ def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
 
 
 def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:
-    """Yield (name of the mishap or None, scales of the sample as int16) for each order of block scales.
+    """Yield (name of the fault or None, scales of the sample as int16) for each order of block scales.
 
     A scale that the file lacks is -1.
 

@@ -34,7 +34,7 @@ _FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 
 
 class PartsDisagree(ValueError):
-    """Report that an exclusion list has some parts of a fused layer but not all, so that the engine fails to load."""
+    """Raised if an exclusion list has some parts of a fused layer but not all, so that the engine fails to load."""
 
 
 def container_of(module: str) -> str | None:
@@ -54,7 +54,7 @@ def container_of(module: str) -> str | None:
 
 
 class Patterns(tuple[str, ...]):
-    """Hold the patterns of an exclusion list, and cache what the predicates derive from them.
+    """The patterns of an exclusion list, with a cache of what the predicates derive from them.
 
     Predicates accept any sequence of patterns, but repeated calls are faster with this class.
     """
@@ -137,11 +137,13 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
 
 def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return the result of vLLM's quant_utils.is_layer_skipped for ``module``.
+    """Return whether vLLM's quant_utils.is_layer_skipped leaves ``module`` unquantized, given an exclusion list.
 
-    vLLM compares whole names. It skips a module that is listed, and a fused layer if all of its parts are listed. A
-    module with "experts" in its name is skipped if a pattern contains its name, such as the name of one expert. Raise
-    PartsDisagree if only some parts of a fused layer are listed.
+    The function compares whole names. Three kinds of modules are left unquantized:
+
+    - A layer that is not fused, if it is in the list.
+    - A fused layer, such as qkv_proj, if all of its parts are in the list. If only some are, raise PartsDisagree.
+    - A module with "experts" in its name, if its name occurs in any entry, such as the name of one of its experts.
 
     prepared: the exclusion list.
     fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
@@ -209,11 +211,15 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, prepared: Patterns) -> bool:
-    """Return the result of is_layer_skipped in SGLang's quantization/utils.py for ``module``.
+    """Return whether SGLang's is_layer_skipped leaves ``module`` unquantized, given an exclusion list.
 
-    A module is skipped if a pattern is a dotted path that occurs anywhere in its name. A fused layer is skipped if all
-    its parts are; raise PartsDisagree if only some are. A module with "experts" in its name is also skipped if a
-    pattern contains its name, such as the name of one expert.
+    Three kinds of modules are left unquantized:
+
+    - A layer that is not fused, if an entry of the list is a dotted path that occurs anywhere in its name.
+    - A fused layer, such as qkv_proj, if this holds for all of its parts. If only for some, raise PartsDisagree.
+    - A module with "experts" in its name, if its name occurs in any entry, such as the name of one of its experts.
+
+    The function is in SGLang's quantization/utils.py.
 
     prepared: the exclusion list.
     """

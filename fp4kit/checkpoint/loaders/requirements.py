@@ -214,7 +214,8 @@ def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
     return (shape[:-2], shape[-2], shape[-1] * per_element) if len(shape) in (2, 3) else None
 
 
-# (dtype, needed dtype) -> what happens to scales whose bytes are right. transformers 5.23 was run on such a file.
+# (dtype, needed dtype) -> what happens to scales with the wrong dtype but the right bytes. transformers 5.23 was run on
+# such a file.
 _COPIED = {
     ("F8_E8M0", "U8"): (
         ", because engines copy numbers into a U8 tensor, so that 2^-9 becomes 0; the bytes are right, and fp4kit"

@@ -53,7 +53,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Cell:
-    """Say what one engine does with a container of a model of one family.
+    """One entry of the table: what an engine does with a container, for models of one family.
 
     status: "loads", "fails", "wrong values" or "unknown".
     how: "run" if the engine was run, "read" if its source was read, "" if the status is "unknown".
@@ -82,7 +82,7 @@ _CELLS = _cells()
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
-    """Return the cell that says what ``engine`` does with a container of a model of ``family``.
+    """Return the table entry that says what ``engine`` does with a container, for models of ``family``.
 
     The cell has the status "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of
     "dense" is returned.
@@ -200,7 +200,7 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
     """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown".
 
-    A Cell says what an engine does with a container of a model of one family. These engines fail on the container,
+    A Cell says what an engine does with a container, for models of one family. These engines fail on the container,
     misread it, or load it under a condition.
     """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)

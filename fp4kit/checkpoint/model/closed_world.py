@@ -60,7 +60,9 @@ class OpenedModel(Protocol):
 
 
 def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model, refused ones included (see ``account``).
+    """Return every item (tensor, config key or metadata entry) of an opened model that may concern quantization.
+
+    Items that fp4kit refuses, because it does not know them, are included (see ``account``).
 
     Args:
         model: the opened model.
@@ -71,7 +73,7 @@ def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable
 
 
 def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model, after checking that none is refused.
+    """Return every item (tensor, config key or metadata entry) of a model, after checking that none is refused.
 
     Args:
         model: the opened model.
@@ -352,7 +354,10 @@ def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str
 
 
 def is_scale_of_layer(item: Item) -> bool:
-    """Return whether an item is a carried scale of a layer's inputs or outputs, which a decoded layer does not have."""
+    """Return whether an item is a carried (copied) scale of a layer's inputs or outputs.
+
+    A decoded layer does not have such scales.
+    """
     leaf = item.name.rpartition(".")[2]
     return item.group == CARRIED and item.place == "tensor" and leaf in _SCALES_OF_LAYERS
 
@@ -498,7 +503,7 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
 
 
 def _unfitting_part(container: Container, names: Mapping[str, str], shape: tuple[int, ...], tensors: Tensors) -> str:
-    """Return which tensor of a layer keeps it from being a container's, as a clause; "" if it is near no container.
+    """Return which tensor keeps a layer from fitting a container, as a clause; "" if the layer is not near it.
 
     A layer is near if its scales have the usual shape or the usual dtype.
 

@@ -30,7 +30,7 @@ EntryCheck = Callable[[Any, "_Layers"], str]
 
 
 class _Layers(NamedTuple):
-    """Hold the quantized layers of a checkpoint, with which the checks compare config entries.
+    """The quantized layers of a checkpoint, with which the checks compare config entries.
 
     Attributes:
         forms: module name -> container.
@@ -536,7 +536,6 @@ def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
 
     A missing key fits. A data_type that fp4kit does not know is ignored, and then only bits are compared. group_size
     fits too if it is null, -1 or 0, and for layers other than 4-bit and MXFP8 ones.
-
 
     Args:
         entry: the config, or the entry of a layer merged into it.

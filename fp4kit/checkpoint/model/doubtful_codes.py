@@ -40,7 +40,7 @@ _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitud
 
 
 class _Sample(NamedTuple):
-    """Hold the leading rows of a layer.
+    """The codes and scales of the leading rows of a layer.
 
     Attributes:
         form: the layer's container.

@@ -2,7 +2,7 @@
 
 Codes of FP8 layers with one scale, and codes under padded scales, fit their scales even if rows are missing. But the
 axes of neighboring layers have equal lengths. For example, the rows of gate and up and the columns of down have the
-intermediate size. If lengths differ, the layer whose length fewer layers have is named.
+intermediate size. If lengths differ, the layer with the rarer length is named.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AXES = {
 
 
 class Misfit(NamedTuple):
-    """Describe a layer with an axis whose length does not fit the layers beside it.
+    """A layer with an axis whose length does not fit the layers beside it.
 
     Attributes:
         weight: the layer.
@@ -98,7 +98,7 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
     The most frequent length of an axis counts as right. If two lengths are equally frequent, the larger one counts as
     right. The config's hidden_size counts like one more layer if some layer has this length.
 
-    q_proj also misfits if it has neither as many rows as o_proj has columns, nor twice as many. If the config has
+    q_proj is also a misfit if it has neither as many rows as o_proj has columns, nor twice as many. If the config has
     v_head_dim, this is not checked, and keys and values may differ in size.
 
     Args:
@@ -171,7 +171,7 @@ def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
     )
 
 
-# Names of one layer, by role: if a module has layers under two of them, which one a reader takes is not known.
+# Names of one layer, by role: if a module has layers under two of them, it is not known which one a reader takes.
 _ROLES = (
     ("gate_proj", "w1"),
     ("down_proj", "w2"),

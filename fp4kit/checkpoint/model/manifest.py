@@ -39,7 +39,7 @@ def _digest(file: Any) -> str:
 
 
 class Digest(NamedTuple):
-    """Hold the path, the size and the digest of a file.
+    """The path, the size and the SHA-256 digest of a file.
 
     Attributes:
         path: the path of the file.

@@ -60,7 +60,7 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
 
 
 class QuantizedLayers(Mapping[str, Quantized]):
-    """Map the names of a checkpoint's quantized layers to Quantized objects, which are read on each lookup.
+    """A mapping from the names of quantized layers to Quantized objects, which are read on each lookup.
 
     The keys are module names such as "model.layers.0.mlp.up_proj", in the order of the files. A stack of experts is one
     layer with the shape (experts, rows, columns). Only one layer is in memory per lookup; nothing is cached.
@@ -191,7 +191,7 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
 def _read(weight: Weight, r: Recipe) -> Quantized:
     """Read all matrices of a quantized weight. Raise CheckpointError if a Quantized cannot hold the layer.
 
-    r: its recipe.
+    r: the recipe of the layer.
     """
     form = weight.container
     assert form is not None

@@ -66,10 +66,10 @@ class Readers:
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Read and return ``count`` bytes of a tensor from byte ``start`` on; all remaining bytes if count is None.
+        """Read and return ``count`` bytes of a tensor, starting at byte ``start``; if count is None, all that remain.
 
         Args:
-            place: the place of the tensor.
+            place: where the tensor is stored.
         """
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
@@ -84,7 +84,7 @@ class Readers:
         """Read and return the part of a tensor at ``index`` on the first axis, such as one expert's matrix.
 
         Args:
-            place: the place of the tensor.
+            place: where the tensor is stored.
         """
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
@@ -93,7 +93,7 @@ class Readers:
 
 
 class Slab(NamedTuple):
-    """Hold consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
+    """Consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
 
     Codes and scales do not depend on how the file stores them: the even element of a byte is in the low nibble, and
     scales are in linear order.
@@ -445,7 +445,7 @@ class _TransposedReader:
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """Read and return ``count`` consecutive stored elements of this matrix, from element ``start`` on."""
+        """Read and return ``count`` consecutive stored elements of this matrix, starting at element ``start``."""
         size = self._dtype.itemsize
         return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
 

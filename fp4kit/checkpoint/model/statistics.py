@@ -40,7 +40,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """Hold counts about the codes and scales of a layer. Counts of several chunks or layers are added with ``+``.
+    """Counts of what the codes and scales of a layer contain. Counts of several chunks or layers are added with ``+``.
 
     The numbers from ``elements`` to ``zero_scales`` describe the stored layer. Those from ``compared`` to ``noise``
     compare the layer with a source x, and are 0 if there is no source.

@@ -48,7 +48,7 @@ class _Transform(NamedTuple):
 
 
 class Undone(NamedTuple):
-    """Hold a model whose transforms are undone when its weights are decoded.
+    """A model whose transforms are undone when its weights are decoded.
 
     Attributes:
         weights: tensor name -> weight. Weights with transforms have a rotation.
@@ -68,7 +68,7 @@ class Undone(NamedTuple):
 
 
 class _NotUndone(Exception):
-    """Say why a transform is not undone. The text is a predicate, such as "has the location output"."""
+    """Raised if a transform cannot be undone. The message is a predicate, such as "has the location output"."""
 
 
 def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
@@ -80,8 +80,9 @@ def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore:
         ignore: globs of item names, as given with ``--ignore``.
 
     Raises:
-        CheckpointError: if an item is refused, which includes a transform that is not undone and a stored matrix that
-            is not that of its transform; or if a glob matches no item that would be refused.
+        CheckpointError: if an item is refused, or if a glob matches no item that would be refused. Refused items
+            include a transform that cannot be undone, and a stored matrix that differs from the matrix of its
+            transform.
     """
     patterns = tuple(ignore)
     found = resolved(model, weights, patterns)
@@ -202,7 +203,7 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
 def _turned(
     weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
-    """Return all weights. Those in ``found``, which maps tensor names to transforms, get the rotation of theirs."""
+    """Return all weights. Each weight in ``found`` (tensor name -> transform) gets the rotation of its transform."""
     return {
         name: replace(one, rotation=rotations.get(found[name])) if name in found else one
         for name, one in weights.items()
@@ -214,7 +215,7 @@ def _stored_matrices(
 ) -> dict[str, _Transform]:
     """Return a dict from the names of the tensors that hold matrices to their transforms.
 
-    Raise _NotUndone if no matrix of a transform with signs is stored, because the matrix alone tells the signs.
+    Raise _NotUndone if no matrix of a transform with signs is stored, because only the matrix tells the signs.
 
     found: tensor name -> transform, for the weights with transforms.
     weights, tensors: the weights and the tensors of the model, by tensor name.
@@ -232,8 +233,8 @@ def _rotations(
 ) -> tuple[dict[_Transform, WeightRotation], set[str]]:
     """Return two results: transform -> the rotation that undoes it; and the names of wrong matrices.
 
-    A matrix is wrong if it is not that of its transform, or if two matrices of a transform differ. A transform with
-    signs has no rotation if none of its matrices is right.
+    A matrix is wrong if it differs from the matrix of its transform, or if two matrices of a transform differ. A
+    transform with signs has no rotation if none of its matrices is right.
 
     found: tensor name -> transform, for the weights with transforms.
     matrices: the names of the tensors that hold matrices to read, and their transforms.

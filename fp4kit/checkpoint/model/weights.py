@@ -82,7 +82,7 @@ _TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "
 
 
 class Located(NamedTuple):
-    """Locate a tensor in a file.
+    """The location of a tensor in a file.
 
     Attributes:
         file: the file, without the entries of the file's header, so that little data is sent to worker processes.
@@ -94,7 +94,7 @@ class Located(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Select the rows [span[0], span[1]) of one matrix of a weight.
+    """The rows [span[0], span[1]) of one matrix of a weight.
 
     Attributes:
         weight: the weight.
@@ -190,7 +190,7 @@ class Weight:
 
 
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
-    """Return the place of a tensor in a file, without the entries of the file's header.
+    """Return the Located of a tensor: its own entry, and its file without the entries of the header.
 
     A job without these entries stays small when it is sent to a worker process.
     """

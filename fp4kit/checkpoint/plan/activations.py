@@ -31,7 +31,7 @@ _WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantiz
 
 @dataclass(frozen=True)
 class Activations:
-    """Hold the amaxes of measured activations, from which a conversion computes input scales.
+    """The amaxes of measured activations, from which a conversion computes input scales.
 
     Args:
         amaxes: layer -> amax of the layer's inputs; 0 for a layer or an expert that saw no input other than zero.

@@ -53,13 +53,13 @@ CANDIDATES = ("nvfp4-te", "fp8-modelopt-channel", KEEP)
 
 @dataclass(frozen=True)
 class Assignment:
-    """Record which recipe each layer gets within a budget of bits per weight.
+    """The choice of a recipe for each layer, within a budget of bits per weight.
 
     Attributes:
         budget: the budget, in bits per weight.
-        units: the layers that need one choice, with the measured errors of their options.
+        units: groups of layers that must share a choice, with the measured errors of their options.
         chosen: the optimal assignment.
-        curve: optimal assignments of other sizes, from the smallest one on.
+        curve: optimal assignments of other sizes, starting at the smallest.
     """
 
     budget: float
@@ -89,7 +89,7 @@ class Assignment:
 
     @property
     def recipes(self) -> tuple[tuple[str, str], ...]:
-        """The (pattern, recipe id) pairs for all layers that get another recipe than ``default``."""
+        """The (pattern, recipe id) pairs for all layers that get a recipe other than ``default``."""
         return tuple((pattern, name) for pattern, name in self._patterns() if name not in (KEEP, self.default))
 
     @property
@@ -197,7 +197,7 @@ class _Candidates:
             self.weights |= found
 
     def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of a weight: one for a matrix, one or two per expert of a stack.
+        """Return the pieces (units of work) of a weight: one for a matrix, one or two per expert of a stack.
 
         Each piece becomes one output layer, unless the container stores stacks whole. Then the pieces of all experts
         become one output layer.
@@ -211,12 +211,15 @@ _Key = tuple[str, int]
 
 
 def _key(piece: Piece) -> _Key:
-    """Return (output layer, number) of a piece. The number tells the pieces of a stack that stays whole apart."""
+    """Return (output layer, number) of a piece, a unit of work.
+
+    If a stack stays whole, the number distinguishes its pieces.
+    """
     return piece.module, piece.number
 
 
 class _Sums(NamedTuple):
-    """Hold sums over one piece, in which each term is multiplied by the weight of its column.
+    """Sums over one piece (some rows of a weight), in which each term is multiplied by the weight of its column.
 
     Attributes:
         signal: the sum of the squares of the values.
@@ -275,7 +278,9 @@ def _sums_of_group(
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
 ) -> dict[_Key, _Sums]:
-    """Return a dict from key to the sums of a piece, for pieces with a common tensor scale. Read each twice.
+    """Read the pieces that share a tensor scale, and return a dict from key to the sums of each piece.
+
+    Each piece is read twice.
 
     Args:
         found: the candidates, and the layers that each fits.

@@ -21,7 +21,7 @@ _GRAIN = 2.0**-50
 
 
 class Option(NamedTuple):
-    """Describe one choice for a unit.
+    """One choice for a unit, which is a group of layers that must share a choice.
 
     Attributes:
         name: the id of a recipe, or another name of the choice.
@@ -36,7 +36,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Describe layers that need one choice.
+    """A unit: layers that must share a choice, with the possible choices.
 
     Attributes:
         name: a readable name.
@@ -52,7 +52,7 @@ class LayerGroup:
 
 
 class Point(NamedTuple):
-    """Describe one assignment of options to units.
+    """An assignment of one option to every unit.
 
     Attributes:
         bits: the total number of bits.
@@ -70,7 +70,7 @@ _State = tuple[int, int, int, Any]
 
 
 class _Step(NamedTuple):
-    """Describe the exchange of one option of a unit for the next one on its lower convex hull.
+    """The exchange of one option of a unit for the next option on the unit's lower convex hull.
 
     Attributes:
         unit: the index of the unit.
@@ -86,7 +86,7 @@ class _Step(NamedTuple):
 
 
 def _grains(error: float) -> int:
-    """Return an error as a whole number of grains."""
+    """Return an error in grains (multiples of 2^-50), as an int."""
     return round(error / _GRAIN)
 
 
@@ -128,7 +128,7 @@ def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
 
 
 def curve(units: Sequence[LayerGroup]) -> list[Point]:
-    """Return assignments of decreasing error, from the smallest possible size on.
+    """Return assignments of decreasing error, starting at the smallest possible size.
 
     Each assignment has the smallest error that is possible in its own number of bits, because it minimizes
     error + slope * bits for some slope. Further optimal assignments may lie between two returned ones.

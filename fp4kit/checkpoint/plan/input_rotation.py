@@ -28,11 +28,11 @@ def rotated(
     rotation: WeightRotation,
     patterns: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """Return the weights to rotate, by tensor name. They are rotated when they are read.
+    """Return the weights to rotate, by tensor name, changed so that they are rotated when they are read.
 
     Args:
         selected: tensor name -> weight, for the weights to quantize.
-        candidates: the same tensor names -> the descriptions by which the selection rules judge.
+        candidates: tensor name -> description for the selection rules, for the same tensors.
         rotation: the rotation.
         patterns: globs of the names of the layers to rotate (--hadamard-only); () for all.
 
@@ -92,7 +92,9 @@ def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
 
 
 def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
-    """Yield why an engine cannot run a checkpoint with rotated layers. Yield nothing if no layer is rotated.
+    """Yield a finding per reason why an engine cannot run a checkpoint with rotated layers.
+
+    Yield nothing if no layer is rotated.
 
     Args:
         rotated_layers: the names of the rotated layers.

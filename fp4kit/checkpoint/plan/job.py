@@ -99,7 +99,7 @@ def is_rounded(weight: Weight) -> bool:
 
 
 class Target(NamedTuple):
-    """Locate the bytes [position, position + nbytes) of an output file to which a job writes one part of its output.
+    """The bytes [position, position + nbytes) of an output file to which a job writes one part of its output.
 
     Attributes:
         part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, ROTATION or VALUES.
@@ -214,7 +214,7 @@ class Job:
 
 
 class Measured(NamedTuple):
-    """Hold the result of a job's first pass over its source.
+    """The result of a job's first pass over its source.
 
     Attributes:
         key: the key of the job.
