@@ -119,7 +119,7 @@ if TYPE_CHECKING:
         Args:
             path: a model directory, a .safetensors file or a GGUF file.
             recipe: the recipe of the layers, which determines how they are decoded. None for the recipe that the
-                checkpoint records, and for a recipe of the container's producer if none is recorded.
+                checkpoint records. If it records none, a recipe of the container's producer is used.
 
         Returns:
             A fp4kit.checkpoint.QuantizedLayers: a mapping from layer name to Quantized. Codes and scales are read when

@@ -50,7 +50,7 @@ def is_ieee() -> bool:
 def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function so that it runs in IEEE arithmetic, whatever the mode of the calling thread.
 
-    A check of the mode precedes each call and costs four products, 0.1 us. Only if the check fails, the thread's
+    A check of the mode precedes each call and costs four multiplications, 0.1 us. Only if the check fails, the thread's
     floating-point environment is set to the default during the call. When the call returns or raises, the caller's
     mode, rounding and exception flags are restored. Only the inexact and underflow flags may differ, because the check
     can set them in any mode.

@@ -25,7 +25,7 @@ Give = Callable[[Any], Any]  # converts a NumPy or CuPy array to a library's arr
 
 
 class ArrayLibrary(NamedTuple):
-    """Describe PyTorch or JAX, as a library to whose arrays results are converted.
+    """An array library, PyTorch or JAX, to whose arrays results are converted.
 
     name: the name of its module. call_context(a): a context manager to enter around a call on `a`, an array of the
     library; it yields the function that converts results. is_mutable: whether arrays of the library can be written to.

@@ -37,7 +37,7 @@ class Collector:
     inputs. The experts of a mixture-of-experts layer are separate layers: "model.layers.0.mlp.experts.3.up_proj".
 
     The result does not depend on the order of calls, nor on how inputs are distributed among calls, processes and
-    files: all of it is equal bit for bit to what one call with all inputs collects.
+    files: it is bit-identical to what one call with all inputs collects.
 
     Args:
         histogram: True to count block amaxes, which the rule "headroom" needs. False saves time, and up to 4 KiB of
@@ -61,9 +61,10 @@ class Collector:
         self._totals: dict[_Key, dict[int | None, Totals]] = {}  # per key: CUDA device, or None for the host -> totals
 
     def add_layer(self, layer: str, columns: int, experts: int | None = None) -> None:
-        """Add a layer of which nothing was collected yet. Does nothing if the layer was added already.
+        """Add a layer before any of its inputs is collected. Does nothing if the layer was added already.
 
-        Layers that never see a token are then known, and the errors and fill policies of amaxes name them.
+        So layers that never see a token are known too: the errors of ``amaxes`` name them, and its policy ``unseen``
+        applies to them.
 
         Args:
             layer: the name of the layer; with ``experts``, without an expert number.
@@ -78,7 +79,7 @@ class Collector:
         self._key("add_layer", layer, columns, experts)
 
     def collect(self, layer: str, x: Any, *, expert: Any = None, experts: int | None = None) -> None:
-        """Include the inputs of one call of a layer.
+        """Collect the inputs of one call of a layer.
 
         On a GPU this launches a few kernels and does not wait, unless ``expert`` is an array. If an error is raised,
         nothing of the call is collected.
@@ -88,8 +89,8 @@ class Collector:
                 as "model.layers.0.mlp.experts.up_proj".
             x: the inputs, (..., K), of float32, float16 or bfloat16, of any library and on any device. Rows shorter
                 than whole blocks of 16 are padded with zeros. An array without rows adds no token.
-            expert: the number of the expert, or an integer array x.shape[:-1] with the expert of each token. Across
-                processes, experts are numbered through the whole model.
+            expert: the number of the expert, or an integer array x.shape[:-1] with the expert of each token. If several
+                processes share the experts, use the number of the expert in the whole model.
             experts: the number of experts. Needed if ``expert`` is an array, and allowed only with ``expert``.
 
         Raises:
@@ -130,7 +131,7 @@ class Collector:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The names of all layers in sorted order, each expert by itself."""
+        """The sorted names of all layers, with one name per expert."""
         return tuple(self._entries("layers"))
 
     def columns(self) -> dict[str, int]:
@@ -224,13 +225,13 @@ class Collector:
 
     @classmethod
     def merge(cls, collectors: Iterable[Collector]) -> Collector:
-        """Return a new Collector of all inputs that several collectors saw.
+        """Return a new Collector with the inputs of several collectors.
 
         Args:
             collectors: at least one, all with or all without histograms. They are not changed.
 
         Returns:
-            The Collector: largest amaxes, sums of tokens and of histograms.
+            The Collector, with the largest of the amaxes, and the sums of the token counts and of the histograms.
 
         Raises:
             TypeError: if `collectors` is not iterable, or an entry is not a Collector.
@@ -251,7 +252,7 @@ class Collector:
         return whole
 
     def gather(self, comm: Communicator) -> Collector:
-        """Return, on every rank, a Collector of what all ranks saw.
+        """Return, on every rank, a Collector with the inputs that all ranks collected.
 
         Args:
             comm: the group of processes (fp4kit.training.communicators). Experts have the numbers of the whole model on
@@ -262,8 +263,8 @@ class Collector:
 
         Raises:
             TypeError: if comm is not a communicator.
-            ValueError: as for merge, on every rank alike. If an input on a GPU was NaN or infinite, only on its rank,
-                before anything is sent.
+            ValueError: as for merge, on every rank. If an input on a GPU was NaN or infinite, only the rank of that GPU
+                raises, before anything is sent.
         """
         parts = all_gather_bytes(comm, encode(self._entries("gather"), self.histogram))
         return type(self).merge([self._decoded(data, f"gather: rank {rank}") for rank, data in enumerate(parts)])
@@ -274,7 +275,7 @@ class Collector:
         """Write a safetensors file, from which load returns an equal Collector. It appears only when it is complete.
 
         Args:
-            path: the file. An existing file is replaced. The same contents give the same bytes.
+            path: the file. An existing file is replaced. Equal contents give equal bytes.
 
         Raises:
             TypeError: if path is not a path.

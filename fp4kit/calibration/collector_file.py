@@ -31,7 +31,7 @@ _DTYPES = {"amax": np.float32, "tokens": np.int64, "columns": np.int64, "bins": 
 
 
 class CollectedInputs(NamedTuple):
-    """Hold what was collected of one layer or expert.
+    """The totals that were collected for one layer or expert.
 
     Attributes:
         columns: K, the number of inputs per token.
@@ -92,8 +92,8 @@ def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
 
     If there are no histograms, every entry has None instead.
 
-    Raises ValueError, which begins with ``label``, for bytes that ``encode`` does not write. These are another kind of
-    file, a damaged file, or a file of another version.
+    Raises ValueError, which begins with ``label``, for bytes that ``encode`` does not write. Such bytes come from
+    another kind of file, a damaged file, or a file of another version.
     """
     try:
         arrays = load(data)

@@ -114,8 +114,8 @@ class Headroom:
             largest: the largest block amax.
 
         Returns:
-            float32; 0 if no block is nonzero, and ``largest`` if no bin from that of upper / 1e6 on has a block. upper
-            is the upper_percentile of the block amaxes, or ``largest`` for a percentile of 100.
+            float32. It is 0 if no block is nonzero. It is ``largest`` if the bin of upper / 1e6 and all higher bins are
+            empty. upper is the upper_percentile of the block amaxes, or ``largest`` for a percentile of 100.
         """
         upper = float(largest) if self.upper_percentile >= 100 else _percentile(histogram, self.upper_percentile, 0)
         if not upper:
@@ -126,7 +126,7 @@ class Headroom:
 
 
 def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
-    """Return the center of the first bin, from ``first`` on, up to which ``percentile`` percent of the blocks lie.
+    """Return the center of the bin at which the block count, summed from bin ``first``, reaches ``percentile`` percent.
 
     Bins before ``first`` count as empty. Return 0 if all bins are empty then. Counts, their sums and the target are
     float32 numbers, as in Model-Optimizer.

@@ -25,7 +25,7 @@ def _library(array: Any) -> Any:
 
 @dataclass
 class Totals:
-    """Hold what was collected of the experts of a layer. A layer without experts has one.
+    """The totals that were collected for the experts of a layer. A layer without experts counts as one expert.
 
     Attributes:
         amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
@@ -39,7 +39,7 @@ class Totals:
 
     @classmethod
     def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
-        """Return the totals of no inputs.
+        """Return totals of zero, to which inputs can be added.
 
         Args:
             experts: the number of experts; 1 for a layer without experts.

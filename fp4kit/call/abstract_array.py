@@ -1,6 +1,6 @@
 """Define arrays without values: the shape and dtype that a compiler (torch.compile, jax.jit) knows while it traces.
 
-If the parse of a call gets an AbstractArray in place of an array, it checks everything except values. So errors appear
+When a call is parsed with an AbstractArray in place of an array, everything except values is checked. So errors appear
 while the compiler traces, not when the compiled program runs.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AbstractArray:
-    """Hold the shape and dtype of an array without values.
+    """An array without values: only its shape and dtype are known.
 
     Lengths are ints, or a tracer's symbols that support the arithmetic of ints.
     """

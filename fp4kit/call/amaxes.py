@@ -138,7 +138,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
-# The operations for which takes_block_amaxes counts. Grouped kernels read block amaxes only for static recipes.
+# The operations that accept block amaxes for the recipes of takes_block_amaxes. Grouped kernels read block amaxes only
+# for static recipes.
 OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 
 

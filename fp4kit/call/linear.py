@@ -34,11 +34,11 @@ _FLAGS: dict[str, Hadamard] = {"False": False, "True": True, "no_signs": "no_sig
 
 
 class LinearSettings(NamedTuple):
-    """Hold the arguments of linear that are not arrays. Instances are hashable.
+    """The arguments of linear that are not arrays. Instances are hashable.
 
     Attributes:
         recipe_x, recipe_w: the recipes of x and w.
-        unit: the Unit that multiplies.
+        unit: the Unit (a model of a GPU's matrix unit) that multiplies.
         out_dtype: dtype of y.
         backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized".

@@ -1,4 +1,4 @@
-"""Parse the arguments of fp4kit.matmul: which unit adds, what the operands are, and where the result goes."""
+"""Parse the arguments of fp4kit.matmul: the matrix unit to imitate, the operands, and where the result goes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
 
 
 class Operand(NamedTuple):
-    """Hold one operand of a product as the engines take it: rows of codes along K. Codes and scales are contiguous.
+    """One operand of a matrix product, as the engines take it: rows of codes along K. Codes and scales are contiguous.
 
     Attributes:
         codes: uint8 (batch, rows, K), packed as a Quantized packs them, so (batch, rows, K/2) for E2M1; uint16 bits
@@ -77,12 +77,12 @@ class Operand(NamedTuple):
 
 
 class MatmulCall(NamedTuple):
-    """Hold a parsed call of fp4kit.matmul.
+    """A parsed call to fp4kit.matmul.
 
     Attributes:
         a, b: the operands, with M and N rows. If one operand has a batch of 1, all matrices of the other are multiplied
             by it.
-        c: float32 (batch, M, N), the first value of the sums; None for zeros.
+        c: float32 (batch, M, N), the initial values of the sums; None for zeros.
         unit: the Unit.
         step: the step of the unit for these operands; None if the unit has an order instead.
         out_dtype: dtype of the result.
@@ -107,7 +107,9 @@ class MatmulCall(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """Say how an engine adds the products of a call. Fields that its adder does not use keep their defaults.
+    """The rules by which an engine sums products of elements in a call.
+
+    Fields that the adder does not use keep their defaults.
 
     Attributes:
         adder: one of ADDERS.
@@ -129,7 +131,7 @@ class Addition(NamedTuple):
 
 
 def addition_of(call: MatmulCall) -> Addition:
-    """Return how a call adds its products."""
+    """Return the rules by which an engine sums the products of elements in a call."""
     step, promote = call.step, call.unit.promote or 0
     if isinstance(step, DotAdd):
         adder = "truncate_groups" if step.group > 1 else "truncate"
@@ -142,7 +144,7 @@ def addition_of(call: MatmulCall) -> Addition:
 
 
 class Decoding(NamedTuple):
-    """Say what the codes of an element format, or of a format of block scales, mean.
+    """The values of the codes of an element format, or of a format of block scales.
 
     Attributes:
         values: the value of every code: float64, exact.

@@ -1,4 +1,4 @@
-"""Parse the arguments of fp4kit.matmul_grouped into one call of the engines per product."""
+"""Parse the arguments of fp4kit.matmul_grouped into one engine call per matrix product."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OP = "matmul_grouped"
 
 
 class NamedOperand(NamedTuple):
-    """Hold a matrix of a group: its name in messages, such as "a[2]", and the operand with the axes (1, rows)."""
+    """A matrix of a group: its name in messages, such as "a[2]", and the operand with the axes (1, rows)."""
 
     name: str
     operand: Operand
@@ -121,7 +121,7 @@ def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
 
 
 def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the call of the product of the rows of `left` with those of `right`, without C.
+    """Return the call that multiplies the rows of `left` by the rows of `right`, without C.
 
     Raise ValueError if the unit u cannot multiply the two matrices, or if they are on two devices. Raise TypeError if
     alpha is not a number.

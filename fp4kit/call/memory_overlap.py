@@ -42,7 +42,7 @@ def _refuse(op: str, out: str, other: str) -> None:
 
 
 class _OccupiedMemory(NamedTuple):
-    """Hold the memory that a Quantized occupies.
+    """The memory that a Quantized occupies.
 
     arrays: its arrays. spans: on a device, the span of each array; empty on the host. whole: on a device, the span that
     contains all arrays. parts_are_disjoint: True if no two arrays share memory.

@@ -32,14 +32,14 @@ SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is determinist
 
 
 class Declined(NotImplementedError):
-    """Report that an engine cannot do a call; the text says why.
+    """Raised if an engine cannot compute a call; the message says why.
 
     It is raised before any work, so that the next engine can be tried.
     """
 
 
 class QuantizeOptions(NamedTuple):
-    """Hold the arguments scale_layout, rounding, seed and hadamard of quantize, unchecked."""
+    """The arguments scale_layout, rounding, seed and hadamard of quantize, not yet checked."""
 
     scale_layout: ScaleLayout = "linear"
     rounding: RoundingMode = "nearest"
@@ -48,7 +48,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Hold a parsed call: everything an engine needs, already checked.
+    """A parsed call: everything that an engine needs, already checked.
 
     Attributes:
         op: the public function, with which error messages begin.
@@ -242,8 +242,8 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
 
-    options: those of the columnwise Call. It shares the tensor amax, because both directions cover the whole tensor.
-    Raise ValueError if axis -2 is missing or is not a whole number of blocks.
+    options: the options of the columnwise Call. Both calls share the tensor amax, because both directions cover the
+    whole tensor. Raise ValueError if axis -2 is missing or is not a whole number of blocks.
     """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)

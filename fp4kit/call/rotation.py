@@ -16,13 +16,13 @@ from fp4kit.call import checks
 
 HADAMARD_SIZES = (16, 32, 64, 128, 256, 512)
 MAX_MATRIX = 128  # the most rows of a matrix that rotates blocks
-# The largest |M M^T - I| of an element that is accepted. If every element of an orthogonal M is rounded to bfloat16,
-# M M^T changes by at most 2 * 2^-9 + 2^-18, since each element changes by at most a relative 2^-9.
+# The largest accepted absolute value of an element of M M^T - I. If every element of an orthogonal M is rounded to
+# bfloat16, M M^T changes by at most 2 * 2^-9 + 2^-18, since each element changes by at most a relative 2^-9.
 ORTHOGONAL_WITHIN = 2.0**-7
 
 
 class Rotation(NamedTuple):
-    """Hold a parsed call of hadamard or rotate: everything an engine needs, already checked.
+    """A parsed call to hadamard or rotate: everything that an engine needs, already checked.
 
     Attributes:
         x: the array, NumPy or CuPy.
@@ -44,7 +44,9 @@ class Rotation(NamedTuple):
 
 
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Check the arguments of a call of hadamard, and return its Rotation. Raise the errors that hadamard documents.
+    """Check the arguments of a call to hadamard, and return the Rotation to apply.
+
+    Raise the errors that hadamard documents.
 
     signs: the signs that the caller passed or that the seed gives, or None to use no signs.
     """
@@ -57,7 +59,10 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Check the arguments of a call of rotate, and return its Rotation. Raise the errors that rotate documents."""
+    """Check the arguments of a call to rotate, and return the Rotation to apply.
+
+    Raise the errors that rotate documents.
+    """
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)

@@ -35,13 +35,13 @@ _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class SearchTerms(NamedTuple):
-    """Hold the loss and the candidates of a search of scales for an array x of shape (..., K).
+    """The loss and the candidates of a scale search for an array x of shape (..., K).
 
     Attributes:
         weights: float32 (K,), in the memory (host or device) of x; None for all ones.
         hessian: float32 (K/16, 16, 16), in the memory of x; None for none.
         offsets: the smallest and largest offset of the candidates; None for the default of the scale format.
-        power: the loss adds |difference|^power. Infinity means the largest |difference|.
+        power: the loss is the sum of |difference|^power. For infinity, it is the largest |difference|.
         grid: start, stop and step of the multiples of the amax; None if block scales are searched.
     """
 
@@ -56,7 +56,7 @@ DEFAULT_TERMS = SearchTerms()
 
 
 class SearchRequest(NamedTuple):
-    """Hold the arguments objective, weights, hessian and candidates of search_scales, unchecked."""
+    """The arguments objective, weights, hessian and candidates of search_scales, not yet checked."""
 
     objective: Any = "mse"
     weights: Any = None
@@ -65,7 +65,7 @@ class SearchRequest(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Hold a parsed call of search_scales, whose arguments are checked.
+    """A parsed call to search_scales, with checked arguments.
 
     call: the array, recipe, axis and tensor amax. terms: the loss and the candidates.
     """

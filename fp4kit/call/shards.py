@@ -17,7 +17,7 @@ from fp4kit.recipes.schema import has_tall_scales
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError if a recipe needs whole blocks or pairs, because it has 4over6, a search or microexponents."""
+    """Raise ValueError if a recipe cannot quantize shards: its 4over6, search or microexponents need whole blocks."""
     if isinstance(r.element, PairedMicroexponents):
         raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
     if r.four_over_six or r.search:
@@ -81,7 +81,7 @@ def square_block(op: str, r: Recipe, length: int) -> int:
 
 
 class Partition(NamedTuple):
-    """Hold the beginnings and ends of the shards of all processes. Each process owns one shard of each matrix.
+    """The beginnings and ends of the shards of all processes. Each process owns one shard of each matrix.
 
     Attributes:
         starts, ends: int64 (processes, matrices), the index of the first element of each shard in its flattened
