@@ -85,7 +85,8 @@ class Explanation:
     def names(self) -> tuple[str, ...]:
         """The names of all steps.
 
-        If only a later recipe has a step, the step follows the one that this recipe computes before it.
+        The steps of the first recipe come in order. A step that only a later recipe has is inserted after the step that
+        precedes it in that later recipe.
         """
         names: list[str] = []
         for steps in self.steps:
@@ -98,7 +99,10 @@ class Explanation:
 
     @property
     def parting(self) -> str | None:
-        """The name of the first step that all recipes have and whose bits or formats differ; None if there is none."""
+        """The name of the first step at which the recipes part, or None if they never part.
+
+        Recipes part at a step that all of them have, if its bits or its formats differ between two recipes.
+        """
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
     def __str__(self) -> str:
@@ -115,7 +119,7 @@ class Explanation:
         return self._panel().html()
 
     def _column(self, i: int) -> dict[str, ExplainedStep]:
-        """Return {name: step} of recipe i."""
+        """Return the steps of recipe number i as {name of the step: step}."""
         return {step.name: step for step in self.steps[i]}
 
     def _is_missing(self, name: str) -> bool:
@@ -128,7 +132,11 @@ class Explanation:
         return len(found) > 1
 
     def _panel(self) -> Panel:
-        """Return the table: two cells per recipe and step, the number and its bits, and a mark for differing steps."""
+        """Return the table that print() shows, with one row per step.
+
+        A row has two cells per recipe: the number and its bits. With several recipes, a mark shows where the recipes
+        differ.
+        """
         columns = [self._column(i) for i in range(len(self.recipes))]
         parting, rows = self.parting, []
         for name in self.names:
@@ -145,7 +153,10 @@ class Explanation:
 
 
 def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return two cells for a step: its number, and its format with the bits. For None, return a mark and ""."""
+    """Return two table cells for a step: its number, and its format with the bits.
+
+    For None, which stands for a step that the recipe lacks, return a mark and "".
+    """
     if step is None:
         return _ABSENT, ""
     number, _, bits = str(step).partition("  ")
@@ -153,7 +164,7 @@ def _cells(step: ExplainedStep | None) -> tuple[str, str]:
 
 
 def _decimal(step: ExplainedStep) -> str:
-    """Return the number of a step as text that identifies it among the numbers of its format."""
+    """Return the number of a step as decimal text with enough digits to identify it in its format."""
     return f"{step.value:.17g}" if step.format == "float64" else f"{np.float32(step.value)!s}".removesuffix(".0")
 
 
@@ -236,12 +247,12 @@ def explain(
 
 
 def _on_host(array: Any) -> Any:
-    """Return an array of the caller (amaxes or random bytes) on the host. Return None and numbers unchanged."""
+    """Return an array that the caller passed (amaxes or random bytes) in host memory; None and numbers unchanged."""
     return to_host(import_arrays(OP, array=array)[0]) if hasattr(array, "shape") and np.ndim(array) else array
 
 
 def _check_transform(call: Call) -> None:
-    """Raise ValueError if a call has a Hadamard transform whose blocks do not lie within blocks of the recipe."""
+    """Raise ValueError if a call has a Hadamard transform, and blocks of its recipe are no multiple of 16 columns."""
     r = call.recipe
     if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
         raise ValueError(
@@ -337,7 +348,10 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
 
 
 def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield all steps, but each step of the tensor amax and the tensor scale once: decoding computes them again."""
+    """Yield all steps, except that a repeated step of the tensor amax or tensor scale is left out.
+
+    Such steps are repeated because decoding computes them again.
+    """
     tensor = set()
     for step in steps:
         if step.name.startswith("tensor"):

@@ -1,6 +1,6 @@
 """Implement grouped operations: one call for N tensors, bit-identical to a loop of single calls.
 
-On a GPU, a single launch computes all tensors of a dtype.
+On a GPU, a single kernel launch computes all tensors of a dtype.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def amax_grouped(
 ) -> list[Any]:
     """Return the amax of each array of a group: [amax(x, recipe, axis=axis) for x in xs].
 
-    On a GPU, one launch computes all amaxes, and the results are views of one vector. As an exception, recipes with
-    blocks of several rows or with amax_nan="lanes" take one launch per array, because one thread must read each of
-    their blocks whole.
+    On a GPU, one kernel launch computes all amaxes, and the results are views of one vector. As an exception, recipes
+    with blocks of several rows or with amax_nan="lanes" take one launch per array. One thread must then read a whole
+    block.
 
     Args:
         xs: a sequence of arrays of any shapes, or one stacked array whose first axis counts the arrays (experts).
@@ -70,8 +70,8 @@ def quantize_grouped(
 ) -> list[Quantized]:
     """Quantize each array of a group, such as the weights of all experts of a layer.
 
-    On a GPU, this takes one launch per dtype, after one launch for the amaxes if they are computed. A stacked array is
-    not copied, and its results are views of stacked arrays. If you quantize the same arrays in every step, use
+    On a GPU, this takes one kernel launch per dtype, after one launch for the amaxes if they are computed. A stacked
+    array is not copied, and its results are views of stacked arrays. If you quantize the same arrays in every step, use
     GroupedPlan, which repeats the call without work per array.
 
     Args:

@@ -22,7 +22,7 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """Hold an argument of a GroupedPlan, and its content when the plan was made, so that changes can be found.
+    """Hold an argument of a GroupedPlan as it was when the plan was made, so that later changes can be detected.
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.
@@ -38,7 +38,7 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return the PlanInput of the argument `value`, a list of arrays or one stacked array.
+        """Record the argument `value`, a list of arrays or one stacked array, in a PlanInput.
 
         The PlanInput records the entries of the list and the addresses of PyTorch tensors. No data is copied.
         name: the name of the argument in messages.
@@ -139,9 +139,9 @@ class GroupedPlan:
     refresh() then, which makes the plan again. If you hold the tensors in a new sequence object, pass this object to
     the methods as xs.
 
-    On a GPU, a call takes one launch per dtype, or two if amaxes are computed, on the current stream and without
-    synchronization. From a method's second call on there is no work per tensor, and the call can be captured in a CUDA
-    graph. Tensors that are not contiguous after `axis` is moved last are first copied, one by one.
+    On a GPU, a call takes one kernel launch per dtype, or two if amaxes are computed. It uses the current stream and
+    does not synchronize. From a method's second call on there is no work per tensor, and the call can be captured in a
+    CUDA graph. Tensors that are not contiguous after `axis` is moved last are first copied, one by one.
 
     Args:
         xs: a sequence of arrays of any shapes (zero rows included), or one stacked array whose first axis counts the

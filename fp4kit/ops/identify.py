@@ -410,7 +410,7 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Return the codes, uint8 with one per element, that a recipe gives x under the scales of q.
+    """Quantize x by a recipe, but with the scales of q, and return the codes: uint8, one per element.
 
     r, hadamard: the recipe and the argument hadamard of quantize. byte: the random byte that every element gets for
     stochastic rounding. If it is None, the recipe's own rounding is used.

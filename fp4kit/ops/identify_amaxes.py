@@ -1,4 +1,7 @@
-"""Find the amaxes that a stored tensor scale allows. identify tries them when it quantizes with a candidate recipe."""
+"""Find the tensor amaxes from which a stored tensor scale can have been made.
+
+identify quantizes with each of them when it tries a candidate recipe.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,8 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     """Yield amaxes from which a recipe makes a stored tensor scale.
 
     The first amax is `likely`, or the amax that the scale implies if `likely` is None. The other amaxes give the stored
-    scale too. But each gives a new encode scale, which is the number by which elements are multiplied.
+    scale too, but each gives an encode scale that no earlier amax gave. The encode scale is the number by which
+    elements are multiplied.
 
     dtype: the dtype that was quantized.
     """

@@ -17,9 +17,9 @@ from fp4kit.recipes import Recipe
 from fp4kit.types import Array, RecipeId
 
 FITS = 0.16  # largest relative error of a reading that fits: NVFP4 gives about 0.1
-# A reading does not fit if its relative error exceeds NEAR_BEST times the smallest relative error. The factor must be
-# small: if all blocks have similar amaxes, as for uniformly distributed values, wrong scales of V hardly raise the
-# error.
+# A reading (the bytes of the cache, decoded by one layout) does not fit if its relative error exceeds NEAR_BEST times
+# the smallest relative error of all readings. The factor must be small: if all blocks have similar amaxes, as for
+# uniformly distributed values, wrong scales of V hardly raise the error.
 NEAR_BEST = 1.05
 SAMPLE = 1 << 18  # elements of keys that are compared, at most
 OFF = 0.05  # a tensor scale counts as wrong if another one that differs by more than this share fits
@@ -27,7 +27,7 @@ _COLUMNS = ("layout", "error of keys", "error of values", "reading")
 
 
 class KVMatch(NamedTuple):
-    """Hold how well one reading of a KV cache gives the reference keys and values.
+    """Hold the errors of one reading: the keys and values that one layout decodes from a KV cache.
 
     Attributes:
         layout: the name of the layout.
@@ -223,7 +223,7 @@ def _reference(op: str, name: str, x: Any) -> np.ndarray:
 
 
 def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) -> PageShape:
-    """Return the size of a cache, which follows from the number of bytes, and from heads and head_dim of references.
+    """Return the size of a cache, from its number of bytes and from the heads and head_dim of the reference keys.
 
     Raise ValueError if the references differ in shape, or if the bytes of a page are not a whole number of tokens.
     """
@@ -286,7 +286,7 @@ def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float
 
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Compare keys and values with the references, and return the KVMatch. The field `fits` is not filled in."""
+    """Compare keys and values with the references, and return the KVMatch. Only _judged fills in its field `fits`."""
     key_error, value_error = map(_error, read, references)
     return KVMatch(layout, fault, key_error, value_error)
 
@@ -295,7 +295,7 @@ def _judged(matches: list[KVMatch]) -> list[KVMatch]:
     """Return the matches with their field `fits` filled in.
 
     A match fits if its errors of keys and of values are at most FITS (0.16), and at most NEAR_BEST (1.05) times the
-    smallest.
+    smallest error of all matches.
     """
     keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
     limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
@@ -314,7 +314,7 @@ def _error(read: np.ndarray, reference: np.ndarray) -> float:
 def _faults(
     read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: tuple[np.float32, ...]
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
-    """Yield (fault, keys and values as they would be read without the fault), for each known fault.
+    """Yield each known fault of a cache, with the keys and values corrected for it: (fault, (keys, values)).
 
     read: the keys and values as a layout reads them. references: those that the cache should hold. scales: the tensor
     scales by which they were read.
@@ -335,7 +335,7 @@ def _faults(
 
 
 def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
-    """Return the factor that brings `read` nearest to `reference` by multiplication, or NaN if no factor does."""
+    """Return the number f for which f * read is nearest to `reference`, or NaN if there is no such number."""
     a, b = read.astype(np.float64).reshape(-1), reference.astype(np.float64).reshape(-1)
     return float(a @ b / (a @ a))
 

@@ -72,7 +72,7 @@ def best_match(
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """Quantize x with a recipe, and return the Match that counts which bytes are those of q.
+    """Quantize x with a recipe, and return a Match with the number of bytes that equal those of q.
 
     amax: the tensor amax; None computes it from x. hadamard: the argument of quantize. On a GPU, raise
     NotImplementedError for a recipe without a kernel.

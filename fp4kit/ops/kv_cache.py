@@ -73,8 +73,9 @@ def quantize_kv(
     Exact:
         Equals the kernel of the recipe, as recipe.exact says. On a GPU, block scales are computed on the host.
 
-        4over6 was read from vLLM's source, not recorded. It states the kernel with one thread per block. A kernel with
-        two threads per block adds the errors of both halves of the block last.
+        The 4over6 mode was written from vLLM's source, and not compared with outputs of vLLM. It reproduces the kernel
+        with one thread per block. vLLM's kernel with two threads per block adds errors in another order: it adds the
+        sums of the two halves of a block last.
 
     Source:
         recipe.source.

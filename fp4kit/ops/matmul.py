@@ -1,4 +1,4 @@
-"""Implement fp4kit.matmul: the product of two quantized arrays, added up as a matrix unit does it."""
+"""Implement fp4kit.matmul: the product of two quantized arrays, with sums rounded as a GPU's matrix unit does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.units import Unit, unit_of
 
-# For the unit "dequantized": operands whose decoded values take more bytes together are decoded in panels.
+# For the unit "dequantized": if the decoded values of both operands take more bytes than this, the operands are decoded
+# in panels, which are some rows at a time.
 MAX_DECODED_BYTES = 64 << 20
 PANEL_ELEMENTS = 1 << 23  # elements of an operand that are decoded at once: 16 MiB of bfloat16
 PANEL_ROWS = 2048  # so that the product of two panels has at most 16 MiB of float32
@@ -107,7 +108,9 @@ def matmul(
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
-    """Return an operand in the form that the engines take. Arrays other than Quantized are returned unchanged.
+    """Return an operand in the form that the CPU and GPU engines take.
+
+    Arrays other than Quantized are returned unchanged.
 
     Block scales are in the linear layout. For the unit "dequantized", a Quantized is decoded to bfloat16, with the
     quantized axis last. In this case, raise ValueError unless the quantized axis is one of the last two.
@@ -189,7 +192,7 @@ def _row_count(x: Any) -> int:
 
 
 def _row_multiple(x: Any) -> int:
-    """Return the number of rows in a block of an operand. Panels have a multiple of it."""
+    """Return the number of rows in a block of an operand. The number of rows in a panel is a multiple of it."""
     return x.recipe.block_rows if isinstance(x, Quantized) else 1
 
 
@@ -203,7 +206,9 @@ def _rows(x: Any, rows: slice) -> Any:
 
 
 def _panels(x: Any) -> Iterator[slice]:
-    """Yield the rows of an operand in panels of at most PANEL_ROWS rows and PANEL_ELEMENTS elements.
+    """Yield slices that divide the rows of an operand into panels.
+
+    A panel has at most PANEL_ROWS rows and PANEL_ELEMENTS elements.
 
     A panel has at least one row of blocks.
     """
