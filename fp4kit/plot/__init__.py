@@ -1,7 +1,8 @@
 """Draw pictures of formats, blocks, recipes and layers with matplotlib. Import it by name: import fp4kit.plot.
 
-Every function takes `ax`, the matplotlib Axes to draw on; None makes a new figure. It returns the Axes. Colors also
-differ in grey, and lines, bars and marks differ in dashes, hatches and shapes, so that the pictures need no color.
+Every function takes `ax`, the matplotlib Axes to draw on; None makes a new figure. It returns the Axes. The pictures
+can be read without color: colors differ in brightness, and lines, bars and marks also differ in dashes, hatches and
+shapes.
 
 matplotlib comes with the extra `plot`: pip install "fp4kit[plot]".
 

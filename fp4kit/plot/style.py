@@ -1,4 +1,4 @@
-"""Define what all pictures share: how Axes are made, and colors, marks and hatches that differ without color too."""
+"""Define what all pictures share: the making of Axes, and colors, marks and hatches that differ in gray too."""
 
 from __future__ import annotations
 

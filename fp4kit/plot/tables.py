@@ -84,14 +84,17 @@ def _check_blocks(op: str, recipes: Sequence[Recipe]) -> None:
 
 
 def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
-    """Return the label of a step's row, with the recipe if there are several. All recipes share the element's row."""
+    """Return the label of a table row: the name of the step, and the recipe if there are several.
+
+    The row "element" never names a recipe, because all recipes share that row.
+    """
     return name if len(recipes) == 1 or name == "element" else f"{name}, {r.id}"
 
 
 def _steps_of_block(
     x: np.ndarray, r: Recipe, index: Sequence[int], tensor_amax: Any
 ) -> tuple[int, str, dict[str, list[float]]]:
-    """Return the first column of the block that holds index, its shared steps as text, and its other steps."""
+    """Return the first column of the block that holds index, and the two results of _divided for this block."""
     found = explain(x, r, index, tensor_amax=tensor_amax)
     left = found.index[-1] // r.block_size * r.block_size
     columns = range(left, left + r.block_size)
@@ -114,10 +117,12 @@ def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
 
 
 def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:
-    """Return the steps with one number for all elements as text, and the others as {name: one number per element}.
+    """Divide the steps of a block into those with one number for all elements, and those with one number per element.
 
-    The element, the scaled element, the code and the result are always among the others. Steps that only some of the
-    elements have are left out. The last row, "error", is result minus element.
+    Return the first kind as text, and the second kind as {name of the step: list of numbers}.
+
+    The element, the scaled element, the code and the result always count as the second kind. Steps that only some of
+    the elements have are left out. The last row, "error", is result minus element.
     """
     shared, rows = [], {}
     for name in found[0].names:
