@@ -73,7 +73,7 @@ class QatChoice:
 
     @classmethod
     def of(cls, op: str, recipe: str | Recipe, format: str | None, config: Any, **patterns: Any) -> QatChoice:
-        """Return a QatChoice of checked arguments. The arguments are those of fp4kit.torch.fake_quantize_model.
+        """Check the arguments of fp4kit.torch.fake_quantize_model, and return them as a QatChoice.
 
         Raises:
             TypeError: if wildcards are not a collection of strings (one string is rejected), if the recipe is neither
@@ -95,7 +95,7 @@ class QatChoice:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Say what happens to one parameter.
+    """Hold the decision on one parameter: whether it is fake-quantized, and why.
 
     Attributes:
         name: the name of the parameter.
@@ -114,7 +114,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class QatPlan:
-    """Hold a plan.
+    """Hold a plan: which parameters of a model are fake-quantized, and for which served format.
 
     Attributes:
         recipe: the recipe that gives the served values in fake_quantize.
@@ -188,9 +188,9 @@ def _module(weight: TrainedWeight) -> str:
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
-    """Return the container that the converter would write, and "".
+    """Return the pair (container that the converter would write, "").
 
-    If no format is asked for and the converter refuses the recipe or the model, return None and its message.
+    If no format is asked for and the converter refuses the recipe or the model, return (None, the converter's message).
 
     Raises CheckpointError if the format that is asked for cannot store the recipe or the model.
     """
@@ -207,7 +207,7 @@ def _decisions(
 ) -> Iterable[tuple[TrainedWeight, Decision]]:
     """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's.
 
-    A parameter of both ``include`` and ``exclude`` is quantized. If the user decides nothing, embeddings stay
+    A parameter that matches both ``include`` and ``exclude`` is quantized. If the user decides nothing, embeddings stay
     unquantized. Convolutions stay unquantized if there is a config.
     """
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple

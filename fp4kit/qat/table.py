@@ -30,7 +30,7 @@ class QuantizedNames(list[str]):
 def table(plan: QatPlan) -> str:
     """Return a table of all parameters: what is fake-quantized, what is not, and why.
 
-    Layers that differ in their number alone share a line, with * in place of the number.
+    Parameters whose lines differ only in layer numbers share a line, with * in place of the numbers.
     """
     lines: dict[tuple[str, ...], int] = defaultdict(int)
     for row in sorted(plan.rows, key=lambda row: not row.quantized):
@@ -52,7 +52,7 @@ def _head(plan: QatPlan) -> str:
 
 
 def _cells(row: ParameterPlan) -> tuple[str, ...]:
-    """Return the cells of a row of the table, without the count."""
+    """Return the cells of a table row, without the cell that counts the parameters in the row."""
     shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
     shape = " x ".join(map(str, row.shape)) or "1"
     return "yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"
