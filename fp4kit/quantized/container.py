@@ -122,7 +122,7 @@ class Quantized:
         self._check_tensor(covered, host)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how pickle and copies make this object again. For PyTorch tensors, torch.load can use it too."""
+        """Return what pickle and copy need to recreate this object. With tensors, torch.load can use it too."""
         if library_of(self.packed) is TORCH and type(self) is Quantized:
             return FUNCTIONS["Quantized.__reduce_ex__"](self)
         return object.__reduce_ex__(self, protocol)

@@ -82,7 +82,7 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return the number whose multiples a slice of x's first axis may begin and end at without cutting a block."""
+    """Return the n for which a slice of x's first axis cuts no block if its ends are multiples of n."""
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1
@@ -186,7 +186,7 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the arrays of q that are not None, and a hashable tuple of all its other fields, for tree libraries.
+    """Split q into its arrays that are not None and a hashable tuple of all other fields, for JAX and the like.
 
     The tuple also holds the names of these arrays. Two Quantized that differ only in their arrays give equal tuples.
     """
@@ -195,7 +195,7 @@ def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Return the Quantized that flatten took apart: `arrays` and `facts` are the two tuples that flatten returns.
+    """Put together the Quantized that flatten split: `arrays` and `facts` are the two tuples that flatten returns.
 
     Nothing is checked, because tracers and the placeholders of tree libraries hold no values.
     """
