@@ -71,9 +71,9 @@ def recipes() -> Iterator[Recipe]:
 def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
     """Yield FlashInfer's recipes for activations with one scale per token, that is, per row.
 
-    There are recipes for its kernels, for the Python reference in its tests, and for this reference with 4over6.
+    Covers the FlashInfer kernels, the Python reference in FlashInfer's tests, and that reference with 4over6.
 
-    fast: nvfp4-flashinfer. precise: nvfp4-flashinfer-precise.
+    fast: the base recipe nvfp4-flashinfer. precise: the base recipe nvfp4-flashinfer-precise.
     """
     kernel = "FlashInfer fb28d72 nvfp4_quantize with per_token_activation=True"
     read = (

@@ -18,7 +18,8 @@ _FORMATS = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4)}
 def as_data(r: Recipe) -> str | dict[str, Any]:
     """Return a recipe as JSON data: its id if the recipe is in the table, otherwise {field: value}.
 
-    The name stands for a standard element format, and a dict of fields for any other element format.
+    In these fields, a standard element format becomes its name, and any other element format becomes a dict of its
+    fields.
     """
     if is_listed(r):
         return r.id
@@ -26,7 +27,7 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the Recipe from which as_data made data. All fields of the two recipes are equal.
+    """Return the Recipe that `data` describes: the inverse of as_data, which restores every field.
 
     Raises:
         TypeError: if data is neither a str nor a dict, or if a field has the wrong type.

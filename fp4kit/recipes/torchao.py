@@ -76,7 +76,7 @@ def _mxfp8() -> Iterator[Recipe]:
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
     """Return the recipe of torchao 0.19 dev's to_mx for a format and a scale mode.
 
-    _to_mx_018 returns the recipe for 0.18.0, whose id ends in "-018".
+    For torchao 0.18.0, call _to_mx_018 instead.
 
     fmt: an MX format.
     mode: "floor", "rceil", "ceil" or "even".
