@@ -6,9 +6,10 @@ A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/
     factor_<rule>(codes, amax, tensor, recipe, dtype)   the factors: float32
 
 recipe.apply says how the factor is used. Elements are multiplied by it ("multiply"), divided by it ("divide"), or
-compared with the products of element values and the factor ("compare"). The two functions also decide about zero blocks
-and NaN. A rule without a factor function of its own uses the default of its scale format. This is scale * tensor.decode
-for E4M3, by which elements are divided, and 2^(127 - code) for E8M0, by which elements are multiplied.
+compared with the products of element values and the factor ("compare"). The two functions also define the results for
+blocks of zeros and for NaN. A rule without a factor function of its own uses the default of its scale format. This is
+scale * tensor.decode for E4M3, by which elements are divided, and 2^(127 - code) for E8M0, by which elements are
+multiplied.
 
 Arguments and notation in all block_rules modules:
 

@@ -1,4 +1,4 @@
-"""Divide matrices into blocks: tiles of whole blocks, block amaxes, and scales of blocks that span several rows.
+"""Divide matrices into tiles of whole blocks, compute block amaxes, and repeat block values for each row.
 
 A tile is a rectangle of whole blocks, small enough that the temporary arrays of a computation fit in the cache.
 """

@@ -40,7 +40,7 @@ def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
 def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
     """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max, infinity included, become fmt.max.
 
-    a must not hold NaN.
+    `a` must not hold NaN.
 
     rounding: a name in rounding.ROUNDINGS, such as "rn" for nearest even.
     """
@@ -48,7 +48,7 @@ def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") ->
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Return the code whose value times step is nearest to a, for float32 a >= 0 without NaN: uint8.
+    """Return, for float32 a >= 0 without NaN, the code for which value(code) * step is nearest to a: uint8.
 
     This is the rounding "first" of llama.cpp and MLX. Distances |value * step - a| are computed in float32. Among equal
     distances the lowest code wins, so ties go toward zero. If a is infinite, or so large that float32 distances are

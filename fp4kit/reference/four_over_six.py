@@ -23,7 +23,7 @@ from fp4kit.reference.tensor_rules import TensorScale, full_range
 from fp4kit.reference.trace import show
 
 Operation = Callable[..., np.ndarray]
-# recipe.flush -> the functions that multiply and divide; those for True flush subnormals to zero
+# {recipe.flush: the functions that multiply and divide}. With flush=True, they replace subnormals by zero.
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
     False: (np.multiply, np.divide),
     True: (multiply_ftz, divide_ftz),
@@ -161,9 +161,9 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
     d is the decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x *
     tensor.encode, where q is the E2M1 value and scale the block scale.
 
-    The result is float32 (rows of blocks, blocks). Errors are added in the order of the elements, or in eight lanes if
-    recipe.lane_sums is set. All arithmetic is float32, without fused multiply-add. A NaN element makes the error of its
-    block NaN.
+    The result is float32 (rows of blocks, blocks). The terms are summed in the order of the elements, or in eight
+    partial sums (lanes) if recipe.lane_sums is set. All arithmetic is float32, without fused multiply-add. A NaN
+    element makes the error of its block NaN.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:

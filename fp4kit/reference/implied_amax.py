@@ -110,7 +110,7 @@ def _kept_interval(
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
 
-    This function is the binary search of amax_interval. Its arguments and its result are the same.
+    This function is amax_interval without its cache: it does the binary search.
     """
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)

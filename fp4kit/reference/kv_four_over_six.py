@@ -1,7 +1,8 @@
 """Choose block scales as vLLM does with 4over6 in KV caches: try two scales per block, and keep the better one.
 
 Source: vLLM 0cd789b csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu, cvt_warp_fp16_to_fp4_4over6, for one thread per
-block. NVRTC shows which operations the compiler fuses: it contracts each difference, and one square of each pair.
+block. Code that NVRTC compiled shows where the compiler fuses a multiplication with an addition: in each difference,
+and in one of the two squares of each pair of elements.
 """
 
 from __future__ import annotations

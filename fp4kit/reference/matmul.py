@@ -1,8 +1,8 @@
-"""Compute matrix products as matrix units add them, and sums in other orders: the specification.
+"""Compute matrix products in the order and with the rounding of matrix units, or in other orders: the specification.
 
-A matrix unit computes D = C + sum over k of a_k * b_k in steps. Every step adds K products to C at once, and keeps
-fewer bits than an exact sum needs. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1), whose authors tested their
-model on each architecture.
+A matrix unit computes D = C + sum over k of a_k * b_k in steps. Every step adds K products to C at once, and keeps only
+some of the bits that an exact sum needs. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1), whose authors tested
+their model on each architecture.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Terms(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Hold one decoded operand of a product: the rows of a (M, K) or the rows of b (N, K).
+    """Hold one decoded operand of a matrix product: `a`, of shape (M, K), or `b`, of shape (N, K).
 
     Attributes:
         elements: the elements as Terms, (rows, K).
@@ -64,7 +64,7 @@ def as_terms(values: np.ndarray, least: int) -> Terms:
 
 
 def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
-    """Return the terms of a step, except C: Terms (M, N, K / group). a and b are cut to the K elements of the step.
+    """Return the terms that a step adds to C: Terms (M, N, K / group). a and b hold only the K elements of the step.
 
     A term is a product, times the block scales of its elements. Its significand is the product of the significands,
     which is not normalized again.
@@ -102,7 +102,7 @@ def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray
 
 
 def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
-    """Return the sum of Terms over the last axis as an NVIDIA unit adds them: float32.
+    """Return the sum of Terms over the last axis, rounded as an NVIDIA matrix unit does: float32.
 
     The terms are shifted to the largest exponent among them, and truncated toward zero to step.fraction_bits bits after
     the point. Their sum is exact, and it is truncated toward zero to step.output_bits bits after the point.
@@ -118,7 +118,9 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
 
 
 def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
-    """Return the sum of the products t and of c as CDNA3 adds them: float32. `step` holds its bits (see FloorDotAdd).
+    """Return the sum of the products t and of c, rounded as an AMD CDNA3 matrix unit does: float32.
+
+    `step` says how many bits are kept (see FloorDotAdd).
 
     Zero keeps its sign, and NaN is 0x7FFFFFFF.
     """
@@ -140,7 +142,7 @@ def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
 
 
 def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return C + the products of one step: float32 (M, N).
+    """Add the products of one step to C, and return the result: float32 (M, N).
 
     A DotAdd adds as truncated_sum does. A C of zero has the exponent step.zero_exponent.
 
@@ -276,10 +278,11 @@ _ORDERS = {
 
 
 def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
-    """Return C + A B^T, added as a unit adds: float32 (M, N). A has the rows of `a`, and B has the rows of `b`.
+    """Return C + A B^T, with the steps and the rounding of a unit: float32 (M, N). A and B are the operands a and b.
 
     c: float32 (M, N).
-    step: the step of the unit for these operands, whose K is a multiple of step.k; None if the unit has an order.
+    step: the step of the unit for these operands, whose K is a multiple of step.k. None if the unit has no steps, but
+        an order such as "exact".
     """
     if unit.order is not None:
         return _ORDERS[unit.order](a, b, c)

@@ -1,4 +1,4 @@
-"""View an array of any number of dimensions as a stack of matrices, and find the part of an amax for each matrix."""
+"""View an array of any number of dimensions as a stack of matrices, and select the tensor amax of each matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute block amaxes and codes of a shard, that is a range of elements of a flattened matrix.
+"""Compute block amaxes and codes of a shard, which is a range of elements of a flattened matrix.
 
 A trainer shards its float32 weights over processes, so each process holds only the elements of its shard. A shard may
 start and end inside a row, a block or a byte.
@@ -20,7 +20,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 class Segment(NamedTuple):
-    """Describe a part of a shard that is a rectangle of the matrix.
+    """Describe a part of a shard that forms a rectangle in the matrix.
 
     rows, columns: the rectangle.
     elements: the indices of its elements in the shard.

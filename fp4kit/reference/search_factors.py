@@ -98,7 +98,7 @@ class TriedCodes:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return a function error(amax, which), an argument of best_by_block, for the elements x.
+    """Return the function error(amax, which) that best_by_block needs to compare candidate amaxes for the elements x.
 
     The function quantizes the blocks that the mask `which` selects with the amaxes `amax`. It returns the sum of
     squared errors of each of these blocks. Squares are added in float32, in the order that PyTorch uses on a CPU.
@@ -118,7 +118,7 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function code(amax), an argument of best_by_block, which computes scale codes from amaxes.
+    """Return the function code(amax), from amaxes to scale codes, by which best_by_block skips equal candidates.
 
     Return None if the recipe's element codes depend on the amax itself, and not only on the scale code.
     """

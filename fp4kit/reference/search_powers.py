@@ -71,7 +71,7 @@ def _padded_to_fours(a: np.ndarray) -> np.ndarray:
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:
-    """Return scale codes as int32, so that they can be subtracted.
+    """Return scale codes as int32, so that their differences can be negative.
 
     scales is never None, because the recipe has block scales.
     """

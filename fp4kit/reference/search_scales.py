@@ -151,7 +151,7 @@ def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
 
 
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the float32 sum of weight * d^2 over the last axis, in the order that GPU threads add.
+    """Return the float32 sum of weight * d^2 over the last axis, added in the order that the GPU kernel uses.
 
     If weights is None, each weight is 1. Groups of four neighbors are summed by fma, starting with the second neighbor.
     The sums of the groups are then added by `tree_sum`. The length of the axis must be a multiple of four.
@@ -203,8 +203,8 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
     """Return the sum of parts over the last axis, or the maximum if power is infinite. For one part, return that part.
 
-    Parts are added in the order that GPU threads use. In each round the second half is added to the first half, until
-    one sum is left. If the count is odd, the middle sum is carried over to the next round.
+    Parts are added in the order that the GPU kernel uses. In each round the second half of the parts is added to the
+    first half, until one sum is left. If the count is odd, the middle sum is carried over to the next round.
     """
     while (count := parts.shape[-1]) > 1:
         half = (count + 1) // 2

@@ -32,8 +32,9 @@ def sum_lanes(terms: np.ndarray) -> np.ndarray:
 def sum_halves(terms: np.ndarray, lanes: int) -> np.ndarray:
     """Return the sums of float32 terms over the last axis: lanes first, then halves, as threads of a GPU add.
 
-    Term i is added to lane i % lanes, in order. Then the upper half of the lanes is added to the lower half, until one
-    lane is left. The axis is a multiple of lanes, which is a power of two.
+    A lane is one of `lanes` partial sums. Term i is added to lane i % lanes, in order. Then the upper half of the lanes
+    is added to the lower half, until one lane is left. The length of the axis is a multiple of lanes, which is a power
+    of two.
     """
     rows = terms.reshape(*terms.shape[:-1], -1, lanes)
     total = np.zeros((*rows.shape[:-2], lanes), np.float32)
