@@ -58,7 +58,7 @@ def fit_of(
     rows: bool = False,
     steps: int = 1,
 ) -> Fit | None:
-    """Return how well the codes of a layer fit its source under the stored scales.
+    """Return how well the codes of a layer fit its source with the stored scales.
 
     Return None if codes, block scales or the tensor scale do not have the shape, order or value that the format needs.
     Return None also for recipes without block scales, and for blocks of several rows.
@@ -93,7 +93,7 @@ def fit_of(
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a layer that resembles its source are distributed over its columns as GPTQ's are.
 
-    They are if all codes of at least one column are nearest to the source under the stored scales. In addition, the
+    They are if all codes of at least one column are nearest to the source with the stored scales. In addition, the
     codes of the other columns must be nearest so rarely that random damage cannot explain such a column. A code counts
     as nearest if a quotient rounded to bfloat16 may have given it, because tools compute quotients in bfloat16 or in
     float32.

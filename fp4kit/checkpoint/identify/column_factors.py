@@ -2,7 +2,7 @@
 
 A column's factor is estimated by comparing the decoded layer with the source. Tools round factors to bfloat16, and
 multiply or divide by them. So the true factor is one of a few bfloat16 numbers near the estimate. Each of these numbers
-gives codes under the stored scales, and comparing them with the stored codes shows which number is right.
+gives codes with the stored scales, and comparing them with the stored codes shows which number is right.
 
 Sources: Model-Optimizer 0.47 model_calib.py awq_lite; llm-compressor 0.14 smoothquant.
 """
@@ -139,7 +139,7 @@ def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: C
 def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
     """Return the number of stored codes and block scales per column that a recipe does not give from scaled rows.
 
-    Codes are computed under the stored scales. A wrong block scale counts for the column that holds the block's amax.
+    Codes are computed with the stored scales. A wrong block scale counts for the column that holds the block's amax.
 
     found: the stored rows.
     r: the recipe to quantize with.

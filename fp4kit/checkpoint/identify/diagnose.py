@@ -1,7 +1,7 @@
 """Explain one stored layer: find the recipe that made its bytes and the mishaps that changed them.
 
 A mishap is a fault between the quantizer and the file (corruptions.py). A hypothesis is a recipe with mishaps that may
-have made a layer (hypotheses.py). If no hypothesis gives every byte, the nearest hypothesis is reported.
+have made a layer (hypotheses.py). If no hypothesis reproduces every byte, the nearest hypothesis is reported.
 """
 
 from __future__ import annotations
@@ -76,23 +76,24 @@ GIVEN_SCALES = "searched scales: codes are right under the stored scales, which 
 class Diagnosis:
     """An explanation of how the bytes of a stored layer were made from its source.
 
-    recipe: the first of ``recipes``; None if no recipe gives every byte.
+    recipe: the first of ``recipes``; None if no recipe reproduces every byte.
     mishap: the names of the faults between quantizer and file, joined by "; "; None if there were none.
     codes_equal, scales_equal: the numbers of bytes of codes and of block scales that the explanation gives. If no
-        explanation gives every byte, they count what the nearest hypothesis gives.
+        explanation reproduces every byte, they count what the nearest hypothesis gives.
     total: the number of bytes of codes and block scales together.
     sentence: the explanation as text.
-    recipes: the ids of all recipes that give every byte.
+    recipes: the ids of all recipes that reproduce every byte.
     blank: True if all codes and scales are zeros, so that a wrong order of bytes cannot be told from the right order.
-    searched: True if no recipe gives the block scales, but a recipe gives all codes under the stored block scales.
+    searched: True if no recipe reproduces the block scales, but a recipe reproduces all codes with the stored block
+        scales.
     unlike: True if no known order makes the signs of the codes agree with the signs of the source. Then the layer was
         probably not made from this source.
-    rules: descriptions of the known rules without a recipe that give every byte.
-    cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule gives every byte. It
-        has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
-    scaled: True if recipes give every byte only from the source with its columns multiplied by factors.
+    rules: descriptions of the known rules without a recipe that reproduce every byte.
+    cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule reproduces every
+        byte. It has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
+    scaled: True if recipes reproduce every byte only from the source with its columns multiplied by factors.
     method: the method with calibration data that made the layer, such as "GPTQ". It is set only if no recipe or rule
-        gives every byte, and if all codes fit the source as the method's do (calibrated.py). Otherwise None.
+        reproduces every byte, and if all codes fit the source as the method's do (calibrated.py). Otherwise None.
     """
 
     recipe: str | None
@@ -130,7 +131,7 @@ class Diagnosis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All recipes, then all rules without a recipe, that give every byte; () if there are none."""
+        """All recipes, then all rules without a recipe, that reproduce every byte; () if there are none."""
         return (*self.recipes, *self.rules)
 
 
@@ -158,11 +159,11 @@ def explain(
     amaxes: tuple[float, ...] = (),
     unnamed: bool = True,
 ) -> Diagnosis:
-    """Find the recipe and the mishaps that give every byte of a stored layer.
+    """Find the recipe and the mishaps that reproduce every byte of a stored layer.
 
     A mishap is a fault between the quantizer and the file, such as swapped nibbles. Each mishap in corruptions.py is
     tried, alone and together with mishaps of other kinds. Explanations with fewer mishaps are preferred. The tensor
-    scale may be off by 2 ulp. If none gives every byte, three faults without a name are tried:
+    scale may be off by 2 ulp. If none reproduces every byte, three faults without a name are tried:
 
     - rows in any order
     - block scales in the places of other blocks
@@ -182,7 +183,7 @@ def explain(
             rounding.
 
     Returns:
-        A Diagnosis. Its ``recipe`` is None if no recipe gives every byte, for example because the number of block
+        A Diagnosis. Its ``recipe`` is None if no recipe reproduces every byte, for example because the number of block
         scales fits no layout. If a rule gives them that is no recipe, such as FOUR_OVER_SIX, ``rules`` names it.
 
     Raises:
@@ -229,10 +230,10 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
 def _better_explained(found: Diagnosis, again: Diagnosis) -> Diagnosis:
     """Return the better of two explanations of a layer whose source has NaN or infinities.
 
-    - If ``again`` does not give every byte, return ``found``.
-    - If only ``again`` gives every byte, return ``again``.
-    - If both give every byte with equal mishaps, return ``found``, with the recipes of both.
-    - If both give every byte with different mishaps, return ``again``, except if only ``found`` needs no mishap.
+    - If ``again`` does not reproduce every byte, return ``found``.
+    - If only ``again`` reproduces every byte, return ``again``.
+    - If both reproduce every byte with equal mishaps, return ``found``, with the recipes of both.
+    - If both reproduce every byte with different mishaps, return ``again``, except if only ``found`` needs no mishap.
 
     The sentence of ``again`` is extended to say that NaN and infinities were replaced.
 
@@ -261,7 +262,7 @@ def _explain_source(
 ) -> Diagnosis:
     """Explain a layer from the source as it is given, without replacing NaN and infinities.
 
-    Return a Diagnosis whose ``recipe`` is None if no recipe gives every byte.
+    Return a Diagnosis whose ``recipe`` is None if no recipe reproduces every byte.
 
     layer: the layer as its file stores it.
     x: the source (N, K) of the layer.
@@ -308,7 +309,7 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
 
     1. The first layout, in which codes are read as declared and rows are in place.
-    2. Searched block scales, if step 1 explains nothing: a recipe gives all codes under the stored scales.
+    2. Searched block scales, if step 1 explains nothing: a recipe reproduces all codes with the stored scales.
     3. The other layouts if step 1 explains nothing or needs several mishaps.
     4. Codes that follow another rule than the recipe that gives the scales, as GPTQ's do.
     5. Columns that were multiplied by factors, if the first layout needs no mishap.
@@ -345,8 +346,8 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
-    The explanation applies if a recipe gives all codes under the stored scales. It does not apply if the nearest
-    hypothesis gives all codes and almost all scales, because then the few differing scales are damaged.
+    The explanation applies if a recipe reproduces all codes with the stored scales. It does not apply if the nearest
+    hypothesis reproduces all codes and almost all scales, because then the few differing scales are damaged.
 
     evidence: the stored layer and its source.
     trial: the hypotheses that were compared with a sample in the layout ``plain``.
@@ -383,7 +384,7 @@ def _search_family(
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
     nearest: the hypothesis that fits a sample best.
-    found: the recipes that give all codes under the stored block scales.
+    found: the recipes that reproduce all codes with the stored block scales.
     """
     names, tally = [r.id for r in found], _all_bytes(evidence)
     count = blocks_of_equal_error(evidence, nearest)
@@ -405,11 +406,11 @@ def _search_family(
 def _other_codes_under_scales(
     evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool
 ) -> Diagnosis | None:
-    """Return the explanation that a recipe gives all scales, but an unknown rule such as GPTQ gives the codes.
+    """Return the explanation that a recipe reproduces all scales, but an unknown rule such as GPTQ gives the codes.
 
     If the codes were rounded stochastically, the explanation says so instead. Return None in these cases:
 
-    - No recipe gives all scales.
+    - No recipe reproduces all scales.
     - Only a few bytes differ, which means that they are damaged.
     - The signs of the codes differ from the signs of the source.
 
@@ -424,8 +425,8 @@ def _other_codes_under_scales(
     whole = [(h, t) for h, t in tallies if t.tensor and t.scales == t.total - evidence.layer.codes.size]
     if not whole or max(t.share for _, t in whole) > DAMAGED_SHARE:
         return None
-    # trial.scales_only lacks hypotheses that give the whole sample. If such a hypothesis gives almost all bytes of the
-    # layer, the differing bytes outside the sample are damaged.
+    # trial.scales_only lacks hypotheses that reproduce the whole sample. If such a hypothesis reproduces almost all
+    # bytes of the layer, the differing bytes outside the sample are damaged.
     near = [*trial.exact, *([] if trial.nearest is None else [trial.nearest])]
     if any(count_matches(evidence, h, early=False).share > DAMAGED_SHARE for h in near):
         return None
@@ -446,8 +447,8 @@ def _other_codes_under_scales(
 def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
     """Return the explanation that columns were multiplied by factors before the layer was quantized.
 
-    The explanation has no recipe if no recipe gives every byte under the factors that were tried. Return None if the
-    layer does not look scaled per column.
+    The explanation has no recipe if no recipe reproduces every byte with the factors that were tried. Return None if
+    the layer does not look scaled per column.
     """
     rows = scaled_rows(evidence.layer, evidence.x)
     if rows is None:
@@ -497,13 +498,13 @@ def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> D
 
 
 def _all_bytes(evidence: LayerEvidence) -> MatchCount:
-    """Return the MatchCount for an explanation that gives every byte of the layer: all codes and scales match."""
+    """Return the MatchCount for an explanation that reproduces every byte of the layer: all codes and scales match."""
     scales = evidence.x.size // evidence.layer.recipe.block_size
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 
 
 def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Diagnosis:
-    """Return the Diagnosis for hypotheses that give every byte, which all have equally many mishaps.
+    """Return the Diagnosis for hypotheses that reproduce every byte, which all have equally many mishaps.
 
     The Diagnosis reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps.
 
@@ -524,13 +525,13 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Diagnosis, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Diagnosis:
-    """Add the rule FOUR_OVER_SIX to an explanation if the rule gives every byte too, and return the result.
+    """Add the rule FOUR_OVER_SIX to an explanation if the rule reproduces every byte too, and return the result.
 
-    If the rule does not give every byte, return the explanation unchanged. Only recipes that choose scales like the
-    rule are considered. With the rule added, the layer gets one verdict with the other layers of a checkpoint that
+    If the rule does not reproduce every byte, return the explanation unchanged. Only recipes that choose scales like
+    the rule are considered. With the rule added, the layer gets one verdict with the other layers of a checkpoint that
     Model-Optimizer made.
 
-    explained: an explanation that gives every byte.
+    explained: an explanation that reproduces every byte.
     hypotheses: the hypotheses of this explanation.
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.
@@ -553,7 +554,7 @@ def _zeros(layer: StoredLayer) -> Diagnosis:
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Diagnosis:
-    """Return the Diagnosis for a layer if no hypothesis gives all of its bytes.
+    """Return the Diagnosis for a layer if no hypothesis reproduces all of its bytes.
 
     If a sample shows a Hadamard transform or stochastic rounding, and ``unnamed`` is True, the sentence of the
     Diagnosis names it. Otherwise, the sentence names the hypothesis that fits the sample best, with its share of the

@@ -67,13 +67,13 @@ class Fp8Layer:
 
 
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
-    """Find the recipe or the rule that gives every code and scale of an FP8 layer.
+    """Find the recipe or the rule that reproduces every code and scale of an FP8 layer.
 
     If none does, the sentence of the Diagnosis says what the layer is, and one of these things:
 
-    - All codes are nearest to the source under the stored scales, but the scales are not amax / 448.
+    - All codes are nearest to the source with the stored scales, but the scales are not amax / 448.
     - The scales are reciprocals.
-    - A certain share of the codes is nearest to the source under the stored scales.
+    - A certain share of the codes is nearest to the source with the stored scales.
 
     If the codes and the source differ in shape, the sentence says only this.
 
@@ -170,7 +170,7 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
 
 
 def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
-    """Return whether a recipe gives all codes and scales of a layer, from its own amax or from one of ``amaxes``.
+    """Return whether a recipe reproduces all codes and scales of a layer, from its own amax or from one of ``amaxes``.
 
     x: the source (N, K).
     r: the recipe.

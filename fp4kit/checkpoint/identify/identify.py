@@ -40,7 +40,8 @@ class LayerPair:
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
     is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then approximately the remainder that the
         codes store: the weight without the low-rank part.
-    producer: the producer that the file names, such as "modelopt". Its recipes come first if several give every byte.
+    producer: the producer that the file names, such as "modelopt". Its recipes come first if several reproduce every
+        byte.
     recorded: the id of the recipe that fp4kit recorded in the file; "" if there is none. It comes before all others.
     scaling: the method that scaled the columns of weights, if the file declares it: "AWQ" or "SmoothQuant"; otherwise
         "".
@@ -423,7 +424,7 @@ def _declared(text: str, scaling: str) -> str:
 
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
-    """Return whether every code of a layer in blocks is near its source under the stored scales.
+    """Return whether every code of a layer in blocks is near its source with the stored scales.
 
     steps: the largest distance that counts as near, in representable values.
     """
@@ -435,8 +436,8 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
 def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
     """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part.
 
-    If recipes give every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share of
-    bytes that the nearest recipe gives. The method is SVDQuant if every code is near the source.
+    If recipes reproduce every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share
+    of bytes that the nearest recipe gives. The method is SVDQuant if every code is near the source.
 
     layer: the layer. Its source is approximately the weight without the low-rank part.
     found: the explanation of the codes from this source.

@@ -1,9 +1,9 @@
-"""Find the search that chose the block scales of a layer if no recipe gives all of them.
+"""Find the search that chose the block scales of a layer if no recipe reproduces all of them.
 
 A search tries several scales per block and keeps the one with the smallest error. Three facts can be recognized:
 
-- A recipe that searches gives all bytes, except in blocks where another scale has an equal error. Tools add the errors
-  of a block in different orders, so that they choose differently.
+- A recipe that searches reproduces all bytes, except in blocks where another scale has an equal error. Tools add the
+  errors of a block in different orders, so that they choose differently.
 - Four over six of Model-Optimizer: every block scale is computed from the block's amax or from 1.5 times the amax.
   The choice between them depends on how the tool computes errors, on a GPU or on a CPU.
 - auto-round's search with an importance matrix: every block scale is one that it tries. The choice depends on the
@@ -261,7 +261,7 @@ def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]
 
 
 def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Return the decoded values of some rows under the stored tensor scale, float64 (rows, blocks, block size).
+    """Return the decoded values of some rows with the stored tensor scale, float64 (rows, blocks, block size).
 
     evidence: the layer that the rows belong to.
     codes: the element codes (rows, columns), one per byte.

@@ -18,7 +18,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
-    """Return the recipes that give all codes of a layer under its stored block scales and tensor scale.
+    """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale.
 
     Return () if there are none. Return () too if codes or block scales are not in linear order, or if the tensor scale
     is not a single positive finite number. Recipes that search scales themselves are not tried.
@@ -65,7 +65,7 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 def _codes_match(
     evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
 ) -> bool:
-    """Return whether a recipe gives all codes of some stored rows under their block scales and a tensor scale.
+    """Return whether a recipe reproduces all codes of some stored rows with their block scales and a tensor scale.
 
     evidence: the stored layer and its source.
     plain: the layout in which codes are read as declared and rows are in place.

@@ -42,11 +42,12 @@ MISHAP_PENALTY = 0.05
 class SampleVerdict:
     """The hypotheses that fit a sample of a layer.
 
-    exact: the hypotheses that give every byte of the sample.
+    exact: the hypotheses that reproduce every byte of the sample.
     nearest: the hypothesis with the highest score; None before the first.
     score: its score, which is the share of the sample's bytes that it gives, minus MISHAP_PENALTY per mishap.
-    codes_only: the hypotheses that give all codes, although no order of block scales fits.
-    scales_only: the hypotheses without a mishap that give all block scales and the tensor scale, but not all codes.
+    codes_only: the hypotheses that reproduce all codes, although no order of block scales fits.
+    scales_only: the hypotheses without a mishap that reproduce all block scales and the tensor scale, but not all
+        codes.
     """
 
     exact: list[Hypothesis] = field(default_factory=list)
@@ -58,7 +59,7 @@ class SampleVerdict:
     def add(self, hypothesis: Hypothesis, exact: bool, share: float) -> None:
         """Record a hypothesis that was compared with the sample. It becomes ``nearest`` if its score is the highest.
 
-        exact: True if it gives every byte of the sample.
+        exact: True if it reproduces every byte of the sample.
         share: the share of the sample's bytes that it gives, from 0 to 1.
         """
         if exact:
@@ -260,13 +261,13 @@ def _compare(
 
 @ieee("identify")
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
-    """Return the hypotheses that give every byte of the whole layer, and the count of its bytes.
+    """Return the hypotheses that reproduce every byte of the whole layer, and the count of its bytes.
 
     Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
-    the mishap of a wrong tensor scale. Return ([], MatchCount()) if no hypothesis gives every byte.
+    the mishap of a wrong tensor scale. Return ([], MatchCount()) if no hypothesis reproduces every byte.
 
     evidence: the stored layer and its source.
-    hypotheses: the hypotheses that give every byte of a sample.
+    hypotheses: the hypotheses that reproduce every byte of a sample.
     """
     found: list[Hypothesis] = []
     tally = MatchCount()
