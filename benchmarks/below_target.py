@@ -1,9 +1,9 @@
 """State why rows of the committed GPU records miss their target, and which other designs were tried.
 
-report.py prints these reasons below its table. A figure in `Reason.tried` is an efficiency: the time of a copy of as
-many bytes, divided by the time of the operation. Two kinds of figures are not efficiencies: figures with a unit, and
-ratios in rows that are compared with another timed call. Each figure was measured on the record's device in another
-run, beside a copy in that run.
+report.py prints these reasons below its table. A figure in `Reason.tried` is an efficiency: the time of a copy of the
+same number of bytes, divided by the time of the operation. Two kinds of figures are not efficiencies: figures with a
+unit, and ratios in rows that are compared with another timed call. Each figure was measured on the record's device in
+another run, beside a copy in that run.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ The input is a Llama-like model of normal bfloat16 values. It is generated in th
 Three things are timed; they take turns, and medians are reported. Model files are in the page cache.
 
 - Conversion (`convert_run`): plan, start of the workers, reading, measuring, writing, fsync and SHA-256.
-- quantize (`quantize_run`): fp4kit.quantize of the same arrays in as many processes. The arrays are loaded before the
-  clock starts. overhead = conversion / quantize - 1, both for elapsed time and for CPU time.
+- quantize (`quantize_run`): fp4kit.quantize of the same arrays in the same number of processes. The arrays are loaded
+  before the clock starts. overhead = conversion / quantize - 1, both for elapsed time and for CPU time.
 - Bytes alone (`bytes_run`): a loop that reads the model, then writes, fsyncs and hashes as many bytes as the result
   has. No tool that writes such a result can do less.
 

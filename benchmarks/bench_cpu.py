@@ -260,7 +260,7 @@ def touch() -> None:
 
 
 def sizes(bench: CpuBench) -> None:
-    """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over as many bytes.
+    """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over the same number of bytes.
 
     Sizes that do not fit in memory are left out and recorded in bench.extra. If the system does not report its memory,
     all sizes are left out.
@@ -411,7 +411,7 @@ def available() -> int:
 def processor() -> str:
     """Return the first of these texts that the system gives: the model name, the processor, the architecture.
 
-    The model name is that of /proc/cpuinfo. The others are platform.processor() and platform.machine().
+    The model name comes from /proc/cpuinfo. The others are platform.processor() and platform.machine().
     """
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []

@@ -66,7 +66,7 @@ def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
 
 
 class Rank:
-    """Hold the communicator and the weights of one process. All processes draw equal weights from a fixed seed.
+    """The communicator and the weights of one process. All processes draw equal weights from a fixed seed.
 
     Args:
         comm: the communicator of the process

@@ -29,7 +29,7 @@ STEP, HOST_US = 128, 50  # tensors in a step, and the target for its host time
 
 
 class Tensors:
-    """Hold the tensors of `count` experts as slices of one array.
+    """The tensors of `count` experts, as slices of one array.
 
     Args:
         bench: provides the array

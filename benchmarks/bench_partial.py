@@ -1,6 +1,6 @@
 """Benchmark partial_cast and partial_amax of flat shards, and a step of cast_master_weights.
 
-A shard has all elements of the matrix from element `start` on, except a few at the end. In memory it begins `skip`
+A shard has all elements of the matrix, starting at element `start`, except a few at the end. In memory it begins `skip`
 elements after a multiple of 16 bytes, so that misaligned shards are timed too.
 """
 

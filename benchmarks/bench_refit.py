@@ -47,7 +47,7 @@ def shapes_of(experts: int, hidden: int, width: int) -> list[tuple[int, int]]:
 
 
 class RefitRank(Rank):
-    """Hold the communicator and the weights of one process, and time the calls.
+    """The communicator and the weights of one process, with methods that time the calls.
 
     Args:
         comm: the communicator of the process

@@ -5,7 +5,7 @@ of the large array. All arrays are in memory. The loops are:
 
 - one pass: copy every fourth 8-byte word, so that every cache line is read and a quarter as many bytes are written
 - two passes: find the largest 8-byte word, so that every byte is read, then do "one pass". quantize with a tensor scale
-  moves as many bytes
+  moves the same number of bytes
 - expand: read a small array and write each word four times, as dequantize to bfloat16 does
 - copy: read everything and write everything
 """

@@ -27,7 +27,7 @@ Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # module name -> weight (N, K
 def layers_of(text: str) -> Layers:
     """Return the linear layers of the demo model's encoder, with the mean squares of their inputs over the text.
 
-    The inputs are those of all paragraphs of the text.
+    The mean squares cover all paragraphs of the text.
     """
     folder = demo_source()
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -166,7 +166,7 @@ def layout_kernels() -> Iterator[ReportedKernel]:
 
 
 class Usage(NamedTuple):
-    """State the resources of one kernel.
+    """The resources that one kernel uses.
 
     Attributes:
         registers: registers per thread

@@ -18,8 +18,8 @@ A script bench_<operation>.py has one function, `run(bench)`, which calls `bench
         main(run)
 
 *Traffic* is the number of bytes per element that an operation must move, by array name. *Efficiency* is the time of a
-device-to-device copy of as many bytes, divided by the time of the operation in the same run. If the arrays fit in the
-L2 cache, pass `bench.row` several calls on different buffers; the calls then take turns.
+device-to-device copy of the same number of bytes, divided by the time of the operation in the same run. If the arrays
+fit in the L2 cache, pass `bench.row` several calls on different buffers; the calls then take turns.
 
 To *poison* memory is to fill it with bytes 0xEE, so that a check fails if a call leaves part of its result unwritten.
 """

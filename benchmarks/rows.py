@@ -66,7 +66,7 @@ class BenchmarkRow(Row):
         spread: the largest timing minus the smallest
         kind: "kernel" (events around consecutive calls), "graph" (events around replays of a CUDA graph) or "host"
             (time until the call returns)
-        copy_us: time of a device-to-device copy that moves as many bytes, or None if it was not measured
+        copy_us: time of a device-to-device copy that moves the same number of bytes, or None if it was not measured
         target: smallest efficiency wanted
         target_us: largest time wanted
         beside: another time of the same run, which limits the time of this row
@@ -85,7 +85,7 @@ class BenchmarkRow(Row):
 
     @property
     def efficiency(self) -> float | None:
-        """Return the copy's time divided by the row's time, or None if no copy of as many bytes was timed."""
+        """Return the time of an equally large copy divided by the row's time, or None if no such copy was timed."""
         return None if self.copy_us is None else self.copy_us / self.us
 
     @property
