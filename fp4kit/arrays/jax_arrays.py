@@ -17,7 +17,7 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that converts results to JAX arrays on the device of x.
 
     Entering the context changes nothing. It exists because ArrayLibrary.call_context is a context manager for every
-    library, and that of PyTorch sets the stream and the allocator.
+    library, and PyTorch's context manager sets the stream and the allocator.
     """
 
     yield lambda array: giver(x)(array)

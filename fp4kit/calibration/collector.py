@@ -96,7 +96,7 @@ class Collector:
         Raises:
             TypeError: if x has an unsupported dtype, or another argument the wrong type.
             ValueError: if x holds NaN or infinity. On a GPU they are found later, when results are read.
-            ValueError: if x is 0-d, has no columns, or has another number of columns than before.
+            ValueError: if x is 0-d, has no columns, or has a different number of columns from an earlier call.
             ValueError: if an expert number is out of range, if ``expert`` does not have the shape of the tokens, or if
                 ``expert`` is an array without ``experts``.
             ValueError: if ``experts`` is given without ``expert``.

@@ -154,7 +154,7 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 
 
 def takes_block_amaxes(r: Recipe) -> bool:
-    """Return whether a recipe accepts given block amaxes, such as those from search_scales, in place of those of x.
+    """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own.
 
     These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with amax rules, block scales and blocks of one
     row. Static recipes, which always need block amaxes from the caller, do not count here.

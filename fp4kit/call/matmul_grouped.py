@@ -47,9 +47,9 @@ def is_single(x: Any) -> bool:
 
 
 def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> list[MatmulCall]:
-    """Return the calls of matmul_grouped for a sequence `a`: one per product, without arrays for the results.
+    """Return the engine calls of matmul_grouped for a sequence `a`: one per matrix product, without result arrays.
 
-    Errors are those of fp4kit.matmul_grouped. Block scales must be in the linear layout.
+    Raise the errors that fp4kit.matmul_grouped documents. Block scales must be in the linear layout.
     """
     lefts, rights = matrices("a", a), matrices("b", b)
     if len(lefts) != len(rights):
@@ -69,9 +69,9 @@ def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: 
 def rows_call(
     a: Any, b: Any, m_indptr: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any
 ) -> tuple[list[MatmulCall], Any]:
-    """Return the calls of matmul_grouped for one matrix `a` and m_indptr, and the array (rows, N) that they write to.
+    """Return the engine calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N).
 
-    Errors are those of fp4kit.matmul_grouped. Block scales must be in the linear layout.
+    Raise the errors that fp4kit.matmul_grouped documents. Block scales must be in the linear layout.
     """
     (left,), rights = matrices("a", [a], ""), matrices("b", b)
     check_one_device(OP, a=left.operand.codes, c=c)

@@ -294,7 +294,7 @@ def check_hadamard(op: str, hadamard: Any) -> None:
 
 
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
-    """Return the sign mask of the Hadamard transform: that of TE for True, 0 for "no_signs", None for False.
+    """Return the sign mask of the Hadamard transform: Transformer Engine's for True, 0 for "no_signs", None for False.
 
     Raise ValueError for other values, or if the quantized axis is not a multiple of the transform's size.
     """

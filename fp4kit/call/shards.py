@@ -31,7 +31,7 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     Raise ValueError in these cases:
 
     - The shape does not have two entries, or K is not a whole number of blocks.
-    - The shard is not 1-d, or its elements from `start` on do not fit into the flattened matrix.
+    - The shard is not 1-d, or does not fit into the flattened matrix at the position `start`.
     - The recipe has no codes, no blocks, or one tensor scale per row or per block.
     """
     checks.check_float(op, shard, "shard")

@@ -62,7 +62,7 @@ Progress = Callable[[int], None]  # called with the number of bytes of source te
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Report what a conversion did.
+    """A report of what a conversion did.
 
     Attributes:
         plan: the plan that was executed.
@@ -188,7 +188,7 @@ def convert(
         hadamard_seed: the seed of random signs for this transform; None for no signs.
         hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
 
-    The function make_plan describes the arguments from ``format`` on in full.
+    The function make_plan describes ``format`` and all later arguments in full.
 
     Returns:
         A ConversionReport with the plan and what was done.

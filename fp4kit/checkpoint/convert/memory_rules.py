@@ -32,8 +32,8 @@ class Rules:
         wishes: which layers to quantize.
         input_scale: a positive float32 activation scale to write for every layer; None for none.
         activations: measured activations, from which every layer gets its own input scale; None for none.
-        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``, as for make_plan. A recipe may be
-            given by its id. Patterns match whole module names without ``.weight``; the first that matches decides.
+        recipes: (pattern, recipe) pairs for layers with recipes other than ``recipe``, as for make_plan. A recipe may
+            be given by its id. Patterns match whole module names without ``.weight``; the first that matches decides.
 
     Raises CheckpointError in these cases:
 

@@ -39,7 +39,7 @@ _POWERS = {  # exponent of a power of two -> its E4M3 code
 
 
 def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
-    """Return, for each block of a slab, whether it contains a nonzero code. The codes of 0 and -0 count as zero.
+    """Return, for each block of some rows, whether it contains a nonzero code. The codes of 0 and -0 count as zero.
 
     The result is boolean and has the shape of the slab's scales.
 
@@ -149,7 +149,7 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
 
 
 def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_]:
-    """Return, for each block of a slab, whether it contains a nonzero code and its new scale is too small for E4M3.
+    """Return, for each block of some rows, whether it has a nonzero code and its new scale is too small for E4M3.
 
     weight, slab: the MXFP4 weight, and some of its rows.
     high: the largest scale exponent of all nonzero blocks that share the tensor scale.

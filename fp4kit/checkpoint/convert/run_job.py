@@ -76,7 +76,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return the measurements ``found`` of a slab, with ``reach`` and ``lost`` filled in if it has codes and scales.
+    """Return the measurements ``found`` of some rows, with ``reach`` and ``lost`` filled in if they are quantized.
 
     These two fields show later whether the scales can be right. For an unquantized weight, or one without scales per
     block or row, return ``found``.
@@ -144,7 +144,7 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
 
 
 class Made(NamedTuple):
-    """Report what a job did.
+    """A report of what a job did.
 
     action: the action that was taken.
     replaced: the number of NaN and infinite values that were replaced.

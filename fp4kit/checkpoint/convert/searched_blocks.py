@@ -43,7 +43,7 @@ _WIDE = (-4, 1)  # the range of j for E8M0 scales if the default range may miss 
 def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized:
     """Quantize a matrix for GGUF with the scale byte that gives each block the smallest error.
 
-    Among equal errors, the smallest scale wins. If all column weights of a block are 0, its columns weigh equally.
+    Among equal errors, the smallest scale wins. If all column weights of a block are 0, its columns get equal weights.
 
     x: float32, float16 or bfloat16 (rows, columns), a NumPy or CuPy array.
     recipe: nvfp4-gguf or mxfp4-gguf.

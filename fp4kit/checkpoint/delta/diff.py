@@ -60,7 +60,7 @@ class LayerFlips:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Report what ``diff`` wrote.
+    """A report of what ``diff`` wrote.
 
     patch: the patch file.
     nbytes: the size of the patch file in bytes.
@@ -166,7 +166,7 @@ def _facts_of(path: Path) -> FileFacts:
 
 
 class _Stored(NamedTuple):
-    """Say how the patch stores a file of the new version.
+    """One file of the new version, and how the patch stores it.
 
     name: the name of the file.
     kind: "unchanged", "changed" or "whole".

@@ -362,7 +362,8 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
     rows: the number of rows.
     heads: possible numbers of heads if the layer is q or k; empty otherwise.
-    other: True if the layer is half of a gated pair, and the source of the other half is known and has as many rows.
+    other: True if the layer is half of a gated pair, and the source of the other half is known and has the same number
+        of rows.
     second: True if the layer is the second half (up).
     """
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]

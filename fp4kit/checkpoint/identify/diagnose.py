@@ -311,7 +311,7 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     1. The first layout, in which codes are read as declared and rows are in place.
     2. Searched block scales, if step 1 explains nothing: a recipe reproduces all codes with the stored scales.
     3. The other layouts if step 1 explains nothing or needs several mishaps.
-    4. Codes that follow another rule than the recipe that gives the scales, as GPTQ's do.
+    4. Codes that follow a different rule from the recipe that gives the scales, as GPTQ's do.
     5. Columns that were multiplied by factors, if the first layout needs no mishap.
     6. Orders without a name if ``unnamed`` is True.
     7. The nearest hypothesis.

@@ -190,8 +190,8 @@ def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
     """Return the numbers of all source rows that are in a block with one of the rows ``index``, in ascending order.
 
     height: the number of rows per block.
-    rows: the number of rows of the source. Rows from this number on belong to the other half of a gated pair, whose
-        blocks begin anew.
+    rows: the number of rows of the source. Rows with this number or a higher one belong to the other half of a gated
+        pair, whose blocks begin anew.
     """
     start = index // rows * rows + index % rows // height * height
     every = (np.unique(start)[:, None] + np.arange(height)).ravel()

@@ -147,7 +147,7 @@ class CheckpointVerdict:
     def exceptions(self) -> tuple[LayerVerdict, ...]:
         """The layers to which the verdict on their format does not apply.
 
-        These layers have another recipe or mishap than most layers of their format, or have no explanation.
+        These layers have a different recipe or mishap (fault) from most layers of their format, or have no explanation.
         """
         parts = {id(layer): part for part in self.others for layer in part.layers}
         verdicts = ((layer, parts.get(id(layer), self)) for layer in self.layers)

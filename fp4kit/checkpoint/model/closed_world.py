@@ -595,8 +595,8 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
     """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
 
-    The entry is refused if it is not a JSON object, has an unknown key, or declares another format or shape than the
-    tensors have. For 4-bit codes, the entry must also contain a key that tells the order of nibbles.
+    The entry is refused if it is not a JSON object, has an unknown key, or declares a format or shape that the tensors
+    do not have. For 4-bit codes, the entry must also contain a key that tells the order of nibbles.
 
     Args:
         weight: the layer.

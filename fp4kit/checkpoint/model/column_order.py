@@ -39,8 +39,8 @@ def swapped_layers(
     """Return the layers whose nibbles seem to be swapped, about which SWAPPED_NIBBLES warns.
 
     Only single layers of 4-bit codes are examined, and at most 512 per number of columns. They are compared with the
-    norms and unquantized weights of as many columns. If there are none, or fewer than 128 columns, they are not
-    examined.
+    norms and unquantized weights that have the same number of columns. If there are none, or fewer than 128 columns,
+    they are not examined.
 
     Args:
         weights: the weights of a model.
@@ -70,8 +70,8 @@ def _references(
 
     A profile is the logarithm of each column's magnitude, shifted and scaled to mean 0 and standard deviation 1. The
     magnitude comes from a norm, or is the root mean square of the first rows of a weight. At most _MOST_REFERENCES
-    norms and as many weights are used. A tensor is left out if its columns are nearly equal, or if half of them or more
-    are zero or not finite.
+    norms and _MOST_REFERENCES weights are used. A tensor is left out if its columns are nearly equal, or if half of
+    them or more are zero or not finite.
     """
     norms = [
         located(file, entry)

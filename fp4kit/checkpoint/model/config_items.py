@@ -89,7 +89,7 @@ _MIXED = "MIXED_PRECISION"
 def _algorithm(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it.
 
-    The algorithm is refused if it is unknown, or if a layer has another kind or block size than the algorithm.
+    The algorithm is refused if it is unknown, or if a layer has a kind or block size other than the algorithm's.
     MIXED_PRECISION is accepted for all layers.
 
     Args:
@@ -218,7 +218,7 @@ _FORMATS = {
 def _format(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it.
 
-    The format is refused if it is unknown, or if a layer has another kind than the format. None, "dense" and
+    The format is refused if it is unknown, or if a layer is of a different kind from the format. None, "dense" and
     "mixed-precision" are accepted for all layers.
 
     Args:

@@ -3,8 +3,7 @@
 A few rows of a layer are read, and the statistics below are computed for them. Let e be the root mean square of the
 codes of a block, and s the block's scale. A recipe computes s from the largest element of the block. If this element is
 unusually large for the block, s is large and the other codes are small. Therefore log s and log e have a negative
-correlation: -0.45 to -0.95 in layers that tools wrote. The correlation is near 0 if scales are not those of their
-blocks.
+correlation: -0.45 to -0.95 in layers that tools wrote. The correlation is near 0 if the scales belong to other blocks.
 
 The checks only ever cause warnings, because unusual weights can also look unusual here. They are silent for weights
 whose blocks look alike, such as uniformly distributed ones.

@@ -187,7 +187,7 @@ def slabs(
     height: int = 1,
     max_bytes: int | None = None,
 ) -> Iterator[Slab]:
-    """Yield the rows of one matrix of a weight as consecutive slabs.
+    """Yield the rows of one matrix of a weight as slabs, which are groups of consecutive rows.
 
     Args:
         readers: where to read the weight from.
@@ -280,7 +280,7 @@ def _in_order(
 def _of_members(
     readers: Readers, weight: Weight, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the slabs of a matrix that is composed of members (see Weight.members), member by member.
+    """Yield the rows of a matrix that is composed of members (see Weight.members) as slabs, member by member.
 
     Every slab has the tensor scale of its own member.
 
@@ -302,7 +302,7 @@ def _of_members(
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:
-    """Return one slab with the rows of all members of a weight, in order (see Weight.members).
+    """Return one slab (rows of a matrix) with the rows of all members of a weight, in order (see Weight.members).
 
     The weight must be quantized without tensor scale and without rotation, because a slab has only one of each.
     """
@@ -460,7 +460,9 @@ class _TransposedReader:
 
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
-    """Return the values of a slab, (rows, K). Unquantized values keep their dtype; codes are decoded to float32.
+    """Return the values of a slab (some rows of a matrix), of shape (rows, K).
+
+    Unquantized values keep their dtype; codes are decoded to float32.
 
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
@@ -498,7 +500,7 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return a slab with only the columns [first, end) of ``slab``.
+    """Return a slab (some rows of a matrix) with only the columns [first, end) of ``slab``.
 
     ``first`` must be a boundary of the rotation's blocks and, if the slab is quantized, of its own blocks. ``end`` must
     be such a boundary too, or the number of columns.
@@ -521,7 +523,7 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 
 
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:
-    """Return the reason why the scales of a quantized slab cannot be right, or "" if they can.
+    """Return the reason why the scales of a slab (some quantized rows) cannot be right, or "" if they can.
 
     Negative block scales and tensor scales are wrong, because they turn signs. A tensor scale of 0 is wrong unless all
     codes are zero. Factors per column (AWQ) must be positive. NaN and infinity are not reported here (see
@@ -551,7 +553,9 @@ def _magnitudes(weight: Weight) -> np.uint8:
 
 
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
-    """Return the number of NaN and infinite values in a quantized slab. Codes and scales are counted without decoding.
+    """Return the number of NaN and infinite values in a slab (some quantized rows).
+
+    Codes and scales are counted without decoding.
 
     The result is 0 if and only if all codes and scales are finite. An element with both a non-finite code and a
     non-finite scale counts twice, but the result never exceeds the number of elements. Products of finite factors that

@@ -123,7 +123,7 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
 
     layers: the number of layers with transforms.
     matrices: the names of the tensors that hold matrices, and their transforms.
-    wrong: those of ``matrices`` that hold other values than the matrix of their transform.
+    wrong: the names in ``matrices`` of tensors that differ from the matrix of their transform.
     """
     if item.group != REFUSED:
         return item

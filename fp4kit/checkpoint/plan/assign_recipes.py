@@ -5,7 +5,7 @@ divided by the sum of their squares. If column weights are given, both sums weig
 input. This ratio estimates the relative noise power of the operator's output, so that operators of all sizes and
 magnitudes are comparable. The error of an assignment is the sum over all operators. The loss of a language model grows
 by about a weighted sum of these ratios ("Pushing the Limits of Large Language Model Quantization via the Linearity
-Theorem", arXiv 2411.17525). The weights of that sum are not known here, so all operators weigh equally.
+Theorem", arXiv 2411.17525). The weights of that sum are not known here, so all operators get equal weights.
 
 An operator consists of the layers that engines compute as one product: q, k and v; gate and up; or one kind of layer
 of all experts of a decoder layer.
@@ -314,7 +314,7 @@ def _amax(readers: Readers, piece: Piece) -> np.float32:
 
 
 def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None) -> np.ndarray | None:
-    """Return the column weights of a piece, float64 (K,), or None if all columns weigh equally."""
+    """Return the column weights of a piece, float64 (K,), or None if all columns have equal weights."""
     found = None if columns is None else columns.columns_of((piece.module, piece.weight), piece.expert)
     if found is None:
         return None

@@ -38,7 +38,7 @@ _PARTS = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up
 
 
 class ChannelWeights(NamedTuple):
-    """Locate the column weights of one matrix in an imatrix file, so that a job can read them later.
+    """The location of the column weights of one matrix in an imatrix file, so that a job can read them later.
 
     Attributes:
         path: the imatrix file.
@@ -61,7 +61,7 @@ class ChannelWeights(NamedTuple):
 
 
 class ImatrixEntry(NamedTuple):
-    """Locate the values of one weight (a matrix or a stack of experts) in an imatrix file.
+    """The location of the values of one weight (a matrix or a stack of experts) in an imatrix file.
 
     Attributes:
         position: the offset in bytes of the weight's first float32 value in the file.
