@@ -58,7 +58,7 @@ class ExplainedStep:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Hold the steps by which recipes quantize one element. print() shows a table with one column per recipe.
+    """The steps by which recipes quantize one element. print() shows a table with one column per recipe.
 
     Attributes:
         index: the index of the element.

@@ -22,7 +22,7 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """Hold an argument of a GroupedPlan as it was when the plan was made, so that later changes can be detected.
+    """An argument of a GroupedPlan as it was when the plan was made, so that later changes can be detected.
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.

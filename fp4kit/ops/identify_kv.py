@@ -27,7 +27,7 @@ _COLUMNS = ("layout", "error of keys", "error of values", "reading")
 
 
 class KVMatch(NamedTuple):
-    """Hold the errors of one reading: the keys and values that one layout decodes from a KV cache.
+    """One reading of a KV cache, which are the keys and values that one layout decodes, and the errors of the reading.
 
     Attributes:
         layout: the name of the layout.
@@ -52,7 +52,7 @@ class KVMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class KVIdentification:
-    """Hold the result of identify_kv: readings of a KV cache, ranked by their errors.
+    """The result of identify_kv: a KV cache as several layouts decode it, ranked by the errors of keys and values.
 
     print() shows a verdict and a table.
 

@@ -88,7 +88,7 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
 
 
 class QuantizedWithSource(NamedTuple):
-    """Hold a quantized array q with linear scales, and the array x from which q was made.
+    """A quantized array q with linear scales, and the array x from which q was made.
 
     Either both consist of NumPy arrays, or both consist of CuPy arrays on one device.
     """

@@ -13,7 +13,7 @@ from fp4kit.quantized.container import Quantized
 
 
 class LinearOperations(NamedTuple):
-    """Hold the operations quantize, transpose and matmul of one framework.
+    """The operations quantize, transpose and matmul of one framework.
 
     They take the arguments of fp4kit's public functions. fp4kit.torch and fp4kit.jax pass operations that their
     compilers can trace.
