@@ -33,7 +33,7 @@ _PRESET = " (preset linear)"
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """Describe a parameter of a model in training.
+    """A parameter of a model in training.
 
     Attributes:
         name: the name of the parameter in the model.
@@ -53,7 +53,7 @@ class TrainedWeight:
 
 @dataclass(frozen=True)
 class QatChoice:
-    """Hold the user's choice for a plan.
+    """The user's choices for a plan: the recipe, and which parameters to quantize.
 
     Attributes:
         recipe: the recipe by which codes and scales are computed.
@@ -95,7 +95,7 @@ class QatChoice:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Hold the decision on one parameter: whether it is fake-quantized, and why.
+    """The decision on one parameter: whether it is fake-quantized, and why.
 
     Attributes:
         name: the name of the parameter.
@@ -114,7 +114,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class QatPlan:
-    """Hold a plan: which parameters of a model are fake-quantized, and for which served format.
+    """A plan: which parameters of a model are fake-quantized, and for which served format.
 
     Attributes:
         recipe: the recipe that gives the served values in fake_quantize.

@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class QuantizedNames(list[str]):
-    """List the names of the parameters that are fake-quantized. print() shows a table of all parameters.
+    """The names of the parameters that are fake-quantized. print() shows a table of all parameters.
 
     Attributes:
         plan: the plan, with one row per parameter.
