@@ -51,7 +51,7 @@ _OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Hold a quantized array: value = decode(code) * block_scale * tensor_scale.
+    """A quantized array: value = decode(code) * block_scale * tensor_scale.
 
     Examples:
         >>> import fp4kit, numpy as np

@@ -36,7 +36,7 @@ _NIBBLES = ("float4_e2m1fn", "int4")  # dtypes of JAX, one element per byte in m
 
 
 class Stored(NamedTuple):
-    """Hold an imported array, and the name of the dtype that it had in its own library.
+    """An imported array, and the name of the dtype that it had in its own library.
 
     The two can differ, because narrow floats of PyTorch are imported as uint8.
     """

@@ -76,7 +76,7 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class PartShapes(NamedTuple):
-    """Hold the shapes that the parts of a Quantized must have.
+    """The shapes that the arrays of a Quantized must have.
 
     Attributes:
         axis: the quantized axis as a non-negative number.
