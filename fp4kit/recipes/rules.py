@@ -239,7 +239,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """Describe which recipes can use a search for block amaxes, which is a value of Recipe.search.
+    """The requirements of a search for block amaxes, which Recipe.search names: the recipes that can use it.
 
     A search usually tries several amaxes and compares errors. The search "quest" computes one amax from the standard
     deviation of the block.
@@ -265,7 +265,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """Describe which recipes can use a fake rule, by which fake_quantize computes values without codes.
+    """The requirements of a fake rule, by which fake_quantize computes values without codes.
 
     Attributes:
         scale: name of the block scale format that the recipe must have. None: no block scales.

@@ -50,7 +50,7 @@ PRODUCER_NAMES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describe one producer's arithmetic for a format.
+    """One producer's arithmetic for a format.
 
     Two recipes with equal fields are equal, in any process. To make a variant, use dataclasses.replace:
     `replace(recipe("mxfp4-ocp"), block=(1, 16))`. recipes/rules.py lists the names of rules and which of them fit
@@ -283,7 +283,7 @@ def then_encodes(r: Recipe) -> bool:
 
 
 class Alias(NamedTuple):
-    """Record that a producer's codes and scales equal those of another producer's recipe.
+    """A second name for a recipe, given because another producer's codes and scales are equal.
 
     Attributes:
         id: the alias, by which users may call the recipe.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Versions(NamedTuple):
-    """Hold the oldest version of a producer known to give a recipe's bits, and the newest version that was checked.
+    """The oldest version of a producer known to give a recipe's bits, and the newest version that was checked.
 
     Versions have the producer's own names: a release ("0.32.4"), a development version ("0.19 dev") or a commit
     ("d0067d0").
