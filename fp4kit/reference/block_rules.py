@@ -51,7 +51,7 @@ from fp4kit.rounding import exponent_field
 
 
 class BlockRule(NamedTuple):
-    """Hold the two functions of a block rule.
+    """The two functions of a block rule.
 
     code makes the scale codes from the amaxes of blocks, and factor makes the factors from the scale codes.
     """

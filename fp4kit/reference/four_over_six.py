@@ -31,7 +31,7 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
 
 
 class _Candidate(NamedTuple):
-    """Hold the result of quantizing all blocks with one of the two candidate scales.
+    """The result of quantizing all blocks with one of the two candidate scales.
 
     Attributes:
         scales: scale codes (rows of blocks, blocks).

@@ -19,7 +19,7 @@ NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that a matrix unit retur
 
 
 class Terms(NamedTuple):
-    """Hold numbers as pairs: value = significand * 2^exponent.
+    """Numbers as pairs: value = significand * 2^exponent.
 
     Attributes:
         significand: float64, exact.
@@ -31,7 +31,7 @@ class Terms(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Hold one decoded operand of a matrix product: `a`, of shape (M, K), or `b`, of shape (N, K).
+    """One decoded operand of a matrix product: `a`, of shape (M, K), or `b`, of shape (N, K).
 
     Attributes:
         elements: the elements as Terms, (rows, K).
@@ -93,8 +93,8 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
 def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray:
     """Return the sum of Terms over the last axis, after truncating each term to a multiple of a power of two.
 
-    Terms are truncated toward zero. The power is 2^(largest - fraction_bits), where `largest` is an exponent. The
-    result is an exact float64, in units of this power.
+    Each term is truncated toward zero, to a multiple of 2^(largest - fraction_bits), where `largest` is an exponent.
+    The result is an exact float64, in units of this power of two.
     """
     shift = t.exponent - largest[..., None] + fraction_bits
     total: np.ndarray = np.trunc(np.ldexp(t.significand, shift)).sum(axis=-1)
@@ -104,8 +104,9 @@ def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray
 def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
     """Return the sum of Terms over the last axis, rounded as an NVIDIA matrix unit does: float32.
 
-    The terms are shifted to the largest exponent among them, and truncated toward zero to step.fraction_bits bits after
-    the point. Their sum is exact, and it is truncated toward zero to step.output_bits bits after the point.
+    The terms are aligned to the largest exponent among them, and each is truncated toward zero to step.fraction_bits
+    fraction bits. Their sum is exact. It is then normalized and truncated toward zero to step.output_bits fraction
+    bits.
 
     The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of 2^128 or more is
     infinite.

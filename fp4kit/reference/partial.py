@@ -20,7 +20,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 class Segment(NamedTuple):
-    """Describe a part of a shard that forms a rectangle in the matrix.
+    """A part of a shard that forms a rectangle in the matrix.
 
     rows, columns: the rectangle.
     elements: the indices of its elements in the shard.

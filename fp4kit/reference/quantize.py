@@ -32,7 +32,7 @@ _SCALED_NAMES = {"multiply": "element * factor", "divide": "element / factor", "
 
 
 class EncodeOptions(NamedTuple):
-    """Hold the options that a call of quantize adds to a recipe. None means that an option is not used.
+    """The options that a call to quantize adds to a recipe. None means that an option is not used.
 
     Attributes:
         block_amax: calibrated block amaxes.

@@ -44,7 +44,7 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
 
 
 class KeptCodes(NamedTuple):
-    """Hold the result of keep_codes.
+    """The result of keep_codes: the cast array, and which of its blocks are valid.
 
     quantized: the cast array. Its blocks that are out of range are not meaningful yet (see with_encoded_blocks).
     in_range: bool, one per block of the source: True if E4M3 holds the new scale of the block.

@@ -74,7 +74,7 @@ def best_by_block(
 
 
 class TriedCodes:
-    """Record which scale codes were already tried for each block, so that a search can skip them.
+    """The scale codes that were already tried for each block, so that a search can skip them.
 
     This saves much time: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, instead of 43.3 s if
     every candidate is tried (x86-64, two cores, nothing else running, 2026-11-22, one run each).

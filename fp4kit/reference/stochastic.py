@@ -51,7 +51,7 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 
 
 class RandomStream(NamedTuple):
-    """Provide the random bytes of a matrix, and generate them from a seed when a tile needs them.
+    """The random bytes of a matrix, generated from a seed when a tile (a rectangle of the matrix) needs them.
 
     first: the position of the matrix's element (0, 0) in the stream of the seed.
     K: the number of columns.
@@ -75,7 +75,7 @@ class RandomStream(NamedTuple):
 
 
 class GivenBytes(NamedTuple):
-    """Provide the random bytes of a matrix that the caller has passed: uint8 (M, K)."""
+    """The random bytes of a matrix, as the caller passed them: uint8 (M, K)."""
 
     bytes: np.ndarray
 

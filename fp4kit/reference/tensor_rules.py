@@ -29,7 +29,7 @@ TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizer
 
 
 class TensorScale(NamedTuple):
-    """Hold the two scales of a tensor, and the tensor amax from which they were made.
+    """The two scales of a tensor, and the tensor amax from which they were made.
 
     encode multiplies elements before encoding. decode multiplies values after decoding, and is stored as tensor_scale.
     Each field is a scalar, or an array with one entry per row or per block.

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=np.ndarray | np.generic)
 
 
 class Step(NamedTuple):
-    """Hold one recorded result.
+    """One recorded intermediate result of quantization.
 
     Attributes:
         name: what the result is, such as "block amax".
