@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """Report a checkpoint, request or destination that cannot be used: what came, what is needed, what to do."""
+    """A checkpoint, request or destination is unusable. The message says what came, what is needed and what to do."""
 
 
 def shown(name: str) -> str:

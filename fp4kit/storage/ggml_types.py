@@ -13,7 +13,7 @@ from fp4kit.layouts import GGUF_BLOCKS
 
 
 class GgmlType(NamedTuple):
-    """Describe a tensor type: its name, the elements per block and the bytes per block."""
+    """A tensor type of GGUF files: its name, the elements per block and the bytes per block."""
 
     name: str
     elements: int

@@ -50,7 +50,7 @@ _CHUNK = 1 << 20
 
 
 class Field(NamedTuple):
-    """Locate one key and its value in the header: they are the bytes [start, end) of the file."""
+    """The position of one key and its value in the header: the bytes [start, end) of the file."""
 
     key: str
     start: int
@@ -59,7 +59,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile(SafetensorsFile):
-    """Describe a GGUF file whose header has been checked.
+    """A GGUF file whose header has been checked.
 
     Attributes:
         entries: the tensors. Their dtypes are names in GGML_TYPES; their shapes are in NumPy's order of axes.

@@ -334,7 +334,7 @@ def _orders() -> list[list[str]]:
 
 
 class _Contents(NamedTuple):
-    """Give access to the tensors of an open file.
+    """The tensors of an open file, which are read on demand.
 
     Attributes:
         file: the checked header.

@@ -93,7 +93,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Describe one tensor of a file: its name, dtype and shape, and where its bytes are.
+    """One tensor of a file: its name, dtype and shape, and the position of its bytes.
 
     Attributes:
         name: the name of the tensor.
@@ -112,7 +112,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """Describe a safetensors file whose header has been checked.
+    """A safetensors file whose header has been checked.
 
     Attributes:
         path: where the file is; it may be the target of a link.

@@ -22,7 +22,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 
 class TensorSpec(Protocol):
-    """Describe a tensor to be written: its name, safetensors dtype and shape."""
+    """The attributes of a tensor to be written: its name, safetensors dtype and shape."""
 
     @property
     def name(self) -> str: ...
@@ -33,7 +33,7 @@ class TensorSpec(Protocol):
 
 
 class NewTensor(NamedTuple):
-    """Hold the name, safetensors dtype and shape of a tensor to be written."""
+    """The name, safetensors dtype and shape of a tensor to be written."""
 
     name: str
     dtype: str
