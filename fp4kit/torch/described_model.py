@@ -16,7 +16,7 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class ParameterPlace(NamedTuple):
-    """Say where a parameter is in a model.
+    """The place of a parameter in a model: the module that holds it, and its name there.
 
     Attributes:
         module: the module that holds it.
@@ -59,7 +59,7 @@ def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
-    """Return the parameter `leaf` of a module without computing its parametrizations, for its shape, dtype and device.
+    """Return the parameter `leaf` of a module, without computing parametrizations, to read its shape, dtype and device.
 
     A parametrized parameter that is stored as several tensors is computed after all.
     """
@@ -82,10 +82,10 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
-    """Return the places of all parameters of a model. If a module has several names, the first one counts.
+    """Return a ParameterPlace for every parameter of a model. If a module has several names, the first one counts.
 
-    A parameter that two modules share has one place per module. The name of its tensor is the parameter's own name if a
-    checkpoint stores it as several tensors, or if it has fewer than two axes.
+    A parameter that two modules share has one place per module. The tensor of a parameter has the parameter's own name
+    if a checkpoint stores the parameter as several tensors, or if the parameter has fewer than two axes.
     """
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):
@@ -97,7 +97,7 @@ def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
 
 
 def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterPlace:
-    """Return the place of one parameter. saved: the name of its tensor in a checkpoint."""
+    """Return the ParameterPlace of one parameter. saved: the name of the parameter's tensor in a checkpoint."""
     shape, kind, transposed = tuple(parameter.shape), _kind(name, module, leaf, parameter), False
     if kind == "convolution":
         shape = shape[0], parameter[0].numel()

@@ -13,7 +13,7 @@ from fp4kit.training.settings import FakeQuantSettings
 
 
 class FakeQuantized(torch.nn.Module):
-    """Parametrize a parameter so that the layer reads it fake-quantized, while the optimizer updates the original.
+    """A parametrization by which a layer reads a parameter fake-quantized, while the optimizer updates the original.
 
     Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
     "layer.weight")). Remove it with remove_parametrizations(layer, "weight", leave_parametrized=...).

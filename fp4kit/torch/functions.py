@@ -165,7 +165,7 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[Tensor]:
-    """Fake-quantize every tensor of a list as fake_quantize does, in a single launch on a GPU. Differentiable.
+    """Fake-quantize every tensor of a list as fake_quantize does, in a single kernel launch on a GPU. Differentiable.
 
     Args:
         xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts; or one stacked tensor,

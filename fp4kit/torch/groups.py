@@ -1,4 +1,4 @@
-"""Define grouped operations as PyTorch operators on lists of tensors, with a single launch on a GPU.
+"""Define grouped operations as PyTorch operators on lists of tensors, with a single kernel launch on a GPU.
 
 In the operators' arguments an empty list stands for None.
 """
@@ -19,12 +19,12 @@ from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """Return the tensors detached from autograd, or None if the list is empty, for fp4kit's own functions."""
+    """Return the tensors detached from autograd, as fp4kit's own functions take them; None if the list is empty."""
     return [detached(tensor) for tensor in tensors] or None
 
 
 def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """Return the tensors, or `count` times None if the list is empty. So loops get one entry per tensor."""
+    """Return the tensors, or `count` times None if the list is empty, so that a loop gets one entry per tensor."""
     return tensors or [None] * count
 
 
@@ -103,7 +103,7 @@ fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 def fake_quantize_grouped_backward(
     grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
 ) -> list[Tensor]:
-    """Return grads with 0 where |x| > the amax of its tensor or either is NaN: fp4kit.fake_quantize_grouped_backward.
+    """Return grads with 0 where |x| > amax, or where x or amax is NaN, as fp4kit.fake_quantize_grouped_backward does.
 
     amax: one limit per tensor; an empty list computes the limits from xs.
     """

@@ -126,7 +126,7 @@ def _hook(
 
 
 class _Stack(NamedTuple):
-    """Describe a stack of experts: a 3-d parameter that holds one matrix per expert.
+    """A stack of experts: a 3-d parameter that holds one matrix per expert.
 
     parameter: the parameter, with the experts along its first axis.
     layers: for each expert, the names of its layers in the checkpoint. A fused matrix has several names.
@@ -223,7 +223,7 @@ class _Products(TorchFunctionMode):
 
 
 def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return both factors of a call of F.linear, torch.matmul or torch.mm. A factor that is not found is None.
+    """Return both factors of a call to F.linear, torch.matmul or torch.mm. A factor that is not found is None.
 
     The first factor is the first positional argument, or `input`. The second factor is the second positional argument,
     or `weight`, `other` or `mat2`.

@@ -207,7 +207,7 @@ quantized_values.register_vmap(loop_over(quantized_values))
 
 
 class BackwardOperators(NamedTuple):
-    """Hold the functions that `backward` calls: operators, or versions that are differentiable inside transforms."""
+    """The functions that `backward` calls: operators, or versions that are differentiable inside transforms."""
 
     values: Callable[..., Tensor] = quantized_values
     gradient_of_x: Callable[..., Tensor] = linear_gradient_of_x

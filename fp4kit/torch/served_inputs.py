@@ -56,7 +56,7 @@ class InputHook:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold the hooks that fake-quantize inputs.
+    """The hooks that fake-quantize the inputs of linear layers.
 
     Attributes:
         hooks: {name of a layer's weight: hook of the layer}.
@@ -68,7 +68,7 @@ class Inputs:
 
     @classmethod
     def of(cls, op: str, places: Sequence[ParameterPlace], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
-        """Return the hooks for the torch.nn.Linear layers among places. There are none if the recipe is None.
+        """Return one hook per torch.nn.Linear layer whose weight is in `places`, or no hooks if the recipe is None.
 
         Args:
             op: the public function, with which messages begin.
@@ -112,7 +112,7 @@ def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
 
 
 def add_hook(module: torch.nn.Module, hook: InputHook) -> None:
-    """Let a layer fake-quantize its inputs by a hook. The new hook replaces the one that the layer may already have."""
+    """Register a hook by which a layer fake-quantizes its inputs. It replaces an earlier hook of this kind."""
     remove_hook(module)
     object.__setattr__(module, _HANDLE, module.register_forward_pre_hook(hook, with_kwargs=True))
 

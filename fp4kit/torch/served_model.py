@@ -74,7 +74,7 @@ def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], p
 
 
 def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool) -> Form:
-    """Return the Form in which a plan fake-quantizes the parameter of a place.
+    """Return the Form (recipe, axis, gradient) by which a plan fake-quantizes the parameter at a place of the model.
 
     pass_through: True if the gradient passes unchanged.
     """
@@ -83,9 +83,9 @@ def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool) -> Form:
 
 
 def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
-    """Raise ValueError or TypeError if the parameter of a place cannot be fake-quantized, before the model is changed.
+    """Raise ValueError or TypeError if the parameter at a place of the model cannot be fake-quantized.
 
-    form: the Form in which the plan fake-quantizes the parameter.
+    Called before the model is changed. form: the Form in which the plan fake-quantizes the parameter.
     """
     name, shape = place.weight.name, place.weight.shape
     for part in parts_of(place.module, place.leaf):
@@ -104,7 +104,7 @@ def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
 
 
 def _parameter(place: ParameterPlace) -> Any:
-    """Return the tensor that the module stores for a place's parameter, without applying parametrizations.
+    """Return the tensor that a module stores for a parameter, without applying parametrizations.
 
     If parametrizations store several tensors, return the first (`original0`).
     """

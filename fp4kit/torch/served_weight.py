@@ -19,7 +19,7 @@ from fp4kit.torch.functions import fake_quantize
 
 
 class Form(NamedTuple):
-    """Describe how a parameter is fake-quantized.
+    """The recipe, axis and gradient by which a parameter is fake-quantized.
 
     Attributes:
         recipe: the string of recipes.to_string.to_spec. The recipe decodes as loaders do.
@@ -38,7 +38,7 @@ class Form(NamedTuple):
 
 
 class ServedWeight(torch.nn.Module):
-    """Parametrize a parameter so that the layer reads it as served, while the optimizer updates the original.
+    """A parametrization by which a layer reads the values to be served, while the optimizer updates the original.
 
     Args:
         name: the name of the parameter in the model.
@@ -109,7 +109,7 @@ def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
 
 
 def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
-    """Return the parameter `leaf` of a module before ServedWeight, with all parametrizations that come before it."""
+    """Return the parameter `leaf` of a module as ServedWeight receives it: with earlier parametrizations applied."""
     parts = parts_of(module, leaf)
     if not parts:
         return module._parameters[leaf]  # type: ignore[return-value]

@@ -45,7 +45,7 @@ def release_names(module: torch.nn.Module, leaf: str) -> None:
 
 
 class _Save:
-    """Rename a parameter in a new state dict. The module's own entries keep their order."""
+    """A hook that renames a parameter in a new state dict. The module's own entries keep their order."""
 
     def __init__(self, leaf: str, order: tuple[str, ...]) -> None:
         self._leaf, self._order = leaf, order
@@ -67,7 +67,7 @@ class _Save:
 
 
 class _Load:
-    """Rename a parameter in a state dict to load, if it has its plain name."""
+    """A hook that renames a parameter in a state dict to be loaded, if the state dict has its plain name."""
 
     def __init__(self, leaf: str) -> None:
         self._leaf = leaf
