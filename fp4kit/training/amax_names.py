@@ -14,7 +14,7 @@ _NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,
 
 @dataclass(frozen=True)
 class AmaxName:
-    """Name one amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>".
+    """The name of one amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>".
 
     The index is absent if there is one quantizer for the module.
 

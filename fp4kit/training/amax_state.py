@@ -48,7 +48,7 @@ from fp4kit.training.communicators import Communicator
 
 
 class AmaxCollector:
-    """Keep the largest amax so far of each quantizer, under its name. The module docstring has an example."""
+    """A collector that keeps, for each quantizer name, the largest amax so far. The module docstring has an example."""
 
     def __init__(self) -> None:
         self._single: dict[AmaxName, Any] = {}
@@ -122,7 +122,7 @@ class AmaxCollector:
 
 
 class AmaxState(Mapping[str, Any]):
-    """Hold frozen amaxes as a mapping {key: amax}.
+    """Frozen amaxes as a mapping {key: amax}, such as those of all quantizers of a model.
 
     A key may be given with either separator of the expert number: "...quantizer.3" or "...quantizer_3". The constructor
     takes {AmaxName: amax}, and raises TypeError for anything else.

@@ -32,7 +32,7 @@ def check_communicator(op: str, comm: Any, *names: str) -> None:
 
 
 class Communicator(Protocol):
-    """Describe what a communicator must offer. This process is number ``rank`` in a group of ``size`` processes."""
+    """The interface of a communicator. This process is number ``rank`` in a group of ``size`` processes."""
 
     @property
     def rank(self) -> int:
@@ -74,7 +74,7 @@ class Communicator(Protocol):
 
 
 class SingleProcess:
-    """Stand for a group of one process, in which nothing is sent."""
+    """A communicator for a group of one process. Nothing is sent."""
 
     rank = 0
     size = 1
@@ -117,7 +117,7 @@ def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) 
 
 
 class Mpi:
-    """Connect the processes of an MPI communicator.
+    """A communicator through MPI, made from a communicator of mpi4py.
 
     Unless MPI is CUDA-aware, CuPy arrays are copied to the host for every message, and the first one causes a warning.
     In either case a call first waits for the current CUDA stream, because MPI does not know streams. Nccl does not
@@ -216,7 +216,7 @@ def _import_mpi() -> Any:
 
 
 class Nccl:
-    """Connect a group of processes that have one GPU each, through NCCL.
+    """A communicator through NCCL, for a group of processes with one GPU each.
 
     Calls run on the current stream, do not wait for it, and can be captured in a CUDA graph. NumPy arrays are accepted
     too; they travel through the device, and the call waits.

@@ -10,10 +10,10 @@ matrices at once:
 5. gather   concatenate the messages of all processes; each 4-bit code is sent once, in half a byte
 6. place    copy the codes from the messages into the matrices
 
-For each matrix, a message holds the bytes (on a host) or runs (on a GPU) in which the process owns a code. If a shard
-ends inside a byte, both neighbors send that byte, each with its own nibble valid. The place stage takes from each
-message only the nibbles that its sender owns. Ownership is exchanged and checked once, when a plan is made: each
-element must have exactly one owner.
+For each matrix, a message holds the bytes (on a host) or the runs of 16 codes (on a GPU) in which the process owns a
+code. If a shard ends inside a byte, both neighbors send that byte, each with its own nibble valid. The place stage
+takes from each message only the nibbles that the sender owns. Ownership is exchanged and checked once, when a plan is
+made: each element must have exactly one owner.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from fp4kit.types import ScaleLayout
 
 @dataclass(frozen=True)
 class Shard:
-    """Describe what one process owns of a matrix: elements [start, start + n) of the flattened (M, K).
+    """The part of a matrix that one process owns: elements [start, start + n) of the flattened matrix.
 
     Attributes:
         values: float32, float16 or bfloat16 (n,). The dtype must be the same on every process, also for an empty shard
             (n = 0).
-        shape: (M, K) of the whole matrix.
+        shape: the shape (M, K) of the whole matrix.
         start: index of the first owned element.
     """
 

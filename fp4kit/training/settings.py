@@ -20,7 +20,7 @@ EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
 
 @dataclass(frozen=True)
 class FakeQuantSettings:
-    """Describe which parameters training fake-quantizes, selected by their names, and with which recipe.
+    """The settings of fake-quantized training: the parameters to quantize, selected by their names, and the recipe.
 
     Attributes:
         recipe: an id or a Recipe. If None, nothing is quantized.
