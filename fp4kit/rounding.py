@@ -97,7 +97,7 @@ _TINY_EXPONENT = 64  # nonzero magnitudes up to 2^-64 steps all round alike, eve
 
 
 class Format(Protocol):
-    """Name the attributes of an ElementFormat that `encode` reads.
+    """The attributes of an ElementFormat that `encode` reads.
 
     ElementFormat itself cannot be imported here, because formats.py imports this module.
     """
@@ -129,7 +129,7 @@ class Format(Protocol):
 
 
 class _Direction(NamedTuple):
-    """Hold a rounding of magnitudes to integers, and the elements for which it goes toward zero.
+    """A rounding of magnitudes to integers, and a mask of the elements that it rounds toward zero.
 
     toward_zero: a mask of those elements, or one bool for all. A finite element that is rounded toward zero must not
     overflow to infinity.

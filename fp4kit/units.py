@@ -19,16 +19,16 @@ ORDERS: tuple[str, ...] = get_args(Order)
 
 @dataclass(frozen=True)
 class DotAdd:
-    """Describe one step of an NVIDIA matrix unit.
+    """One step of an NVIDIA matrix unit, which is what one instruction adds.
 
-    The terms of a step are C and the products of K pairs of elements. All terms are shifted to the largest exponent
-    among them, and truncated toward zero to fraction_bits bits after the point. Their sum is exact; it is normalized
-    and truncated toward zero to output_bits bits after the point.
+    The terms of a step are C and the products of K pairs of elements. All terms are aligned to the largest exponent
+    among them, and each is truncated toward zero to fraction_bits fraction bits. Their sum is exact; it is normalized
+    and truncated toward zero to output_bits fraction bits.
 
     Args:
         k: number of products per step.
-        fraction_bits: bits after the point that a shifted term keeps, 1 to 40.
-        output_bits: bits after the point that the result keeps, 1 to 23.
+        fraction_bits: the number of fraction bits kept for each term after alignment to the largest exponent, 1 to 40.
+        output_bits: the number of fraction bits kept for the result, 1 to 23.
         zero_exponent: the exponent of a term that is zero.
         group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k must be a multiple
             of group.
@@ -59,17 +59,18 @@ class DotAdd:
 
 @dataclass(frozen=True)
 class FloorDotAdd:
-    """Describe one step of a matrix unit of AMD's CDNA3.
+    """One step of a matrix unit of AMD's CDNA3, which is what one instruction adds.
 
-    The products are divided into `sums` sums: product k belongs to sum k % sums. The products of a sum are shifted to
-    their largest exponent, truncated toward zero to fraction_bits bits after the point, and added exactly. The sums are
-    then added to C. Each number is rounded down (floor): a sum of products keeps sum_bits + 1 bits after the point, C
-    keeps fraction_bits, and their total keeps sum_bits. The total is rounded to float32, to nearest even.
+    The products are divided among `sums` partial sums: product k belongs to partial sum k % sums. The products of a
+    partial sum are aligned to their largest exponent, truncated toward zero to fraction_bits fraction bits, and added
+    exactly. The partial sums are then added to C. Each number is rounded down (floor): a partial sum keeps sum_bits + 1
+    fraction bits, C keeps fraction_bits, and the total keeps sum_bits. The total is rounded to float32, to nearest
+    even.
 
     Args:
         k: number of products per step.
         fraction_bits, sum_bits: see above, 1 to 40.
-        sums: 1 or 2.
+        sums: the number of partial sums, 1 or 2.
         c_vanishes: True if C counts as 0 where its exponent is more than fraction_bits + 1 below the largest.
         zero_exponent: the exponent of a product that is zero.
 
@@ -109,7 +110,7 @@ def _check_ints(step: Any, limits: dict[str, tuple[int, int]]) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """Describe a matrix unit by its steps, one per kind of operands; or an order of addition that is no hardware's.
+    """A matrix unit, given by its steps, one per kind of operands; or an order of addition that no hardware uses.
 
     `dataclasses.replace` makes a variant: `replace(fp4kit.unit("sm90"), promote=128)` adds as cuBLASLt does with slow
     accumulation.
