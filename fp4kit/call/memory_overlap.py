@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4kit.quantized.container import Quantized
 
-_MAX_SUMS = 1 << 20  # the most sums that overlaps_itself computes; if it needs more, the array counts as overlapping
+_MAX_SUMS = 1 << 20  # largest number of sums that overlaps_itself computes; beyond it, the array counts as overlapping
 _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached, the arrays count as sharing memory
 
 

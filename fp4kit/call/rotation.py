@@ -15,7 +15,7 @@ from fp4kit.arrays.imports import import_arrays, is_array, to_host
 from fp4kit.call import checks
 
 HADAMARD_SIZES = (16, 32, 64, 128, 256, 512)
-MAX_MATRIX = 128  # the most rows of a matrix that rotates blocks
+MAX_MATRIX = 128  # the largest number of rows of a matrix that rotates blocks
 # The largest accepted absolute value of an element of M M^T - I. If every element of an orthogonal M is rounded to
 # bfloat16, M M^T changes by at most 2 * 2^-9 + 2^-18, since each element changes by at most a relative 2^-9.
 ORTHOGONAL_WITHIN = 2.0**-7

@@ -26,10 +26,10 @@ from fp4kit.recipes.validate import unfit_for_sweep
 NEAR_OFFSETS = (-8, 8)  # the offsets of candidates="near", both ends included
 MAX_OFFSET = 126  # offsets from -126 to 126 reach every positive E4M3 code from any other
 AROUND_FLOOR = (-1, 1)  # default offsets of E8M0 scales, relative to floor(log2(amax)) - floor(log2(largest element))
-BLOCK_COLUMNS = 16  # columns per block under E4M3 scales
+BLOCK_COLUMNS = 16  # columns per block with E4M3 scales
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
 GRID = (0.25, 4.0, 0.1)  # the default grid, as in Model-Optimizer's MseCalibrator
-MAX_MULTIPLES = 10000  # the most multiples in a grid
+MAX_MULTIPLES = 10000  # the largest number of multiples in a grid
 MAX_POWER = 16  # higher powers would overflow float32 sums
 _POWER = re.compile(r"p\d+(\.\d+)?")
 

@@ -235,7 +235,7 @@ def convert(
 
 @dataclass(frozen=True)
 class Options:
-    """Choose how a plan is executed. The bytes that are written do not depend on these options.
+    """Options for the execution of a plan. The bytes that are written do not depend on them.
 
     Attributes:
         workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes.

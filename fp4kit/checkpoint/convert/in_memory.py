@@ -72,7 +72,7 @@ class TensorConverter:
         self._converted: list[str] = []
         self._seen: set[str] = set()
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
-        self._beside: dict[str, str] = {}  # possible layer -> a tensor under its name that is not known beside layers
+        self._beside: dict[str, str] = {}  # possible layer -> a tensor named after it that may change its weight
         self._short_rows: dict[str, list[str]] = {}  # why rows are not whole blocks -> the names of the tensors
         self._since = since or {}
 

@@ -63,7 +63,7 @@ def fit_of(
     Return None if codes, block scales or the tensor scale do not have the shape, order or value that the format needs.
     Return None also for recipes without block scales, and for blocks of several rows.
 
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.
     rows: True to multiply each row of the source by the factor that fits the decoded row best.
     steps: the largest distance at which a code counts as near the code of its source value, in representable values.
@@ -91,14 +91,14 @@ def fit_of(
 
 @ieee("identify")
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
-    """Return whether the codes of a layer that resembles its source are distributed over its columns as GPTQ's are.
+    """Return whether the codes of a layer that resembles its source look like GPTQ's, judged column by column.
 
-    They are if all codes of at least one column are nearest to the source with the stored scales. In addition, the
-    codes of the other columns must be nearest so rarely that random damage cannot explain such a column. A code counts
-    as nearest if a quotient rounded to bfloat16 may have given it, because tools compute quotients in bfloat16 or in
-    float32.
+    With the stored scales, all codes of at least one column must be nearest to the source (the original weight). In
+    addition, the codes of the other columns must be nearest so rarely that random damage cannot explain such a column.
+    A code counts as nearest if a quotient rounded to bfloat16 may have given it, because tools compute quotients in
+    bfloat16 or in float32.
 
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     """
     wrong = np.zeros(x.shape[1], np.int64)
     encode, largest = layer.recipe.element.encode, layer.recipe.element.max

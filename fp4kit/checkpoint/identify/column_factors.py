@@ -58,7 +58,7 @@ def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
     - The source or the decoded values contain NaN or infinity, or a factor is not positive.
     - Codes, block scales or the tensor scale do not have the shape, layout or value that the recipe needs.
 
-    x: the source (N, K) of the layer.
+    x: the source (the original weight) of the layer, of shape (N, K).
     """
     r, scale, rows = layer.recipe, layer.tensor_scale, min(len(x), MAX_ROWS)
     in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size

@@ -56,8 +56,8 @@ from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
-# If a recipe gives more than this share of the bytes, the remaining bytes count as damaged. The share is well below it,
-# 0.6 to 0.8 if block scales were searched.
+# If a recipe reproduces more than this share of the bytes, the remaining bytes count as damaged. If block scales were
+# searched, a recipe reproduces far fewer bytes, a share of 0.6 to 0.8.
 DAMAGED_SHARE = 0.95
 
 
@@ -135,7 +135,7 @@ class Diagnosis:
         return (*self.recipes, *self.rules)
 
 
-# The end of a mishap of a tensor scale, such as " (2 is stored, 0.5 is needed)".
+# The end of the name of a tensor scale's mishap (fault), such as " (2 is stored, 0.5 is needed)".
 _NEEDED = re.compile(r" \([^()]* is needed\)$")
 
 
@@ -174,7 +174,7 @@ def explain(
 
     Args:
         layer: the layer as its file stores it.
-        x: the source (N, K), float32, float16 or bfloat16.
+        x: the source (the original weight), of shape (N, K): float32, float16 or bfloat16.
         other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
         second: True if the layer is the second half (up).
         heads: possible numbers of heads if the layer is q or k; empty otherwise.
@@ -265,7 +265,7 @@ def _explain_source(
     Return a Diagnosis whose ``recipe`` is None if no recipe reproduces every byte.
 
     layer: the layer as its file stores it.
-    x: the source (N, K) of the layer.
+    x: the source (the original weight) of the layer, of shape (N, K).
     other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
     second: True if the layer is the second half (up).
     heads: possible numbers of heads if the layer is q or k; empty otherwise.
@@ -349,7 +349,7 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     The explanation applies if a recipe reproduces all codes with the stored scales. It does not apply if the nearest
     hypothesis reproduces all codes and almost all scales, because then the few differing scales are damaged.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     trial: the hypotheses that were compared with a sample in the layout ``plain``.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
@@ -357,7 +357,7 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     if not found:
         return None
     nearest = count_matches(evidence, trial.nearest, early=False)
-    # If only a scale is damaged, the recipe still gives the codes of its block, so all codes match.
+    # If only a scale is damaged, the recipe still reproduces the codes of its block, so all codes match.
     if nearest.share > DAMAGED_SHARE and nearest.codes == evidence.layer.codes.size:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
@@ -381,7 +381,7 @@ def _search_family(
 ) -> Diagnosis | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     nearest: the hypothesis that fits a sample best.
     found: the recipes that reproduce all codes with the stored block scales.
@@ -414,7 +414,7 @@ def _other_codes_under_scales(
     - Only a few bytes differ, which means that they are damaged.
     - The signs of the codes differ from the signs of the source.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
     unnamed: True to check for stochastic rounding.
@@ -476,7 +476,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     """Return an explanation if rows, block scales or whole blocks are permuted, otherwise None.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
     """
@@ -533,7 +533,7 @@ def _with_four_over_six(
 
     explained: an explanation that reproduces every byte.
     hypotheses: the hypotheses of this explanation.
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     alike = any(h.recipe.four_over_six == "mse" and h.recipe.scale_max == 256 for h in hypotheses)
@@ -560,7 +560,7 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
     Diagnosis names it. Otherwise, the sentence names the hypothesis that fits the sample best, with its share of the
     layer's bytes.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample.
     unnamed: True to search the sample also for a transform and stochastic rounding.
@@ -591,7 +591,7 @@ def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
     - The layout is not the usual one: it has a mishap, or the block scales are swizzled, or their number does not fit.
     - The tensor scale is not one that the recipe can have (see _sampled).
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     layer, r = evidence.layer, evidence.layer.recipe

@@ -77,7 +77,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
 
     If the codes and the source differ in shape, the sentence says only this.
 
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.
     """
     total = layer.codes.size + layer.scales.size
@@ -113,7 +113,8 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     return _unexplained(text, equal_codes, equal_scales, total)
 
 
-# Smallest share of codes that are nearest under inverted scales. A reciprocal of a reciprocal may be 1 ulp off.
+# Smallest share of codes that must be nearest to the source if the scales are inverted. A reciprocal of a reciprocal
+# may be 1 ulp off.
 _NEARLY_ALL = 0.98
 
 
@@ -122,7 +123,7 @@ def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
 
     Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
 
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     """
     with np.errstate(all="ignore"):
         inverted = Fp8Layer(layer.codes, np.float32(1) / layer.scales, layer.scaling)
@@ -151,7 +152,7 @@ def _rule(name: str, scales: str, quotient: str) -> str:
 def _unexplained(text: str, codes: int, scales: int, total: int) -> Diagnosis:
     """Return a Diagnosis without a recipe.
 
-    text: its sentence.
+    text: the sentence of the Diagnosis.
     codes, scales: the number of codes and of scales that the nearest rule gives.
     total: the number of all codes and scales.
     """
@@ -172,7 +173,7 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
 def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
     """Return whether a recipe reproduces all codes and scales of a layer, from its own amax or from one of ``amaxes``.
 
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     r: the recipe.
     amaxes: amaxes of groups of layers that may share the layer's scale. They are used only for one scale per tensor.
     """
@@ -196,7 +197,7 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
     A scale is made from the amax of the elements that share it. A single scale may also be made from one of ``amaxes``,
     the amaxes of groups of layers.
 
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     """
     own = layer.amaxes(x)
     candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]
@@ -213,7 +214,7 @@ def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
     Return a dict with the keys "float32" and "bfloat16".
 
     layer: the stored codes and scales.
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     """
     found = dict.fromkeys(_DTYPES, 0)
     step = max(CHUNK // max(x.shape[1], 1) // 128, 1) * 128

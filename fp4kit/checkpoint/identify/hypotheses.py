@@ -41,7 +41,7 @@ class LayerEvidence:
     """A stored layer, its source, and further facts that help to explain the layer.
 
     layer: the layer as its file stores it.
-    x: the source (N, K).
+    x: the source (the original weight), of shape (N, K).
     other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
     second: True if the layer is the second half (up).
     heads: possible numbers of attention heads if the layer is q or k; empty otherwise.
@@ -164,7 +164,7 @@ def expected_parts(
     Return the codes (n, K), one per byte, the block scales (n, B) and the tensor scale (one number, one per row, or
     None).
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     layout: how the rows are read, and from which source rows they were made.
     rows: the numbers of the stored rows.
     columns: the range of columns to quantize, from 0.
@@ -201,7 +201,7 @@ def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
 def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np.ndarray:
     """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,).
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     layout: tells whether the rows belong to the transposed source, and how long they are.
     index: the numbers of the source rows. If the source has N rows, n >= N means row n - N of the other half of the
         pair.
@@ -288,7 +288,7 @@ def tensor_mishap(
 ) -> str | None:
     """Return the name of the mishap (fault) of the stored tensor scale of some rows, or None if the scale is right.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     scale: the tensor scale that the recipe gives; None if it gives none.
     recipe_amax: the recipe and the tensor amax that it was given.
     rows: the numbers of the stored rows, which matter if there is one tensor scale per row.
@@ -307,7 +307,7 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
     A hypothesis with a mishap of the tensor scale agrees with any tensor scale. All other hypotheses need the right
     tensor scale, which must be checked for each chunk of rows, because there may be one tensor scale per row.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     scale: the tensor scale that the recipe gives for these rows; None if it gives none.
     rows: the numbers of the stored rows.
     """
@@ -340,7 +340,7 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
 def count_matches(evidence: LayerEvidence, hypothesis: Hypothesis, early: bool) -> MatchCount:
     """Count the stored bytes of a whole layer that a hypothesis predicts correctly.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     early: True to stop after the first chunk of rows with a difference, so that the counts cover only a part.
     """
     layout, r = hypothesis.layout, hypothesis.recipe

@@ -32,7 +32,8 @@ class LayerPair:
 
     name: the layer's name, for the verdict.
     parts: the layer as its file stores it. For an Fp8Layer, ``other``, ``second`` and ``heads`` are ignored.
-    source: the source (N, K), float32, float16 or bfloat16; a view of a file is allowed.
+    source: the source (the original weight), of shape (N, K): float32, float16 or bfloat16; a view of a file is
+        allowed.
     other: the source of the other half, if the layer is half of a gated pair (gate_proj and up_proj, w1 and w3);
         otherwise None.
     second: True if the layer is the second half (up_proj or w3).
@@ -230,7 +231,7 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """Advice to pass the right source, if the codes of no layer have the signs of its source; otherwise None.
+        """Advice to pass the right source (original model), if no layer has the signs of its source; otherwise None.
 
         All-zero layers are ignored. If there are no other layers, there is no advice.
         """
@@ -424,7 +425,7 @@ def _declared(text: str, scaling: str) -> str:
 
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
-    """Return whether every code of a layer in blocks is near its source with the stored scales.
+    """Return whether each code of a layer in blocks is near the code of its source value, given the stored scales.
 
     steps: the largest distance that counts as near, in representable values.
     """

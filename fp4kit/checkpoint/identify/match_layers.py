@@ -286,7 +286,7 @@ class _Pairs:
         return LayerPair(name, parts, x, other, leaf in _SECOND, heads, amaxes, **self._declared(weight))
 
     def _declared(self, weight: Weight) -> dict[str, Any]:
-        """Return the facts that the file declares about the maker of a layer, as arguments of LayerPair."""
+        """Return the facts that the file declares about the tool that made a layer, as arguments of LayerPair."""
         own = "" if self.recorded is None else self.recorded.id
         return {"producer": self._producer(weight), "recorded": own, "scaling": self.scaling}
 

@@ -46,7 +46,7 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
     - The rows are in place.
     - The layer has only one row, or more than MAX_ROWS rows.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     rows, height = plain.shape
@@ -77,7 +77,7 @@ def _nearest_sources(
     The result is -1 if no source row has the signs of the stored row. It is -2 - n if the codes of the stored row are
     all zero, where n is the number of the most similar source row.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     order: the order of codes within bytes.
     rows: the numbers of the stored rows.
@@ -162,7 +162,7 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
     A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere. Yield
     nothing if there are no block scales, or if their number does not fit the layer.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     scales = _linear_scales(evidence, plain)
@@ -188,7 +188,7 @@ def _same_blocks(
 ) -> bool:
     """Return whether the stored blocks are a permutation of the blocks that a hypothesis predicts.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     stored: the stored block scales (N, B).
     parts: arrays of row numbers, which are compared one after another.
     in_rows: True if blocks may move only within their row, False if they may move within an array of ``parts``.

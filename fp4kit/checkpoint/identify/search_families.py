@@ -34,7 +34,7 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 FOUR_OVER_SIX = "nvfp4-modelopt-static-4over6 with block amaxes times 1 or 1.5 (four over six)"
 IMPORTANCE = "auto-round's (nvfp4-auto-round-opt, iters=0), weighted by an importance matrix"
-# Recipes that give the codes under block scales of four over six, and under block scales of auto-round's search.
+# Recipes that reproduce the codes, given block scales of four over six, and given those of auto-round's search.
 STATIC_4OVER6, AUTO_ROUND = "nvfp4-modelopt-static-4over6", "nvfp4-auto-round"
 _STATIC, _AUTO_ROUND = RECIPES[STATIC_4OVER6], RECIPES["nvfp4-auto-round-opt"]
 TUNED = "scales and codes by another rule, with every code near its quotient: tuned (auto-round), or another source"
@@ -77,7 +77,7 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
     - A block with the scale of the hypothesis has other values.
     - The hypothesis has a mishap, or its recipe searches no scales.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     hypothesis: the hypothesis that fits a sample best. All codes of the layer must follow from the stored scales.
     """
     if not hypothesis.recipe.search or hypothesis.mishaps:
@@ -104,7 +104,7 @@ def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
     Both kinds of scales must occur, and the stored one must have the smaller error in almost all blocks. Codes are not
     compared. Return False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     tensor = _tensor_of(evidence, _STATIC)
@@ -134,7 +134,7 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
     the smallest error without weights. (Weights make other scales better in many blocks, but not in all.) Return False
     if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     tensor = _tensor_of(evidence, _AUTO_ROUND)
@@ -161,7 +161,7 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
     be the nearest. Return False if codes, scales or rows are not in order, if the tensor scale is not positive and
     finite, or if elements do not have 4 bits.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     layer = evidence.layer
@@ -249,7 +249,7 @@ def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
 def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]) -> _Rows:
     """Return some rows of a layer: the source, the decoded values, and the stored scale codes.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read; block scales must be in linear order.
     rows: the numbers of the stored rows.
     """

@@ -23,7 +23,7 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
     Return () if there are none. Return () too if codes or block scales are not in linear order, or if the tensor scale
     is not a single positive finite number. Recipes that search scales themselves are not tried.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     """
     layer, scale = evidence.layer, evidence.layer.tensor_scale
@@ -67,7 +67,7 @@ def _codes_match(
 ) -> bool:
     """Return whether a recipe reproduces all codes of some stored rows with their block scales and a tensor scale.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     r: the recipe.
     tensor_scale: the tensor scale; None if the recipe has none.

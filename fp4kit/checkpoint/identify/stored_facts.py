@@ -70,7 +70,7 @@ def modifiers_of(path: Path) -> list[str]:
     return list(dict.fromkeys(re.findall(r"^\s+(\w+Modifier):", text, re.MULTILINE)))
 
 
-_MOST_BYTES = 1 << 20  # at most so many bytes of a recipe file are read
+_MOST_BYTES = 1 << 20  # the largest number of bytes of a recipe file that are read
 _LONGEST = 120  # longer metadata, such as a vocabulary, is left out
 
 

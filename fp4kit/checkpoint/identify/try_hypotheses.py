@@ -104,7 +104,7 @@ def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
     If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. For a
     transposed source, rows are tried only in place. Nothing is yielded if no shape fits.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     r: not used.
     """
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):
@@ -167,7 +167,7 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
     If the rows of the layout were moved and blocks span several rows, two variants are compared: rows that were moved
     before they were quantized, and rows that were moved afterwards.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     layout: how the codes are read, and from which source rows the stored rows were made.
     orders: the orders of codes to try.
     trial: the verdict to which the results are added, in place.
@@ -233,7 +233,7 @@ def _compare(
 ) -> None:
     """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block scales.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     layout: how codes are read, and from which source rows the stored rows were made.
     sample: which rows and columns to compare.
     recipe_amax: the recipe and the tensor amax.
@@ -266,7 +266,7 @@ def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> t
     Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
     the mishap of a wrong tensor scale. Return ([], MatchCount()) if no hypothesis reproduces every byte.
 
-    evidence: the stored layer and its source.
+    evidence: the stored layer and its source (the original weight).
     hypotheses: the hypotheses that reproduce every byte of a sample.
     """
     found: list[Hypothesis] = []

@@ -667,7 +667,7 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
 
 
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file.
+    """Yield the items (entries to account for) of ComfyUI's metadata, which describes the quantized layers of a file.
 
     One item stands for the metadata as a whole. If it has an unknown key or version, a second item says so. Each
     described layer gives another item if it is missing, is unquantized or has no tensor ``.comfy_quant`` of its own.

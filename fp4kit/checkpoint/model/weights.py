@@ -137,7 +137,7 @@ class Weight:
         name: the name of the layer's module.
         tensor: the name of the tensor with the layer's values or codes.
         shape: (N, K), or (E, N, K) for a stack.
-        container: how it is quantized; None if it is unquantized.
+        container: the container of the codes and scales; None if the weight is unquantized.
         parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
         transposed: True if it is stored as (E, K, N).
         members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then

@@ -65,7 +65,8 @@ class Point(NamedTuple):
     choices: tuple[int, ...]
 
 
-# A partial assignment: (bits, error in grains, excess of its prices, its options as a linked list).
+# A partial assignment: (bits, error in grains, excess, options as a linked list). A price is error + slope * bits of an
+# option. The excess is the sum of the chosen prices minus the sum of the smallest prices.
 _State = tuple[int, int, int, Any]
 
 
