@@ -150,8 +150,8 @@ class Peers:
 class CpuBench:
     """One run of the benchmark.
 
-    `args` are the options of the command line, `peers` the other libraries (or None), `rows` the rows so far, and
-    `extra` the other measurements for the record.
+    `args` are the options of the command line, and `peers` the other libraries (or None). `rows` are the rows so far,
+    and `extra` the other measurements for the record.
     """
 
     def __init__(self, args: argparse.Namespace, peers: Peers | None) -> None:

@@ -206,9 +206,9 @@ def convert(
 
     An exception leaves no incomplete ``destination``.
 
-    Exact: codes and scales of newly quantized tensors equal the result of fp4kit.quantize for the whole tensor, called
-        with the largest amax of the layers that share its tensor scale. With nonfinite="saturate", values are replaced
-        first. For a rotated layer W, the whole tensor is fp4kit.hadamard(W, hadamard, seed=hadamard_seed).
+    Exact: codes and scales of newly quantized tensors equal the result of fp4kit.quantize for the whole tensor. Its
+        tensor_amax is the largest amax of the layers that share the tensor scale. With nonfinite="saturate", values are
+        replaced first. For a rotated layer W, the whole tensor is fp4kit.hadamard(W, hadamard, seed=hadamard_seed).
         There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other
         block scales.
     """

@@ -51,8 +51,8 @@ class ScaledRows:
 def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
     """Return the first rows of a layer with estimated factors, or None if the layer does not look scaled per column.
 
-    A layer looks scaled per column if the factors improve the SQNR by at least GAIN_DB over one common factor, and
-    raise it to at least MIN_DB. Return None also in these cases:
+    A layer looks scaled per column if the factors raise the SQNR to at least MIN_DB, and improve it by at least GAIN_DB
+    over one common factor. Return None also in these cases:
 
     - The layer has fewer than MIN_ROWS rows.
     - The source or the decoded values contain NaN or infinity, or a factor is not positive.

@@ -324,8 +324,8 @@ class CorruptedRows(NamedTuple):
     """One order that the rows of a stored layer may have.
 
     mishap: the name of the mishap (fault); None for the right order.
-    source: for each stored row, the number of the source row from which it was made. If the layer is half of a gated
-        pair (gate and up) of N rows each, a number n >= N means row n - N of the source of the other half.
+    source: for each stored row, the number of the source row from which it was made. Each half of a gated pair (gate
+        and up) has N rows. If the layer is one half, a number n >= N means row n - N of the source of the other half.
     """
 
     mishap: str | None

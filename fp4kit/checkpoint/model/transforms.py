@@ -1,9 +1,9 @@
 """Undo or declare the transforms of compressed-tensors: Hadamard rotations of the inputs of layers.
 
-In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns, and an engine rotates the
-inputs of the layer by the same matrix before the product. H is Sylvester's Hadamard matrix. A transform with signs
-stores W D H / sqrt(n), in which the diagonal matrix D holds signs, and the checkpoint stores the matrix D H. Only
-transforms of these kinds are undone. If a checkpoint declares another one, an error names it.
+In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns. An engine rotates the inputs
+of the layer by the same matrix before it multiplies them by the weight. H is Sylvester's Hadamard matrix. A transform
+with signs stores W D H / sqrt(n), in which the diagonal matrix D holds signs, and the checkpoint stores the matrix D H.
+Only transforms of these kinds are undone. If a checkpoint declares another one, an error names it.
 
 A conversion with --hadamard applies such a transform. ``declaration`` returns what it writes into config.json.
 

@@ -152,8 +152,8 @@ def solve(units: Sequence[LayerGroup], budget: int) -> Point:
       other units may sum to at most B - c. Every completion within the budget thus has a total error of at least
       e + sum over the other units of min(error + s * bits) - s * (B - c). If this exceeds the error of an assignment
       that is known to fit, no completion can be better, and the partial assignment is dropped.
-    - If two partial assignments cover the same units, and one has neither more bits nor more error, each completion of
-      the other is at least as bad as the same completion of this one. The other is dropped.
+    - Let two partial assignments P and R cover the same units, and let P have neither more bits nor more error than R.
+      Then each completion of R is at least as bad as the same completion of P, so R is dropped.
 
     No other assignment is dropped, so an optimal one remains. The slope is taken at the step at which the budget is
     exhausted, because the bound is tightest there. Errors are compared as whole multiples of 2^-50, and the slope is a
