@@ -212,7 +212,7 @@ class CpuBench:
 
 
 def recipes(bench: CpuBench) -> None:
-    """Time every recipe on bfloat16. Those in SEVEN are timed next to the other libraries."""
+    """Time every recipe on bfloat16. The recipes in SEVEN are timed next to the other libraries."""
     x = normal((bench.args.size, bench.args.size))
     for recipe in bench.args.recipes:
         for case in cpu_cases.of_recipe(recipe, x):
@@ -472,7 +472,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the groups, and print the bars at the end.
+    """Run the groups of measurements, and print the bars (performance targets) at the end.
 
     After each group, the record so far is written, if the run is whole or --output names a folder.
     """

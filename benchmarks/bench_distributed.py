@@ -111,7 +111,7 @@ class Rank:
         }
 
     def compare(self, result: Sequence[Any]) -> int:
-        """Compare every matrix with quantize of the whole matrix, and return the number of bytes compared.
+        """Compare every matrix with fp4kit.quantize of the whole matrix, and return the number of bytes compared.
 
         Raises AssertionError if a byte differs.
         """

@@ -70,7 +70,7 @@ class RefitRank(Rank):
         return self.time([("copy", lambda: self.cupy.copyto(target, source))])["copy"]
 
     def check(self, results: Sequence[Any]) -> int:
-        """Compare every byte of the results with quantize of each matrix, and return the number of bytes.
+        """Compare every byte of the results with fp4kit.quantize of each matrix, and return the number of bytes.
 
         Raises AssertionError if a byte differs.
         """

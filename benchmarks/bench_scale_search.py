@@ -54,7 +54,7 @@ class CalibrationInput:
 
 
 def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
-    """Quantize the matrix x once per way, and return {way: x quantized}.
+    """Quantize the matrix x once per way of choosing block scales, and return {way: x quantized}.
 
     weights: the column weights for the way "weighted mse".
     """

@@ -61,7 +61,7 @@ def poison(target: Any) -> None:
 
 
 def check(case: CpuCase) -> None:
-    """Raise AssertionError unless every call of the case gives the specification's result."""
+    """Raise AssertionError unless the result of every call of the case equals the specification's result."""
     poison(case.target)
     with fp4kit.specification():
         wanted = case.call()
@@ -114,14 +114,14 @@ def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> CpuCase:
-    """Quantize x, then return the case (a call to time) of dequantize of the result to `dtype`."""
+    """Quantize x, then return the case (a call to time) that dequantizes the result to `dtype`."""
     q, target = fp4kit.quantize(x, recipe), np.empty(x.shape, dtype)
     into = lambda: fp4kit.dequantize(q, dtype, out=target)  # noqa: E731
     return CpuCase("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
 
 
 def fake_quantize(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case (a call to time) of fake_quantize of x, which always allocates its result."""
+    """Return the case (a call to time) that fake-quantizes x. The call always allocates its result."""
     return CpuCase("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
 
 

@@ -103,7 +103,7 @@ def markdown(record: Record) -> str:
 
 
 def _bar_cells(bar: Bar) -> tuple[str, ...]:
-    """Return the cells of a bar in the table "Bars"."""
+    """Return the cells of a bar (a performance target) in the table "Bars"."""
     return bar.text, bar.figure, bar.where, {True: "holds", False: "missed", None: "not measured"}[bar.holds]
 
 
@@ -184,7 +184,10 @@ def _small_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _size_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the cells of a row in the table of group "sizes", in ns per element and GB/s; "" was not measured."""
+    """Return the cells of a row in the table of group "sizes", in ns per element and GB/s.
+
+    A value that was not measured gives "".
+    """
     size = f"{row.bytes >> 20} MiB" if row.bytes < 1 << 30 else f"{row.bytes >> 30} GiB"
     elements = row.bytes / 2
     names = ("all", "all into", "one")
@@ -236,7 +239,7 @@ def _shape(shape: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def summary(record: Record) -> str:
-    """Return the README's table: the machine, how many bars hold, and the rates of the recipes in SEVEN."""
+    """Return the README's table: the machine, how many targets hold, and the rates of the recipes in SEVEN."""
     rows = {(row.operation, row.recipe): row for row in rows_of(record) if row.group == "recipes"}
     head = ["recipe"]
     for operation in ("quantize", "dequantize"):

@@ -40,7 +40,10 @@ Weights = dict[str, np.ndarray]
 
 
 class Samples(NamedTuple):
-    """Contexts, int (n, CONTEXT), and the letters that follow them, int (n,). 0 is the end of a word."""
+    """Contexts of letters, int (n, CONTEXT), and the letters that follow them, int (n,).
+
+    The letters a to z are 1 to 26; 0 is the end of a word.
+    """
 
     contexts: np.ndarray
     letters: np.ndarray
