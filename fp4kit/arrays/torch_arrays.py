@@ -135,7 +135,7 @@ class TorchStream(NamedTuple):
 
 
 def stream_of(device: Any) -> TorchStream:
-    """Return the stream that is PyTorch's current one on a device now."""
+    """Return the stream that is now PyTorch's current stream on a device."""
     return streams_of(device)()
 
 

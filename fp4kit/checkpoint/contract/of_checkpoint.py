@@ -133,7 +133,10 @@ class _Inferred:
         self.add("patterns", pairs, "identified")
 
     def contract(self) -> Contract:
-        """Return the contract with the stored settings. It lists missing ones of `weights` and SERVER as unknown."""
+        """Return the contract with the stored settings.
+
+        It lists `weights` and the settings in SERVER as unknown if they are missing.
+        """
         unknown = tuple(name for name in SETTINGS if name in ("weights", *SERVER) and name not in self.values)
         return Contract(**self.values, unknown=unknown, inferred=tuple(self.how.items()))  # type: ignore[arg-type]
 

@@ -112,7 +112,7 @@ class Rules:
 
     @lazy_property
     def _by_choice(self) -> dict[tuple[str, str], Rules]:
-        """The rules that _of_choice has made: (id of the recipe, name of the container) -> rules."""
+        """A cache of the rules that _of_choice has made: (id of the recipe, name of the container) -> rules."""
         return {}
 
     @lazy_property

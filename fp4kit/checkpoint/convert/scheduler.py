@@ -73,7 +73,7 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Mark each job as done that the journal records as done and whose bytes still have the recorded CRC-32."""
+        """Mark jobs as done if the journal records them as done and their bytes still have the recorded CRC-32."""
         noted = self._journal.done
         for now in run_all(
             executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)

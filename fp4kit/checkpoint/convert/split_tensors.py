@@ -14,7 +14,7 @@ Named = tuple[str, Any]
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raise TypeError if the value that came under a tensor's name is not an array."""
+    """Raise TypeError if the value that was passed for a tensor is not an array."""
     if not (hasattr(array, "dtype") and hasattr(array, "shape")):
         kind = type(array).__name__
         raise TypeError(f"convert_tensors: {shown(name)} is {kind}; an array of NumPy, CuPy, PyTorch or JAX is needed")

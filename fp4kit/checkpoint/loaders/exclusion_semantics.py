@@ -71,7 +71,7 @@ class Patterns(tuple[str, ...]):
 
     @lazy_property
     def mla_leaves(self) -> frozenset[str]:
-        """The members of MLA_LEAVES that are the last part of some pattern."""
+        """The members of MLA_LEAVES (names of attention projections) that are the last part of some pattern."""
         return frozenset(pattern.rpartition(".")[2] for pattern in self).intersection(MLA_LEAVES)
 
     @lazy_property

@@ -121,7 +121,7 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key for a tensor name, by which numbers count as numbers: ``layers.2`` before ``layers.10``."""
+    """Return a sort key for a tensor name that compares numbers by value: ``layers.2`` comes before ``layers.10``."""
     parts = re.split("([0-9]+)", name)
     return [
         (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)

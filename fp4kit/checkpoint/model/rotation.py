@@ -27,7 +27,7 @@ class WeightRotation:
 
     @classmethod
     def drawn(cls, size: int, seed: int | None) -> WeightRotation:
-        """Return a transform with the signs that fp4kit.random_signs draws for a seed; without signs if it is None."""
+        """Return a transform with the signs of fp4kit.random_signs for a seed; without signs if the seed is None."""
         return cls(size) if seed is None else cls(size, _text(random_signs(size, seed)))
 
     @property
@@ -49,7 +49,7 @@ class WeightRotation:
         return _sylvester(self.size) * self.factors[:, None].astype(np.float32)
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """Return a matrix whose rows are rotated, in the dtype of ``values``."""
+        """Return the matrix ``values`` with its rows rotated. The dtype is kept."""
         return hadamard(values, self.size, signs=self.factors if self.signs else None, inverse=self.inverse)
 
 

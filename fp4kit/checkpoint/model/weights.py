@@ -159,7 +159,7 @@ class Weight:
 
     @property
     def located(self) -> Located:
-        """The place of the tensor with the weight's values or codes."""
+        """The location of the tensor with the weight's values or codes."""
         return self.parts[VALUES if self.container is None else CODES]
 
     @property

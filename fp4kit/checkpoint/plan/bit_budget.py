@@ -112,7 +112,10 @@ def _hull(options: Sequence[Option]) -> list[int]:
 
 
 def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Step]:
-    """Return the steps along the hulls of all units. The steps with the largest gain per bit come first."""
+    """Return the steps along the hulls of all units. The steps with the largest gain per bit come first.
+
+    A step exchanges one option of a unit for the next option on its hull.
+    """
     found = []
     for number, hull in enumerate(hulls):
         for low, high in pairwise(hull):
@@ -236,7 +239,7 @@ def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Seque
 
 
 def _second(prices: Sequence[int]) -> int:
-    """Return by how much the second smallest price exceeds the smallest; 0 if there is one price only."""
+    """Return by how much the second smallest price exceeds the smallest; 0 if there is only one price."""
     ordered = sorted(prices)
     return ordered[1] - ordered[0] if len(ordered) > 1 else 0
 
