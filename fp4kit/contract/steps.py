@@ -232,8 +232,8 @@ def _differing(
     """Yield (order, step, name, mask) for each result that differs. No element is in two masks.
 
     An element is in the mask of the first result that differs for it. Results that only one side has are left out,
-    except for scales that the other side does not have at all. A result before the block scale or the code counts only
-    for elements whose block scale or code differs.
+    except for scales that the other side does not have at all. A difference in a step before the block scale or the
+    code counts only for elements whose block scale or code differs.
 
     order: the position of the step. mask: bool (m, k).
     """

@@ -21,7 +21,7 @@ from fp4kit.reference import dequantize as specification
 from fp4kit.reference.implied_amax import stored_tensor_scale
 from fp4kit.reference.tensor_rules import TensorScale
 
-# The number of blocks from which on one table of values per scale code (256 tables) costs less than one per block.
+# With at least this many blocks, one table of values per scale code (256 tables) costs less than one table per block.
 TABLES_FROM = 256
 
 

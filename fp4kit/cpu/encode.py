@@ -78,7 +78,7 @@ def kernels_of(r: Recipe) -> Kernels:
 
 
 def check_array(x: np.ndarray) -> None:
-    """Raise Declined if an element of an array is not at a multiple of its size in memory."""
+    """Raise Declined unless the elements of an array are aligned, at addresses that are multiples of their size."""
     if not x.flags.aligned or any(step % x.itemsize for step in x.strides):
         raise Declined("the CPU engine needs aligned elements")
 

@@ -101,7 +101,7 @@ def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
-    """Return matrix i of an operand, from row `start` on, in the form that the library takes.
+    """Return matrix i of an operand, starting at row `start`, in the form that the library takes.
 
     If the operand has one matrix for the whole batch, return that matrix.
     """

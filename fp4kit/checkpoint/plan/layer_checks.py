@@ -125,8 +125,8 @@ def all_doubts(
 
     Args:
         weights: the weights of a model.
-        config: the content of its config.json.
-        tensors: its tensors: name -> (file, header entry).
+        config: the content of the model's config.json.
+        tensors: the tensors of the model: name -> (file, header entry).
     """
     weights = [*weights]
     yield from doubtful_layers(weights, config, tensors)
@@ -140,8 +140,8 @@ def doubtful_layers(
 
     Args:
         weights: the weights of a model.
-        config: the content of its config.json.
-        tensors: its tensors: name -> (file, header entry).
+        config: the content of the model's config.json.
+        tensors: the tensors of the model: name -> (file, header entry).
     """
     weights = [*weights]
     cut = layer_sizes.misfits(weights, config)

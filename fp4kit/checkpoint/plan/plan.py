@@ -109,7 +109,7 @@ class Plan:
         warnings: messages for the user.
         auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
         items: everything that the source stores besides its quantized layers (see model/closed_world.py).
-        kv_cache: the quantized KV cache of the source, if the output carries it; otherwise None.
+        kv_cache: the quantized KV cache of the source, if the output keeps its scales; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.
     """

@@ -231,7 +231,7 @@ class PlanFacts:
 
         Return {} if the output container has no tensor scale.
 
-        Raises CheckpointError if a gate projection has no up projection beside it.
+        Raises CheckpointError if a gate projection has no matching up projection.
         """
         scaled = [
             (form, weight) for form, own in self.forms.items() if form.has_tensor_scale for weight in own.values()
@@ -318,7 +318,7 @@ class PlanFacts:
 
     @property
     def matrix_holder(self) -> Weight | None:
-        """The rotated weight beside which the matrix of the rotation is stored; None if no weight is rotated.
+        """The rotated weight with whose tensors the rotation matrix is stored; None if no weight is rotated.
 
         One copy is enough, because compressed-tensors and vLLM share the matrix among the layers of a transform.
         """

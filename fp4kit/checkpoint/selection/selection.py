@@ -161,7 +161,7 @@ class Selector:
         return cached[0] or self._by_patterns(tensor.module) or cached[1]
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized because of its name, place, shape or dtype.
+        """Return the decision to leave a tensor unquantized because of its name, decoder layer, shape or dtype.
 
         The decision comes from the rules of name_rules.py, from --keep-first and --keep-last, or from the length of a
         row. Return None if none of them leaves the tensor unquantized.

@@ -190,8 +190,8 @@ def _described(entry: TensorEntry) -> str:
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
     """Return a difference with the number of bytes that differ in a tensor, or None if all bytes are equal.
 
-    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If the tensor is in the same place of
-    the same file for both checkpoints, its bytes are not read.
+    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If both checkpoints store the tensor in
+    one file at one position, its bytes are not read.
 
     Args:
         left, right: the checkpoints a and b.

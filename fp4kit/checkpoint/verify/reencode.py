@@ -495,7 +495,7 @@ def usual_db(check: Check, readers: Readers) -> float | None:
 
 
 def rows_of(origin: Origin, start: int, count: int) -> Origin:
-    """Return an Origin for ``count`` rows of ``origin``, beginning at row ``start`` of its own rows."""
+    """Return an Origin that holds only the ``count`` rows of ``origin`` that begin at its row ``start``."""
     first = origin.span[0] + start
     return replace(origin, span=(first, first + count))
 

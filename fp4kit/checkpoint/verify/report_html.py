@@ -215,7 +215,7 @@ def _chart(
     points: the points; their kinds and layer numbers are used.
     values: the value of each point, drawn as its height. A point whose value is NaN is not drawn.
     marks: kind of layer -> the mark of its points.
-    other: the number that is labelled "other"; None if there is none.
+    other: the layer number that is labelled "other" and stands for layers without a number; None if there is none.
     least: the smallest span of the vertical axis, so that small differences look small.
     """
     ticks = _ticks([value for value in values if math.isfinite(value)], least)

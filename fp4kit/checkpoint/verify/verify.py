@@ -689,7 +689,7 @@ _REPAIR = ", as the source shows; undo this in the file, or convert the source a
 
 
 def _is_unlike(layer: LayerReport) -> bool:
-    """Return whether more bytes of codes or block scales differ from the source than a few damaged ones."""
+    """Return whether so many bytes of codes or block scales differ that a few damaged bytes cannot be the reason."""
     return any(100 * differing > compared for differing, compared in (layer.codes, layer.scales))
 
 

@@ -190,7 +190,7 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return the pair (x as matrices (B, M, K) whose amaxes over M are wanted, shape of the result), or None.
+    """View x as matrices (B, M, K) to reduce over M. Return (matrices, shape of the result), or None if impossible.
 
     This avoids a transposed copy. x must be contiguous. The reduced axes must be consecutive and end before the last
     axis. If B > 1, each matrix must be large enough for a thread block. Return None if one of these conditions does not
@@ -212,7 +212,7 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return the pair (x as contiguous rows (n, m) whose amaxes are wanted, shape of the result).
+    """Reshape x to contiguous rows (n, m), one row per amax. Return (rows, shape of the result).
 
     If axis is None, all elements are reduced to one amax. Then return contiguous x and the shape ().
     """

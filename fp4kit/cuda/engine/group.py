@@ -223,10 +223,10 @@ class CudaGroup:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """Return the calls without their search, and the launches that search in their place.
+        """Return the calls with a recipe that does not search, and the launches that search the block amaxes instead.
 
-        Each returned call has the recipe without search, and an array as its block_amax. The launches write the block
-        amaxes that they find to these arrays. If the recipe has no search, return the calls unchanged and no launches.
+        Each returned call has an array as its block_amax. The launches write the block amaxes that they find to these
+        arrays. If the recipe has no search, return the calls unchanged and no launches.
         """
         r, calls = self.recipe, self.calls
         if not r.search:

@@ -94,7 +94,7 @@ def _function(
 ) -> Any:
     """Return one of the two compiled kernels of this search, by its name.
 
-    kernel: its C++ name. weighted: True if errors have weights. objective: the items of
+    kernel: the C++ name of the kernel. weighted: True if errors have weights. objective: the items of
     objective_options(power).
     """
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
