@@ -31,7 +31,7 @@ POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.d
 
 
 class DrawnGroup(NamedTuple):
-    """Describe one call of a grouped operation.
+    """The arguments of one call to a grouped operation, such as quantize_grouped.
 
     Attributes:
         xs: a list of tensors, or one stacked array.

@@ -85,7 +85,10 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink the engine's tiles, so that small arrays are divided into many tiles, slabs and threads."""
+    """Shrink the engine's tiles, so that small arrays are divided into many tiles and slabs, over several threads.
+
+    A thread computes one tile at a time. A slab is a group of whole tiles that one call to the engine computes.
+    """
     for module in (encode, dequantize):
         monkeypatch.setattr(module, "TILE_ELEMENTS", 64)
     monkeypatch.setattr(encode, "PANEL_COLUMNS", 128)  # the length of the longest block

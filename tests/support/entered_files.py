@@ -1,11 +1,12 @@
-"""Find out which files of fp4kit a call enters, to test that a call takes a short path.
+"""Find out in which files of fp4kit a call executes functions, to test that the call takes a short path.
 
     python entered_files.py ENGINE
     python entered_files.py conversion
 
-ENGINE is compiled, specification, torch or cuda. The script prints two lists of files as JSON: the files that a first
-call of quantize enters, and the files that a later call enters. For "conversion", it prints one list: the files that
-the main thread enters when it converts a checkpoint with five tensors.
+A call enters a file if it executes a function of that file. ENGINE is compiled, specification, torch or cuda. The
+script prints two lists of files as JSON: the files that a first call to quantize enters, and the files that a later
+call enters. For "conversion", it prints one list: the files that the main thread enters when it converts a checkpoint
+with five tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHAPE = (64, 4096)
 
 
 def entered(call: Callable[[], Any]) -> list[str]:
-    """Return the files of fp4kit that a call enters, in the order of entry."""
+    """Return the files of fp4kit in which a call executes functions, in the order of the first execution."""
     found: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -46,7 +47,7 @@ def entered(call: Callable[[], Any]) -> list[str]:
 
 
 def first_and_later(x: Any) -> list[list[str]]:
-    """Return [files that a first call of quantize enters, files that a later call with the same signature enters]."""
+    """Return [files that a first call to quantize enters, files that a later call with the same signature enters]."""
     return [entered(lambda: fp4kit.quantize(x, "nvfp4-te")) for _ in range(2)]
 
 
@@ -82,7 +83,7 @@ def conversion() -> list[list[str]]:
 
 
 def main(engine: str) -> list[list[str]]:
-    """Return the files that a first and a later call of quantize enter on an engine, or that a conversion enters."""
+    """Return the files that a first and a later call to quantize enter on an engine, or that a conversion enters."""
     fp4kit.engine()  # load the compiled library
     if engine == "conversion":
         return conversion()

@@ -1,7 +1,7 @@
 """Divide test cases between every run and exhaustive runs.
 
-An *exhaustive run* is `pytest -m exhaustive`, which .ci/run makes too. Cases that only exhaustive runs take have the
-marker exhaustive.
+An *exhaustive run* is `pytest -m exhaustive`, which .ci/run makes too. Cases that only exhaustive runs take have
+pytest's marker "exhaustive".
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class OnDevice:
-    """Imitate an array on another device. It announces the device through DLPack, and its data cannot be read.
+    """A stand-in for an array on another device. It announces the device through DLPack, and its data cannot be read.
 
     Args:
         kind: DLPack's number of the kind of device, such as 2 for CUDA.
@@ -33,7 +33,7 @@ class OnDevice:
 
 
 class CudaArray:
-    """Imitate an array of another library that has the CUDA array interface."""
+    """A stand-in for an array of another library that has the CUDA array interface."""
 
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (1, False), "version": 3}  # noqa: RUF012
 

@@ -19,7 +19,7 @@ SMALL = Pool(largest=1 << 12)
 
 
 class Away(np.ndarray):
-    """Represent an array of the engine "away": a NumPy array whose type makes fp4kit choose this engine."""
+    """An array of the engine "away": a NumPy array whose type makes fp4kit choose this engine."""
 
 
 def engine_away(monkeypatch):

@@ -1,7 +1,7 @@
-"""Provide runs of 16 elements for tests of the Hadamard transform y.
+"""Provide inputs for tests of the Hadamard transform y: runs, which are rows of 16 elements.
 
-A kind of runs is a function. It takes a Runs, which names the dtype and the sign mask, and a random generator, and
-returns an array (n, 16).
+Each function of this file makes one kind of runs. It takes a Runs, which holds the dtype and the sign mask, and a
+random generator. It returns an array (n, 16).
 
 The fast path sums in float32 and then decides whether the rounded result is certain; if not, it computes exactly. The
 runs lie on both sides of this decision.
@@ -26,7 +26,7 @@ MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
 
 
 class Runs(NamedTuple):
-    """Make runs of 16 elements for tests of a Hadamard transform.
+    """A maker of runs, which are rows of 16 elements, for tests of a Hadamard transform.
 
     Attributes:
         dtype: the dtype of the elements.
@@ -37,23 +37,23 @@ class Runs(NamedTuple):
     mask: int = TE_SIGN_MASK
 
     def signs(self, j: int) -> np.ndarray:
-        """Return the 16 signs with which the elements of a run are added to give y_j, element j of the transform."""
+        """Return the 16 signs with which a run's elements are added to give y_j, element j of the transform."""
         return SYLVESTER[j] * (1 - 2 * (self.mask >> np.arange(BLOCK) & 1))
 
     def of_kind(self, kind: str) -> np.ndarray:
-        """Return the runs (n, 16) that the function named `kind` makes, in the dtype."""
+        """Return the runs (n, 16) that the function named `kind` makes, in the dtype of this object."""
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(KINDS[kind](self, np.random.default_rng(7)).astype(self.dtype, copy=False))
 
 
 def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs (n, 16) with all patterns of signs: first on ones, then on zeros, then on the smallest subnormal."""
+    """Return runs of 16 elements, (n, 16): all patterns of signs, for ones, zeros and the smallest subnormal."""
     patterns = 1.0 - 2.0 * (np.arange(1 << BLOCK)[:, None] >> np.arange(BLOCK) & 1)
     return np.concatenate([patterns, np.copysign(0.0, patterns), patterns * 2.0 ** LEAST_EXPONENT[case.dtype]])
 
 
 def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return random runs of many magnitudes: 400 runs for every number s below 48.
+    """Return random runs of 16 elements with many magnitudes: 400 runs for every number s below 48.
 
     In each run, the exponents of the elements differ by about s at most. Every third run contains zeros of both signs.
     """
@@ -75,7 +75,7 @@ def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs (n, 16) at both ends of the dtype's range.
+    """Return runs of 16 elements, (n, 16), with values at both ends of the dtype's range.
 
     In the first runs, elements or results are subnormal. The next runs have the largest elements, so that some results
     overflow. The last runs contain infinities or NaN.
@@ -92,7 +92,7 @@ def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def ties(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs in which one y_j is nearly halfway between two values of the dtype.
+    """Return runs of 16 elements for which one y_j of the transform is nearly halfway between two values of the dtype.
 
     y_j is 2^n + 2^(n - M - 1), plus or minus a quarter of an element's lowest bit, for n on both sides of 24; M is the
     number of mantissa bits. float32 holds y_j exactly for n < 24. For larger n, the float32 sum rounds to the midpoint,

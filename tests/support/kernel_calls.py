@@ -30,10 +30,10 @@ SHAPE = (64, 256)
 
 
 class KernelCall(NamedTuple):
-    """Describe a call of a public function, which can be made on any device.
+    """One call to a public function, which can be made on any device.
 
     Attributes:
-        make: called as make(place, call). It calls the function and returns its results as a list of arrays. Its
+        make: called as make(place, call). It calls the public function and returns the results as a list of arrays. The
             argument `place` is a function that moves a NumPy array to the device.
         recipe, options: the arguments of the function; options are (name, value) pairs.
         dtype, shape: the dtype and shape of the input.

@@ -1,5 +1,6 @@
-"""Provide producers for tests of fp4kit.evidence.live: a correct one, and ones with planted faults, all of
-mxfp4-ocp.
+"""Provide producers for tests of fp4kit.evidence.live: a correct one, and ones with planted faults.
+
+All of them quantize by the recipe mxfp4-ocp.
 """
 
 from functools import partial
@@ -14,15 +15,15 @@ WRONG_ELEMENT = 3  # the element of each block whose code is wrong
 
 
 def correct_parts(x, recipe="mxfp4-ocp"):
-    """Return {part: array} as a correct producer gives it for x: codes, block scales and values."""
+    """Return the outputs of a correct producer for x as {name of the output: array}: codes, block scales and values."""
     q = fp4kit.quantize(x, recipe)
     return {"codes": fp4kit.unpack(q.packed), "block_scale": q.block_scale, "values": fp4kit.dequantize(q, np.float32)}
 
 
 def faulty(x, above):
-    """Return the parts of x (m, k) with a wrong code in every block of 32 whose amax exceeds `above`.
+    """Return the outputs of a faulty producer for x (m, k): a code is wrong in every block whose amax exceeds `above`.
 
-    In each such block, the code of element WRONG_ELEMENT is wrong.
+    In each such block of 32 elements, the code of element WRONG_ELEMENT is wrong.
     """
     parts = correct_parts(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above
@@ -31,7 +32,7 @@ def faulty(x, above):
 
 
 def scales_one_too_large(x):
-    """Return {"block_scale": array} with block scale codes that are one too large, and no other part."""
+    """Return {"block_scale": array} with block scale codes that are one too large, and no other output."""
     parts = correct_parts(x)
     return {"block_scale": parts["block_scale"] + np.uint8(1)}
 

@@ -62,7 +62,7 @@ def examples(count: int) -> settings:
 
 
 def importable() -> AbstractContextManager[Any]:
-    """Return a context in which `import cupy` gives CuPy, or without a GPU the module that simulates it."""
+    """Return a context in which `import cupy` gives CuPy. Without a GPU, it gives the module that simulates CuPy."""
     return nullcontext() if DEVICES else cupy.installed()
 
 

@@ -1,4 +1,4 @@
-"""Draw recipes with formats of one's own, and compare the compiled engine with the specification on them."""
+"""Draw random recipes with user-defined formats, and compare the compiled engine with the specification on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provide recorded matrix products, and draw operands of matmul of every kind."""
+"""Provide recorded matrix products, and draw random operands of every kind for fp4kit.matmul."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MX = {
 
 
 class Recorded(NamedTuple):
-    """Hold a recorded product: the arguments of fp4kit.matmul, and the recorded result.
+    """A recorded matrix product: the arguments of fp4kit.matmul, and the recorded result.
 
     Attributes:
         name: the name of the product in its file.
@@ -55,7 +55,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(file: str) -> Iterator[Recorded]:
-    """Yield the products of a file in tests/data/matmul, sorted by name.
+    """Yield the matrix products recorded in a file of tests/data/matmul, sorted by name.
 
     Args:
         file: the name of the file without .npz, such as "h100".
@@ -70,7 +70,7 @@ def recorded(file: str) -> Iterator[Recorded]:
 
 
 def _kinds(case: str) -> tuple[list[str], Unit]:
-    """Return (kinds of both operands, Unit) of a recorded product, from the first part of its name.
+    """Return the kinds of both operands, and the Unit, which the name of a recorded matrix product begins with.
 
     Kinds are names listed in KINDS, such as "nvfp4", "mx-e4m3" or "bf16".
     """
@@ -130,9 +130,10 @@ KINDS = ("nvfp4", "mxfp4", "mxfp4-block16", *(f"mx-{e}" for e in _MX), "e2m1", "
 
 
 def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
-    """Draw an operand of a kind of KINDS: in some calls with any codes and scales, in others with ordinary numbers.
+    """Draw a random matmul operand of the given kind, which is a name in KINDS.
 
-    Columns of Quantized operands may be zero.
+    In some calls the operand has any codes and scales, in others only ordinary numbers. Columns of Quantized operands
+    may be zero.
     """
     wild = rng.random() < 0.4
     if kind in _DTYPES:
@@ -152,7 +153,7 @@ def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
     return quantized(r, codes, scales, None if r.tensor_scaling == "none" else np.float32(rng.random() + 0.5))
 
 
-# (unit, kind of a, kind of b): every adder, and every kind of operands.
+# (unit, kind of a, kind of b): every unit's way of adding, and every kind of operands.
 PAIRS = [
     *((u, "nvfp4", "nvfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
     *((u, "mxfp4", "mxfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
@@ -169,7 +170,7 @@ PAIRS = [
 
 
 def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
-    """Draw options of a matmul: the unit, which may get another promotion length, alpha and out_dtype."""
+    """Draw random options of matmul: alpha, out_dtype, and the unit, in some draws with another promotion length."""
     u = fp4kit.unit(unit)
     if u.order is None and rng.random() < 0.3:
         u = replace(u, promote=int(rng.choice([128, 384])))
@@ -245,9 +246,9 @@ def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, n
 
 
 def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any, np.ndarray | None]]:
-    """Yield (a, b, c) for products whose sums are near the bounds of the CPU engine's fast paths (matmul_vnni.h).
+    """Yield arguments (a, b, c) of matmul for which sums are near the bounds of the CPU engine's fast paths.
 
-    c is None in some products.
+    The bounds are in matmul_vnni.h. c is None in some of the arguments.
 
     Args:
         spread: the difference between the largest and the smallest exponent of products of scales, at most 28 for E4M3
@@ -280,7 +281,7 @@ def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any,
 
 
 def _scales_of(kind: str, spread: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (codes of small scales of a and b, codes of large scales), whose exponents differ by `spread` in sum.
+    """Return two pairs of scale codes (for a, for b): a small pair, and a pair whose exponents sum to `spread` more.
 
     kind: the kind of both operands; "nvfp4" has E4M3 scales, any other E8M0 scales.
     """

@@ -2,7 +2,9 @@
 
 
 def groups(golden, file, suffix):
-    """Return the prefixes of all keys in a recorded file that end in `suffix`. Each prefix belongs to one case.
+    """Return the names of the cases of a recorded file that have a key ending in `suffix`.
+
+    A key is the name of a case, followed by a suffix.
 
     Args:
         golden: a GoldenSet.

@@ -1,4 +1,4 @@
-"""Provide calls of hadamard and rotate, and arrays for them, for tests of all engines."""
+"""Provide calls to hadamard and rotate, and arrays for them, for tests of all engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIALS = (np.inf, -np.inf, np.nan, -0.0, 1e-45, -1e-40, 6e-8, 3.4e38, -6.5e4)
 
 
 class RotationCall(NamedTuple):
-    """Describe a call of hadamard, or of rotate with random matrices.
+    """A call to hadamard, or to rotate with random matrices.
 
     Attributes:
         shape, axis, dtype: the shape of x, the axis of the blocks, and the dtype of x.
@@ -25,7 +25,7 @@ class RotationCall(NamedTuple):
         signs: "none", "block" or "axis", for no signs, one sign per element of a block, or one sign per element of the
             axis.
         inverse: the argument `inverse` of the call.
-        matrices: 0 for a call of hadamard. For rotate, the number of matrices, which is 1 or the number of blocks.
+        matrices: 0 for a call to hadamard. For rotate, the number of matrices, which is 1 or the number of blocks.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def values(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def calls() -> Iterator[RotationCall]:
-    """Yield calls of both functions that together take every path of an engine."""
+    """Yield calls to hadamard and rotate that together take every path of an engine."""
     shapes = (((35, 1024), 1), ((1024, 19), 0), ((2, 512, 16), 1), ((512,), 0), ((0, 512), 1), ((512, 1, 3), -3))
     for (shape, axis), size, dtype in product(shapes, SIZES, FLOATS):
         for signs, inverse in (("none", False), ("block", False), ("axis", True)):

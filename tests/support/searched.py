@@ -15,7 +15,7 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Return a matrix (96, 64) of the given dtype. The bounds of a search decide only for some of its blocks.
+    """Return a matrix (96, 64) of the given dtype. For some of its blocks only, bounds of the losses decide a search.
 
     Blocks have widely spread values, few distinct values, multiples of a scale, near ties, zeros, NaN and infinity.
     """

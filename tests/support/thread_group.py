@@ -12,7 +12,7 @@ WAIT = 60  # seconds to wait for other ranks; a thread that has failed never com
 
 
 class ThreadGroup:
-    """Act as the communicator of one rank, which is a thread.
+    """The communicator of one rank, which is a thread of this process.
 
     All ranks share a barrier and a list of slots, through which they exchange arrays.
 

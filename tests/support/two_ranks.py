@@ -22,7 +22,7 @@ TENSOR_PARALLEL = {"*.gate_proj": ColwiseParallel(), "*.up_proj": ColwiseParalle
 
 
 class Mlp(torch.nn.Module):
-    """Compute a gated MLP, whose gate and up share a tensor scale."""
+    """A gated MLP, whose gate and up share a tensor scale."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def browser(folder: Path) -> Iterator[Page]:
 
 
 class Page:
-    """Drive the first tab of a browser.
+    """The first tab of a browser, which this object controls.
 
     The attribute ``events`` lists the messages that the browser sent unasked since the last ``open``, such as requests,
     console messages and exceptions.

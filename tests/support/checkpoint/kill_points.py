@@ -29,7 +29,7 @@ from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return {file name: SHA-256} of a checkpoint directory, with fp4kit's manifest."""
+    """Return {file name: SHA-256} for all files in a checkpoint directory, fp4kit's manifest included."""
     return {
         name: file_digest(folder / name)
         for name in [*names_in(folder), "fp4kit_manifest.json"]

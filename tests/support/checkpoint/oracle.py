@@ -49,7 +49,7 @@ _FUSED = (
 
 
 class StoredParts(NamedTuple):
-    """Hold the codes (..., N, bytes) and scales of a quantized layer.
+    """The codes (..., N, bytes) and scales of a quantized layer, as a checkpoint stores them.
 
     Attributes:
         codes: packed codes.
@@ -65,7 +65,7 @@ class StoredParts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Describe one layer of the source.
+    """One layer of the checkpoint that is converted.
 
     Attributes:
         x: the layer's values, unquantized or decoded to float32.
@@ -254,7 +254,7 @@ def carried(layer: Layer) -> StoredParts:
 
 
 def outputs(name: str, format: str, kind: str, parts: StoredParts) -> Loaded:
-    """Return the tensors that store the layer `name` in a checkpoint format, as `load` would return them.
+    """Return, in the form of `load`, the tensors that store the layer `name` in a checkpoint format.
 
     Args:
         name: the name of the layer.
@@ -334,7 +334,7 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> StoredParts:
 
 
 def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
-    """Return the tensor of a layer that the conversion decodes to bfloat16, as `load` would return it.
+    """Return, in the form of `load`, the bfloat16 tensor to which the conversion decodes a quantized layer.
 
     Args:
         name: the name of the source tensor.
@@ -358,7 +358,7 @@ def expected(
     columns: bool = False,
     input_scale: float | None = None,
 ) -> Loaded:
-    """Return all tensors that a conversion must write, as `load` would return them.
+    """Return, in the form of `load`, all tensors that a conversion must write.
 
     Args:
         tensors: all tensors of the source.

@@ -54,7 +54,7 @@ for _number in CODES:
 
 
 class Run(NamedTuple):
-    """Hold the exit code and the output of a process that has ended.
+    """The exit code and the output of a process that has ended.
 
     Attributes:
         code: the exit code; -N if signal N ended the process.

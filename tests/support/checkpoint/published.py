@@ -14,7 +14,7 @@ Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16
 
 
 def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
-    """Return the tensors of a model as Candidates.
+    """Return the tensors of a model as Candidates, which the converter's name rules select from.
 
     Args:
         config: the content of config.json.

@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 class ModelConversion:
-    """Hold a source model, the destination of its conversion, and `whole`, the files that the conversion must write.
+    """A source model, the destination of its conversion, and `whole`, the files that the conversion must write.
 
     Args:
         folder: the folder for the source, the destination and a finished conversion.

@@ -1,7 +1,7 @@
-"""Write small deterministic checkpoints with the structure of published models. Each function writes one checkpoint and
-returns its tensors.
+"""Write small deterministic checkpoints with the structure of published models.
 
-MODELS have unquantized Hugging Face layers. GPT_OSS can be converted to few formats. QUANTIZED are already quantized.
+Each function writes one checkpoint and returns its tensors. The models in MODELS have unquantized Hugging Face layers.
+Those in GPT_OSS can be converted to few formats. Those in QUANTIZED are already quantized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launch functions of single kernel headers through small kernels written for this purpose.
+"""Run functions of single kernel headers, each called by a small test kernel.
 
 The functions are the Hadamard transform, powers, and the bounds of losses.
 """
@@ -25,16 +25,16 @@ HERE = Path(__file__).parent
 
 
 def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
-    """Transform the runs x (n, 16), where n is even, with the functions of hadamard.cuh.
+    """Apply the Hadamard transform of hadamard.cuh to each row of x (n, 16), where n is even.
 
     Return three arrays:
 
     - the transforms by the code for rows;
-    - the transforms by the code for columns, which handles two runs at a time;
-    - per run, 1 if the float32 sums were certain, else 0.
+    - the transforms by the code for columns, which handles two rows at a time;
+    - per row, 1 if the float32 sums were certain, else 0.
 
     Args:
-        x: the runs, (n, 16).
+        x: the rows, (n, 16).
         mask: the sign mask of the transform.
     """
     y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
@@ -47,7 +47,7 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
 
 
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
-    """Write the lower bounds of losses that search_loss_bounds.cuh computes for each block of x to `out`.
+    """Compute lower bounds of the losses of each block of x by search_loss_bounds.cuh, and write them to `out`.
 
     Args:
         x: the blocks.
@@ -63,7 +63,7 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
 
 
 def put_powers(d: Any, out: Any, p: float) -> None:
-    """Write d^p, computed in float64 by the functions of pow.cuh, to `out`."""
+    """Compute d^p in float64 by the functions of pow.cuh, and write it to `out`."""
     text = '#include "pow.cuh"\n' + (HERE / "power.cu").read_text()
     fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
     function = loader.function(text, "power_kernel", d.device.id)

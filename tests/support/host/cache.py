@@ -32,7 +32,7 @@ def key_of(parts: Iterable[str]) -> str:
 
 
 class Cache:
-    """Keep files by key in a folder that processes share. While one process makes a file, others that want it wait.
+    """A folder of files by key, which processes share. While one process makes a file, others that need it wait.
 
     Args:
         folder: the folder, which is created if it does not exist.

@@ -40,7 +40,7 @@ _COMMENTS = re.compile(r"^[ \t]*(//.*)?\n", re.MULTILINE)
 
 
 class Compiler(NamedTuple):
-    """Describe a C++ compiler that can build the kernels, and the flags to call it with."""
+    """A C++ compiler that can build the kernels, and the flags to call it with."""
 
     command: tuple[str, ...]
 

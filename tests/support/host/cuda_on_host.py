@@ -1,4 +1,4 @@
-"""Replace cupy.cuda on the CPU: two devices with few multiprocessors, streams and memory pools.
+"""Simulate cupy.cuda on the CPU: two devices with few multiprocessors, streams and memory pools.
 
 See cupy_on_host.py for the arrays.
 """
@@ -15,7 +15,7 @@ MULTIPROCESSORS = 2  # few, so that the grid is smaller than the work
 
 
 class Device:
-    """Replace cupy.cuda.Device."""
+    """A stand-in for cupy.cuda.Device: one of the two simulated devices."""
 
     _current: ClassVar[list[int]] = [0]
 
@@ -46,11 +46,11 @@ class Device:
 
 
 class CUDARuntimeError(RuntimeError):
-    """Replace cupy.cuda.runtime.CUDARuntimeError."""
+    """A stand-in for cupy.cuda.runtime.CUDARuntimeError."""
 
 
 class CUDADriverError(RuntimeError):
-    """Replace cupy.cuda.driver.CUDADriverError."""
+    """A stand-in for cupy.cuda.driver.CUDADriverError."""
 
 
 def _properties(device: int) -> dict[str, Any]:

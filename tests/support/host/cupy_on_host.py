@@ -1,4 +1,4 @@
-"""Replace CuPy on the CPU, for tests of GPU code without a GPU: the functions that fp4kit and its tests use.
+"""Simulate CuPy on the CPU, for tests of GPU code without a GPU: the functions that fp4kit and its tests use.
 
 Arrays are NumPy arrays in simulated device memory. Their class is not a numpy.ndarray: as in CuPy, only `get` converts
 them, and arithmetic with NumPy arrays raises TypeError. See README.md.
@@ -30,7 +30,7 @@ rehearsing = False  # True while launches are only recorded (libraries.py)
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
-    """Replace cupy.ndarray: a view of device memory."""
+    """A stand-in for cupy.ndarray: a view of simulated device memory."""
 
     __module__ = "cupy"
     __array_priority__ = 100
@@ -262,7 +262,7 @@ def broadcast_to(a: ndarray, shape: Any) -> ndarray:
 
 
 def asfortranarray(a: ndarray) -> ndarray:
-    """Return the array itself if its first axis is innermost, else such a copy."""
+    """Return the array itself if it is contiguous in column-major order, else a copy in that order."""
     return a if a.flags.f_contiguous else a.copy(order="F")
 
 
@@ -277,12 +277,12 @@ def copyto(target: ndarray, source: Any) -> None:
 
 
 def empty(shape: Any, dtype: Any = float) -> ndarray:
-    """Return an unwritten array."""
+    """Return a new array whose elements are not initialized."""
     return ndarray(shape, dtype)
 
 
 def empty_like(a: ndarray, shape: Any = None) -> ndarray:
-    """Return an unwritten array with the dtype of another array, and its shape or a given one."""
+    """Return a new array with the dtype of `a`, and the shape of `a` or a given one. Elements are not initialized."""
     return ndarray(a.shape if shape is None else shape, a.dtype)
 
 
@@ -314,7 +314,7 @@ def shape(a: Any) -> tuple[int, ...]:
 
 
 def arange(*arguments: Any, **options: Any) -> ndarray:
-    """Return what numpy.arange returns, on the device."""
+    """Return the result of numpy.arange as a device array."""
     return _placed(np.arange(*arguments, **options))
 
 

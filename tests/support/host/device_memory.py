@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class Memory:
-    """Hold one allocation of `size` bytes between two guard pages. A size of 0 has the address 0."""
+    """One allocation of `size` bytes between two guard pages. A size of 0 has the address 0."""
 
     live: ClassVar[WeakSet[Memory]] = WeakSet()
     margin: ClassVar[int] = UNWRITTEN  # the byte that all margins are filled with now
@@ -56,12 +56,12 @@ class Memory:
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
     def fill_margins(self) -> None:
-        """Write the current value of `margin` to all bytes of the margins."""
+        """Write the current value of `margin` to the margins: the bytes between the allocation and its guard pages."""
         for rest in self._around:
             rest.fill(self.margin)
 
     def check_around(self) -> None:
-        """Raise AssertionError if a margin was written."""
+        """Raise AssertionError if a kernel wrote to the margins: the bytes between allocation and guard pages."""
         for rest, where in zip(self._around, ("before the start", "behind the end"), strict=True):
             assert (rest == self.margin).all(), f"a kernel wrote {where} of an array"
 
@@ -74,7 +74,7 @@ def live_memory() -> list[Memory]:
 
 @contextmanager
 def margins_of(value: int) -> Iterator[None]:
-    """Fill the margins of all live allocations with `value` while the context lasts.
+    """Fill the margins (the bytes beside each live allocation) with `value` while the context lasts.
 
     After an exception in the context, the margins keep the value.
     """
@@ -87,13 +87,13 @@ def margins_of(value: int) -> Iterator[None]:
 
 
 def check_around_all() -> None:
-    """Raise AssertionError if a margin of any live allocation was written."""
+    """Raise AssertionError if a kernel wrote to the margins (the bytes beside the memory) of any live allocation."""
     for memory in live_memory():
         memory.check_around()
 
 
 class MemoryPool:
-    """Replace cupy.cuda.MemoryPool. The pool counts the bytes that it has allocated and that are still in use."""
+    """A stand-in for cupy.cuda.MemoryPool, which counts the bytes that it has allocated and that are still in use."""
 
     def __init__(self) -> None:
         self._given: WeakSet[Memory] = WeakSet()
@@ -119,7 +119,7 @@ def allocate(size: int) -> Memory:
 
 @contextmanager
 def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
-    """Replace cupy.cuda.using_allocator: allocate memory by `allocator` while the context lasts."""
+    """Act as cupy.cuda.using_allocator: allocate memory by `allocator` while the context lasts."""
     _allocators.append(allocator)
     try:
         yield
@@ -128,7 +128,7 @@ def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
 
 
 class MemoryPointer:
-    """Replace cupy.cuda.MemoryPointer: the address of an array's data or of an allocation.
+    """A stand-in for cupy.cuda.MemoryPointer that holds the address of an array's data or of an allocation.
 
     Args:
         memory: the allocation that the address is in.
@@ -149,7 +149,7 @@ class MemoryPointer:
 
 
 def alloc(size: int, device: int) -> MemoryPointer:
-    """Replace cupy.cuda.alloc: return `size` bytes of new memory on a given device."""
+    """Act as cupy.cuda.alloc: return `size` bytes of new memory on a given device."""
     memory = allocate(size)
     return MemoryPointer(memory, memory.ptr, device)
 
@@ -158,7 +158,7 @@ def alloc(size: int, device: int) -> MemoryPointer:
 
 
 class Graph:
-    """Hold the work captured for a CUDA graph, and the memory that was allocated during the capture."""
+    """A stand-in for a CUDA graph: the captured work, and the memory that was allocated during the capture."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], Any]] = []
@@ -202,7 +202,7 @@ def _graph_keeps(memory: Memory) -> None:
 
 
 class Stream:
-    """Replace cupy.cuda.Stream. Work is done when it is submitted, unless it is being captured."""
+    """A stand-in for cupy.cuda.Stream. Work is done when it is submitted, unless it is being captured."""
 
     ptr = 0
 

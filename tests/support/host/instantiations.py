@@ -23,7 +23,7 @@ MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the
 
 
 class Instantiation(NamedTuple):
-    """Describe one request to loader.function.
+    """One request to loader.function for a kernel with given template arguments.
 
     Attributes:
         source: the text of the stub, a few lines of CUDA that instantiate a kernel.
@@ -38,7 +38,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
 
 
 def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
-    """Return `names` and the names of all files that they include, directly or indirectly. Sort them.
+    """Return the sorted list of `names` and of all files that these files include, directly or indirectly.
 
     Names that are not in `tree` are left out.
 

@@ -57,7 +57,7 @@ def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
 
 
 class Library:
-    """Load a compiled library of kernels and launch its kernels by their number.
+    """A compiled library of kernels, loaded into this process. Its kernels are launched by their number.
 
     Args:
         path: the shared library.
@@ -152,7 +152,7 @@ class Libraries:
         self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # instantiations by .cu file
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
-        """Replace loader.function: return a function that launches a kernel, and compiles the kernel first if needed.
+        """Act as loader.function: return a function that launches a kernel, and compiles the kernel first if needed.
 
         In a rehearsal, the function only notes the kernel.
 

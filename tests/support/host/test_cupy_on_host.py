@@ -147,7 +147,7 @@ def test_arrays_of_two_devices_are_refused():
 
 
 class Exporter:
-    """Export a device tensor of another library through DLPack. It is not a CuPy array."""
+    """A device tensor of another library, not of CuPy, which exports itself through DLPack."""
 
     def __init__(self, array):
         self._array = array
