@@ -1,9 +1,9 @@
-"""Compare drawn matrix products of the compiled CPU engine with the specification, and print the sums per unit.
+"""Compare random matrix products of the compiled CPU engine with the specification, and print the sums per unit.
 
     python tools/compare_products.py [--sums N] [--seed S] [--units ID ...]
 
-The operands strain the adder of a matrix unit: products that cancel, one product that pushes others out of the kept
-bits, zeros beside tiny C, subnormal scales, NaN and infinities. K is one step or a few, any number below 700, or
+The operands stress the rounding of a matrix unit: products that cancel, one product that pushes others out of the
+kept bits, zeros beside tiny C, subnormal scales, NaN and infinities. K is one step or a few, any number below 700, or
 65,536. `fp4kit fuzz --operations matmul` draws strides, stacks, layouts and variants of units too, and is slower.
 """
 
@@ -70,7 +70,10 @@ def shape_of(d: Picks, step: int, multiple: int) -> tuple[int, int, int]:
 
 
 def products(unit: Unit, seed: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yield operands a and b and the other arguments of fp4kit.matmul on a unit, without end, determined by `seed`."""
+    """Yield arguments of random calls to fp4kit.matmul on a unit, without end: a, b, and a dict of the others.
+
+    All of them are determined by `seed`.
+    """
     d = Picks(seed, Pool())
     while True:
         kind = d.pick([*unit.steps()])
@@ -89,7 +92,7 @@ def products(unit: Unit, seed: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]
 
 
 def compare(unit: Unit, sums: int, seed: int) -> Counter[str]:
-    """Compare at least `sums` sums of a unit, of operands drawn from `seed`.
+    """Compare at least `sums` sums of a unit, for random operands that `seed` determines.
 
     Return {"sums": number of sums, "different": number that differ}.
     """

@@ -103,7 +103,7 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 class Nearest:
-    """Find the base array that differs least from a given array.
+    """A search for the base array that differs least from a given array.
 
     Only base arrays for the same input and of equal size are compared.
     """
@@ -209,7 +209,7 @@ def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
 def dependents(directory: Path, name: str, changed: Iterable[str]) -> list[str]:
     """Return the names of packed files that store an array as a difference to a changed key of file `name`.
 
-    They must be packed again.
+    After the change, these files must be packed again.
     """
     gone = {(name, key) for key in changed}
     return [path.stem for path in sorted(directory.glob("*.npz")) if gone & set(references(path).values())]
