@@ -247,7 +247,7 @@ def _seed_of(static: StaticLinear, given: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to x, from quantized operands. Its own gradient is an error.
+    """Return the gradient of _linear with respect to x, from quantized operands. Differentiating it raises an error.
 
     dtype: the dtype of x, and of the result.
     seed: the seed if it is an array; None to use static.seed.
@@ -257,7 +257,7 @@ def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: An
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to w, from quantized operands. Its own gradient is an error.
+    """Return the gradient of _linear with respect to w, from quantized operands. Differentiating it raises an error.
 
     dtype: the dtype of w, and of the result.
     seed: the seed if it is an array; None to use static.seed.

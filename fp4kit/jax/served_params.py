@@ -77,7 +77,7 @@ class ServedParams:
     def _values(self, leaf: _Leaf, w: Any, amaxes: Mapping[str, Any]) -> Any:
         """Return the served values of one array, or the array itself if the plan leaves it unquantized.
 
-        amaxes: {name of an array: amax of the array}, for all arrays in groups.
+        amaxes: {name of an array: amax of the array}, for the arrays that share a tensor amax with others.
         """
         members = self._members.get(leaf.weight.name)
         if members is None:

@@ -280,7 +280,7 @@ class KVCache:
         return KVParts(*(part if self.layout.order == "nhd" else part.swapaxes(1, 2) for part in parts))
 
     def write(self, slots: Any, parts: KVParts) -> None:
-        """Store keys and values at slots, in place. Bytes of other slots do not change.
+        """Store the codes and scales of keys and values at token slots, in place. Other slots do not change.
 
         Args:
             slots: integers (tokens,). A token with a negative slot is skipped, as in vLLM, whose padding has slot -1.
@@ -312,7 +312,7 @@ class KVCache:
             view[where(i == 3)] = part[kept]
 
     def read(self, slots: Any = None) -> KVParts:
-        """Return the bytes of keys and values at slots: the inverse of write.
+        """Return the codes and scales of keys and values at token slots: the inverse of write.
 
         Args:
             slots: integers (tokens,), in any order; a slot may occur more than once. None: all slots in order.

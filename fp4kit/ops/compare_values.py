@@ -109,7 +109,7 @@ class Differences:
         return count > 0
 
     def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Add the values x and y of a box to `signal` and `noise`, and update `max_error`.
+        """Add the squares of x and of x - y in a box to `signal` and `noise`, and update `max_error`.
 
         A NaN, or two equal infinities at one index, make the error NaN.
         """

@@ -59,9 +59,9 @@ def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM)
     """Return the number of thread blocks to launch, at least 1.
 
     Args:
-        work_blocks: the number of shares into which the work is divided. A thread block takes one share at a time.
+        work_blocks: the number of shares into which the work is divided. A thread block processes one share at a time.
         per_multiprocessor: the largest number of thread blocks per multiprocessor. If this limit gives fewer thread
-            blocks than there are shares, a thread block takes several shares, one after the other.
+            blocks than there are shares, a thread block processes several shares, one after the other.
     """
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 

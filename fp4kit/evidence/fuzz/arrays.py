@@ -381,7 +381,7 @@ def as_float8(codes: Any, dtype: str) -> Any:
 
 
 def overwrite(target: Any, values: Any) -> None:
-    """Overwrite the elements of ``target`` in place by ``values``. Programs call this for arrays that a plan holds."""
+    """Overwrite ``target`` in place by ``values``. Fuzz programs call this for the arrays of a GroupedPlan."""
     target[...] = values
 
 

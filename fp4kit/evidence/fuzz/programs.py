@@ -1,7 +1,7 @@
 """Build the program of each operation: the calls to make, and which of their results must be equal.
 
-Equal results are stated by Same statements. They must hold on every engine, so they check an engine even if it runs
-alone. The functions of _PROGRAMS append the statements of one operation to the program ``p``.
+A Same statement requires that two results are equal. It must hold on every engine, so it checks an engine even if that
+engine runs alone. Each function below appends the statements for one operation to the program ``p``.
 """
 
 from __future__ import annotations
@@ -333,14 +333,14 @@ def _swizzle(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle_bytes(p: Program, case: DrawnCase) -> None:
-    """Append calls that convert a byte matrix to a swizzled layout and back, which must give the matrix again."""
+    """Append calls that convert a byte matrix to a swizzled layout and back, which must restore the matrix."""
     x, layout = p.make("x", case.x), case.options.target_layout
     s = p.call("s", "fp4kit.swizzle", x, layout)
     p.same(p.call("back", "fp4kit.unswizzle", s, layout, case.x.shape), x)
 
 
 def _pack(p: Program, case: DrawnCase) -> None:
-    """Append calls that pack codes and unpack them, which must give the codes again."""
+    """Append calls that pack codes and unpack them, which must restore the codes."""
     x = p.make("x", case.x)
     packed = p.call("packed", "fp4kit.pack", x)
     p.same(p.call("codes", "fp4kit.unpack", packed), x)

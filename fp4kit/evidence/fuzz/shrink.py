@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
-    """Return a failing value whose simpler values all pass.
+    """Simplify a failing value as long as a simpler value fails too, and return the result.
 
-    If no simpler value fails at all, return ``value`` itself. If ``seconds`` run out, return the simplest failing value
-    so far.
+    If no simpler value fails, return ``value`` itself. If ``seconds`` run out, return the simplest failing value so
+    far.
 
     Args:
         value: a failing value.

@@ -109,7 +109,7 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return a mask that is True for elements of a part whose differences the exceptions of the call excuse.
+    """Return a mask of the elements of a part in which a difference is excused by an exception of the call.
 
     The mask is all False if the two arrays are equal or differ in shape.
 

@@ -179,7 +179,7 @@ def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], rea
 
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
-    """Return (version of the installed producer, {distribution: version} with its dependencies).
+    """Return (version of the installed producer, {distribution: version} of the producer and its dependencies).
 
     The version is "unknown" if the producer can be imported but has no metadata. Dependencies without metadata are left
     out.

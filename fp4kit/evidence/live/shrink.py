@@ -15,7 +15,8 @@ MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks re
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
     """Return the smallest array found within ``seconds`` for which ``differs`` holds, or x if none is found.
 
-    The array keeps whole blocks of ``rows`` x ``columns`` elements. If ``differs`` raises an error, it does not hold.
+    The array keeps whole blocks of ``rows`` x ``columns`` elements. If ``differs`` raises an error, the array counts as
+    not differing.
     """
 
     def holds(candidate: np.ndarray) -> bool:

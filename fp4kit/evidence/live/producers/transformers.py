@@ -18,9 +18,10 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray) -> Parts:
-    """Quantize x in blocks of 128x128, and return {name in compare.PARTS: array} with codes and one scale per row.
+    """Quantize x in blocks of 128x128, and return {name in compare.PARTS: array} with codes and scales.
 
-    Rows of zeros fill the last blocks, because transformers leaves other weights unquantized.
+    Each row has its own copy of the block scales. x is padded with rows of zeros to whole blocks, because transformers
+    leaves weights with partial blocks unquantized.
     """
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
