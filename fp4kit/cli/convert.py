@@ -453,7 +453,10 @@ _MOST_POINTS = 12  # how many points of the curve are printed
 
 
 def _print_assignment(out: Output, assignment: Assignment | None) -> None:
-    """Print a table: the error per budget of bits, and the number of groups of layers per recipe. Needs --bits."""
+    """Print a table with the error per budget of bits, and the number of groups of layers that get each recipe.
+
+    Print nothing if ``assignment`` is None, which is the case without --bits.
+    """
     if assignment is None:
         return
     points = sorted({*shown_points(assignment.curve, _MOST_POINTS), assignment.chosen}, key=lambda point: point.bits)

@@ -45,7 +45,7 @@ def rows_of(w: Weights, rows: np.ndarray) -> Weights:
 
 
 def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Return some rows of a Quantized of two axes with linear scales, which have one row per row of elements.
+    """Return some rows of a 2-D Quantized, whose scales are linear and have one row per row of elements.
 
     Args:
         rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.

@@ -211,7 +211,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def _later(steps: tuple[tuple[StepName, int], ...]) -> str:
-    """Return the later steps with their counts as text, such as "code 3, decode 40"."""
+    """Return the steps after the first one with their counts as text, such as "code 3, decode 40"."""
     return ", ".join(f"{step} {count:,}" for step, count in steps[1:])
 
 

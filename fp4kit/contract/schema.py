@@ -332,7 +332,7 @@ class Contract:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Contract:
-        """Return the contract that JSON data describes. This inverts as_data.
+        """Return the contract that JSON data describes. This is the inverse of as_data.
 
         Args:
             data: a JSON object, as as_data returns it.

@@ -59,7 +59,7 @@ class InputScale(NamedTuple):
 class Side:
     """Give the codes or values of layers on one side of a parity check.
 
-    label: the name of the side in texts, "train" or "rollout".
+    label: the name of the side in messages, "train" or "rollout".
     contract: the settings of the side; None if none are known.
     stored: layer -> Quantized or array; None if the side has no tensors.
     function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
@@ -78,7 +78,7 @@ class Side:
 
     @property
     def makes(self) -> bool:
-        """True if the side makes codes or values from weights, instead of holding them."""
+        """True if the side computes codes or values from unquantized weights; False if it stores tensors."""
         return self.stored is None
 
     def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
@@ -162,7 +162,7 @@ class Side:
         return np.asarray(np.minimum(likely, FLT_MAX))
 
     def check(self) -> None:
-        """Raise ValueError if the contract alone must determine codes, but searches block scales."""
+        """Raise ValueError if codes must follow from the contract alone, but its block scales are searched."""
         contract = self.contract
         if contract is not None and contract.scale_search is not None and self.makes and self.function is None:
             raise ValueError(

@@ -171,7 +171,7 @@ class CpuFakeQuantizeCall:
     prototype: the arguments of the C function, without addresses.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
     size: the number of elements of x. access: the functions that handle arrays of x's library.
-    values: the prototype of the decoding. library: the C function.
+    values: the prototype of the call that decodes. library: the C function.
     new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of x.
     """
 

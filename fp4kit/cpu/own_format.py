@@ -33,7 +33,8 @@ _UNUSED = 0x7FFFFFFF  # a bound above every key
 class Tables(NamedTuple):
     """Hold the tables of a recipe: the struct for the library, and the arrays to which the struct points.
 
-    element: the index of the compiled arithmetic of elements, which is faster than tables; 0 if there is none.
+    element: the index of the compiled element arithmetic that is used instead of tables, because it is faster; 0 if
+        there is none.
     """
 
     struct: OwnFormat

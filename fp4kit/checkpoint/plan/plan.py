@@ -173,7 +173,7 @@ class Plan:
     def carries_codes(self) -> bool:
         """True if every converted layer keeps the codes of the source, so that ``recipe`` computes no new codes.
 
-        False if no layer is converted, or if codes are borrowed from another model (--codes).
+        False if no layer is converted, or if codes are copied from another model (--codes).
         """
         return {tensor.action for tensor in self.converted} == {RENAME} and not self.request.codes
 

@@ -292,7 +292,7 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return the name of the container ``form`` in loaders/, such as "modelopt NVFP4".
+    """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4".
 
     Model-Optimizer's NVFP4 has two names there: with and without input scales. The ``quant_algo`` of the config
     decides. If the config has none, the name with input scales is returned if most layers have input scales. The config
@@ -317,7 +317,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each module that the checkpoint's exclusion list makes an engine load wrongly.
+    """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list.
 
     Nothing is yielded if the container has no exclusion list, if no engine reads it, or if the config declares no
     quantization.

@@ -300,10 +300,10 @@ def prepare(
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Raise CheckpointError if an item of the source is refused. Return the names of tensors that decoded models lack.
+    """Check the items of the source. Return the names of the source's tensors that a decoded model does not have.
 
-    Decoded models lack the matrices of transforms. Transforms that decoding to BF16 undoes are refused only if the
-    checkpoint has quantized layers.
+    These tensors are the matrices of transforms. Raise CheckpointError if an item is refused. Transforms that decoding
+    to BF16 undoes are refused only if the checkpoint has quantized layers.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:

@@ -21,8 +21,7 @@ class CompileError(RuntimeError):
 def _candidates() -> Iterator[str]:
     """Yield the places to look for NVRTC, in the order in which they are tried.
 
-    First come the paths in installed wheels, from the newest version on, and then library names for the system's
-    linker.
+    First come the paths in installed wheels, newest version first, and then library names for the system's linker.
     """
     for folder in sys.path:
         root = Path(folder) / "nvidia"

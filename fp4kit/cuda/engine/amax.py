@@ -158,7 +158,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
     """Return the arguments with which launch.matrix.amax computes the result of amax, and the shape of this result.
 
-    It is for recipes for which needs_block_kernel is False. x: the array of the call, contiguous.
+    This function is for recipes for which needs_block_kernel is False. x: the array of the call, contiguous.
     """
     r = call.recipe
     if r.block is None:
