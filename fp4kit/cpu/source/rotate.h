@@ -44,7 +44,7 @@ struct Rotator {
   //   element_step, lane_step  the distances of neighboring elements of a block, and of neighboring blocks
   //   lanes                    the number of blocks
   //   block                    the index of the blocks along the middle axis
-  struct Group {
+  struct LaneGroup {
     i64 first, element_step, lane_step, lanes, block;
   };
 
@@ -62,7 +62,7 @@ struct Rotator {
   i64 lane_groups() const { return ((across() ? call.inner : call.outer) + kLanes - 1) / kLanes; }
 
   // Return the group with this index.
-  Group group(i64 index) const {
+  LaneGroup group(i64 index) const {
     const i64 blocks = call.length / call.size;
     if (!across()) {
       const i64 lane = index / blocks * kLanes, block = index % blocks;
@@ -78,11 +78,11 @@ struct Rotator {
   float sign(i64 block, i64 i) const { return call.signs && call.signs[block * call.size + i] ? -1.0f : 1.0f; }
 
   // Return true if the blocks of group g are moved by transposes of 16 x kLanes elements.
-  bool is_transposed(const Group& g) const { return !across() && g.lanes == kLanes && call.size % 16 == 0; }
+  bool is_transposed(const LaneGroup& g) const { return !across() && g.lanes == kLanes && call.size % 16 == 0; }
 
   // Load the elements of group g to y, as [element][lane], with signs if the call is not inverse. Absent blocks are
   // zeros.
-  void load(const Group& g, float* y) const {
+  void load(const LaneGroup& g, float* y) const {
     const Number* x = static_cast<const Number*>(call.x) + g.first;
     if (is_transposed(g)) {
       for (i64 i = 0; i < call.size; i += 16) {
@@ -97,7 +97,7 @@ struct Rotator {
     for (i64 i = 0; i < call.size; ++i)
       widen_lanes(x + i * g.element_step, g.lanes, g.lane_step, load_sign(g, i), y + i * kLanes);
   }
-  float load_sign(const Group& g, i64 i) const { return call.is_inverse ? 1.0f : sign(g.block, i); }
+  float load_sign(const LaneGroup& g, i64 i) const { return call.is_inverse ? 1.0f : sign(g.block, i); }
 
   // Store in y one element of each of `lanes` blocks, times a sign. Lanes without a block get zeros. `x` points to the
   // element of the first block, or to its bits, and `step` is the distance of neighboring blocks.
@@ -113,7 +113,7 @@ struct Rotator {
   }
 
   // Store y, the results of group g, times the factor of the call, and times signs if the call is inverse.
-  void store(const Group& g, const float* y) const {
+  void store(const LaneGroup& g, const float* y) const {
     Number* out = static_cast<Number*>(call.out) + g.first;
     if (is_transposed(g)) {
       for (i64 i = 0; i < call.size; i += 16) {
@@ -139,7 +139,7 @@ struct Rotator {
       }
     }
   }
-  float store_sign(const Group& g, i64 i) const { return call.is_inverse ? sign(g.block, i) : 1.0f; }
+  float store_sign(const LaneGroup& g, i64 i) const { return call.is_inverse ? sign(g.block, i) : 1.0f; }
 
   // Store the values y of kLanes blocks times the factor and times a sign, rounded to the type of elements. NaN becomes
   // the positive quiet NaN.
@@ -164,7 +164,7 @@ struct Rotator {
 
   // Store in `sums` the products of the elements y of group g with the matrix of its block. Four results are summed at
   // a time.
-  void multiply(const Group& g, const float* y, float* sums) const {
+  void multiply(const LaneGroup& g, const float* y, float* sums) const {
     const float* matrix = call.matrices + g.block * call.matrix_step;
     const i64 size = call.size;
     i64 j = 0;
@@ -188,7 +188,7 @@ struct Rotator {
     float* sums = y + call.size * kLanes;
     const i64 first = index * groups_per_task(), last = minimum(first + groups_per_task(), groups());
     for (i64 i = first; i < last; ++i) {
-      const Group g = group(i);
+      const LaneGroup g = group(i);
       load(g, y);
       if (call.matrices) {
         multiply(g, y, sums);

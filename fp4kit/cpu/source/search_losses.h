@@ -25,8 +25,8 @@ void load_row(const Bits* x, float* __restrict out) {
 // Store in `losses` the sum of d^2, or of w d^2 if kWeighted, under every candidate, for one row of a block. d is the
 // error of an element, and w is the weight of its column, which is read only if kWeighted.
 template <bool kWeighted>
-__attribute__((noinline)) void find_squared_losses(const float* row, const float* weights, const Candidates& candidates,
-                                                   float* __restrict losses) {
+__attribute__((noinline)) void find_squared_losses(const float* row, const float* weights,
+                                                   const CandidateArrays& candidates, float* __restrict losses) {
   LaneBlocks<kWeighted> copies;  // the row in every lane
   for (int j = 0; j < kSearchBlockSize; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -19,7 +19,7 @@ constexpr int kCandidates = 128;  // number of E4M3 codes without sign; codes 0 
 
 // The candidates of all blocks of a matrix, in arrays indexed by code: block amaxes, scales, and approximate
 // reciprocals of the scales.
-struct Candidates {
+struct CandidateArrays {
   const float *amaxes, *scales, *reciprocals;
 
   // Return true if all scales are in the range for which the bounds of the pruned search are proven.
@@ -78,7 +78,7 @@ __attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& 
 template <bool kWeighted>
 struct PrunedSearch {
   const LaneBlocks<kWeighted>& blocks;
-  const Candidates& candidates;
+  const CandidateArrays& candidates;
   // `loss` is the smallest loss so far. `upward_loss` and `second_loss` are the smallest and the second smallest loss
   // of an upward code.
   float loss[kLanes], second_loss[kLanes], upward_loss[kLanes];

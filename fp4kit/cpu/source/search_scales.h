@@ -29,7 +29,7 @@
 //   threads                  largest number of threads to use
 struct SearchScalesCall {
   Source x;
-  Candidates candidates;
+  CandidateArrays candidates;
   const float *weights, *hessian;
   float* out;
   i64 out_step;
@@ -88,7 +88,7 @@ struct ScaleSearch {
   // the 16 elements, and the block is at place `at` of the tile.
   template <Objective kObjective>
   void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
-    const Candidates& all = call.candidates;
+    const CandidateArrays& all = call.candidates;
     const float* weights = call.weights ? weights_at(tile, at) : nullptr;
     const auto find = weights ? find_power_losses<kObjective, true> : find_power_losses<kObjective, false>;
     for (int code = 0; code < kCandidates; code += kLanes)
@@ -98,7 +98,7 @@ struct ScaleSearch {
   // Store the losses of one row of a block under all candidates, for the objective of the call. `row` holds the 16
   // elements, and the block is at place `at` of the tile.
   void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
-    const Candidates& all = call.candidates;
+    const CandidateArrays& all = call.candidates;
     if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);
     if (objective == Objective::largest) return find_row_power_losses<Objective::largest>(row, tile, at, losses);
     if (objective == Objective::powers) return find_row_power_losses<Objective::powers>(row, tile, at, losses);

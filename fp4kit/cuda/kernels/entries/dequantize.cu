@@ -42,7 +42,7 @@ struct DequantizeTraits {
 
 // The position of a run: its row, its block in the row, and its first column. If the scales of R do not depend on the
 // row, the matrix is treated as one long row.
-struct RunPosition {
+struct DequantizePosition {
   u32 row, block;
   i64 column;
 };
@@ -175,7 +175,7 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
     const u32 first_run = start + threadIdx.x / 32 * (32 * Traits::kUnroll) + threadIdx.x % 32;
     u64 codes[Traits::kUnroll];
     u32 scale_codes[Traits::kUnroll];
-    RunPosition positions[Traits::kUnroll];
+    DequantizePosition positions[Traits::kUnroll];
 #pragma unroll
     for (int k = 0; k < Traits::kUnroll; ++k) {
       const u32 run = minimum(first_run + 32 * k, runs - 1);

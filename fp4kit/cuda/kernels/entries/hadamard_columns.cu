@@ -8,7 +8,7 @@
 #include "rotate.cuh"
 
 // The arguments of hadamard_columns_kernel.
-struct HadamardArguments {
+struct HadamardColumnsArguments {
   const void* x;
   void* out;
   const u8* signs;           // one per position along the middle axis, 1 if it is negative; read only if kHasSigns
@@ -32,24 +32,24 @@ struct alignas(kCount * sizeof(float)) Widened {
 };
 
 // The elements of a tile in shared memory, at place_of(row, column). Blocks of 16 elements need none.
-struct alignas(8) Memory {
+struct alignas(8) ColumnTileElements {
   float values[kLastRows == 1 ? 1 : kTile + kLastRows * kWide];
 };
 
 // A tile: the index of its block along the middle axis, its first element in memory, and the number of its elements
 // per row.
-struct Tile {
+struct ColumnTile {
   i64 block, first;
   int wide;
 };
 
 // Return the number of tiles of a call.
-FP4KIT_DEVICE i64 tile_count(const HadamardArguments& a) {
+FP4KIT_DEVICE i64 tile_count(const HadamardColumnsArguments& a) {
   return a.outer * (a.length / kSize) * ((a.inner + kWide - 1) / kWide);
 }
 
 // Return the tile with this index.
-FP4KIT_DEVICE Tile tile_at(const HadamardArguments& a, i64 index) {
+FP4KIT_DEVICE ColumnTile tile_at(const HadamardColumnsArguments& a, i64 index) {
   const i64 across = (a.inner + kWide - 1) / kWide, column = index % across * kWide, position = index / across;
   return {position % (a.length / kSize), position * kSize * a.inner + column,
           static_cast<int>(minimum<i64>(a.inner - column, kWide))};
@@ -62,7 +62,7 @@ FP4KIT_DEVICE int place_of(int row, int column) {
 }
 
 // Return the sign bit of a row of a tile.
-FP4KIT_DEVICE u32 sign_bit(const HadamardArguments& a, const Tile& tile, int row) {
+FP4KIT_DEVICE u32 sign_bit(const HadamardColumnsArguments& a, const ColumnTile& tile, int row) {
   return kHasSigns ? static_cast<u32>(a.signs[tile.block * kSize + row]) << 31 : 0u;
 }
 
@@ -88,7 +88,7 @@ FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
 // Store the results y of a thread for one row of the tile, from column `column` on. They are multiplied by the factor,
 // and by the sign of the row if the call is inverse.
 template <int kAcross>
-FP4KIT_DEVICE void store_row(const HadamardArguments& a, const Tile& tile, int row, int column,
+FP4KIT_DEVICE void store_row(const HadamardColumnsArguments& a, const ColumnTile& tile, int row, int column,
                              const Widened<kAcross>& y) {
   const u32 sign = kIsInverse ? sign_bit(a, tile, row) : 0u;
   Stored<kAcross> stored;
@@ -101,7 +101,7 @@ FP4KIT_DEVICE void store_row(const HadamardArguments& a, const Tile& tile, int r
 
 // Load 16 neighboring rows per thread, and add and subtract their elements. Store the results in `memory`, or in a.out
 // if a block has only 16 elements.
-FP4KIT_DEVICE void transform_neighbors(const HadamardArguments& a, const Tile& tile, float* memory) {
+FP4KIT_DEVICE void transform_neighbors(const HadamardColumnsArguments& a, const ColumnTile& tile, float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kRows / kColumns; unit += kThreads) {
     const int column = unit % (kWide / kColumns) * kColumns, first = unit / (kWide / kColumns) * kRows;
     if (column >= tile.wide) continue;
@@ -127,7 +127,7 @@ FP4KIT_DEVICE void transform_neighbors(const HadamardArguments& a, const Tile& t
 }
 
 // Load the rows at distances of 16 per thread from `memory`, add and subtract their elements, and store the results.
-FP4KIT_DEVICE void transform_rest(const HadamardArguments& a, const Tile& tile, const float* memory) {
+FP4KIT_DEVICE void transform_rest(const HadamardColumnsArguments& a, const ColumnTile& tile, const float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kLastRows / kLastColumns; unit += kThreads) {
     const int column = unit % (kWide / kLastColumns) * kLastColumns, first = unit / (kWide / kLastColumns);
     if (column >= tile.wide) continue;
@@ -144,11 +144,11 @@ FP4KIT_DEVICE void transform_rest(const HadamardArguments& a, const Tile& tile, 
 
 // Transform the blocks of a.x, and store the results in a.out. The addresses must be multiples of 4 bytes. Launch with
 // any grid.
-extern "C" __global__ void __launch_bounds__(kThreads) hadamard_columns_kernel(HadamardArguments a) {
-  __shared__ Memory memory[1];
+extern "C" __global__ void __launch_bounds__(kThreads) hadamard_columns_kernel(HadamardColumnsArguments a) {
+  __shared__ ColumnTileElements memory[1];
   const i64 count = tile_count(a);
   for (i64 index = blockIdx.x; index < count; index += gridDim.x) {
-    const Tile tile = tile_at(a, index);
+    const ColumnTile tile = tile_at(a, index);
     transform_neighbors(a, tile, memory->values);
     if constexpr (kLastRows > 1) {
       __syncthreads();

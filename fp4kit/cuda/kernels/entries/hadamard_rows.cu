@@ -7,7 +7,7 @@
 #include "rotate.cuh"
 
 // The arguments of hadamard_rows_kernel.
-struct HadamardArguments {
+struct HadamardRowsArguments {
   const void* x;
   void* out;
   const u8* signs;  // one per element of a row, 1 if it is negative; read only if kHasSigns
@@ -34,7 +34,7 @@ struct Elements {
 };
 
 // Multiply the elements of a vector by their signs. `position` is the place of the first one in its row.
-FP4KIT_DEVICE void multiply_by_signs(const HadamardArguments& a, u32 position, float* values) {
+FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 position, float* values) {
   const Signs signs = *reinterpret_cast<const Signs*>(a.signs + position);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
@@ -68,7 +68,7 @@ FP4KIT_DEVICE void transform(Elements& y) {
 
 // Transform the blocks of a.x, and store the results in a.out. The addresses must be multiples of 16 bytes, and that of
 // the signs a multiple of 8. Launch with any grid.
-extern "C" __global__ void __launch_bounds__(kThreads) hadamard_rows_kernel(HadamardArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) hadamard_rows_kernel(HadamardRowsArguments a) {
   const Vector* x = static_cast<const Vector*>(a.x);
   Vector* out = static_cast<Vector*>(a.out);
   const u32 length = static_cast<u32>(a.length), offset = threadIdx.x / 32 * kPerWarp + threadIdx.x % 32 * kVector;

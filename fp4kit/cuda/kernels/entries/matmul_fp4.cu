@@ -26,22 +26,22 @@ struct alignas(16) StepWords {
 
 // The exponents of a line's scales in one step, which a check of these scales needs. Scales of zero are left out. If
 // all scales are zero, top is -1000 and bottom is 1000.
-struct alignas(16) Exponents {
+struct alignas(16) ScaleExponents {
   double unit;  // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
   i32 top;      // the largest exponent of a scale
   i32 bottom;   // the smallest exponent of a scale; kUnusable if the scales cannot be integers
 };
 
 // One step of the rows or the columns of a tile.
-struct Lines {
+struct Fp4Lines {
   StepWords words[kTile][kWords];  // word w of a line is at place_of(line, w)
   i32 factors[kGroups][kTile];     // the integer scales; 0 for zero scales, and if the scales cannot be integers
-  Exponents exponents[kTile];
+  ScaleExponents exponents[kTile];
 };
 
 // One step of a tile, in shared memory.
-struct Step {
-  Lines rows, columns;
+struct Fp4Step {
+  Fp4Lines rows, columns;
 };
 
 // The parts of lines that a thread loads per step.
@@ -75,7 +75,7 @@ struct Place {
 };
 
 // Return the sum of group g of a row and a column of a tile, without tensor cores.
-FP4KIT_DEVICE i32 group_sum(const Step& s, int row, int column, int g) {
+FP4KIT_DEVICE i32 group_sum(const Fp4Step& s, int row, int column, int g) {
   i32 sum = 0;
   for (int word = 0; word < kWords; ++word) {
     const i32 a = s.rows.words[row][place_of(row, word)].groups[g];
@@ -91,7 +91,7 @@ struct Fragments {
 };
 
 // Load the fragments of two lines, which are eight apart. `line` is the first one.
-FP4KIT_DEVICE Fragments load_fragments(const Lines& lines, int line) {
+FP4KIT_DEVICE Fragments load_fragments(const Fp4Lines& lines, int line) {
   const int word = threadIdx.x % 4;
   return {lines.words[line][place_of(line, word)], lines.words[line + 8][place_of(line + 8, word)]};
 }
@@ -104,8 +104,8 @@ struct GroupSums {
 
 // Return the sums of group g for rows i and i + 1. All threads of a warp must call this function. Before compute
 // capability 8.0, and on the host, the fragments are not used: each thread reads its rows and columns from s.
-FP4KIT_DEVICE GroupSums group_sums(const Step& s, const Fragments& rows, const Fragments& columns, const Place& place,
-                                   int i, int g) {
+FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, const Fragments& columns,
+                                   const Place& place, int i, int g) {
   GroupSums sums = {};
 #pragma unroll
   for (int j = 0; j < kSide; j += 2) {
@@ -126,9 +126,9 @@ FP4KIT_DEVICE GroupSums group_sums(const Step& s, const Fragments& rows, const F
 // codes, whose sign is ignored. The scales cannot be integers if one is NaN, if exponents differ by more than
 // kMostBits, or if an exponent is not in [-40, 40].
 template <bool kE8M0>
-FP4KIT_DEVICE void store_scales(Lines& lines, int line, u32 codes) {
+FP4KIT_DEVICE void store_scales(Fp4Lines& lines, int line, u32 codes) {
   i32 factors[kGroups], exponents[kGroups];
-  Exponents e = {1.0, -1000, 1000};
+  ScaleExponents e = {1.0, -1000, 1000};
   bool usable = true;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
@@ -190,7 +190,7 @@ FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 
 }
 
 // Store half `half` of the codes of a line as integers.
-FP4KIT_DEVICE void store_codes(Lines& lines, int line, int half, const Codes& codes) {
+FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes& codes) {
 #pragma unroll
   for (int word = 0; word < kWords; ++word) {
     i32* groups = lines.words[line][place_of(line, word)].groups;
@@ -234,7 +234,7 @@ FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 
 }
 
 // The sums of a thread, as exact doubles.
-struct Sums {
+struct Fp4Sums {
   double values[kSide][kSide];
 };
 
@@ -246,12 +246,12 @@ FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
 
 // Add a step to the sums of rows `first` and `first` + 1 of a thread: exactly where no term loses bits, otherwise term
 // by term. add_step describes the other arguments.
-FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Step& s, Sums& sums, const Place& place,
+FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& s, Fp4Sums& sums, const Place& place,
                                       i64 matrix, i64 row, i64 column, i64 step) {
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       const int m = place.row_of(i), n = place.column_of(j);
-      const Exponents x = s.rows.exponents[m], y = s.columns.exponents[n];
+      const ScaleExponents x = s.rows.exponents[m], y = s.columns.exponents[n];
       const double c = sums.values[i][j];
       // Exponents of C for which no bit is lost: from the largest of the terms - (F - 23) to the smallest + F - 8.
       const i32 lowest = x.top + y.top - 12, highest = x.bottom + y.bottom + 27;
@@ -271,12 +271,12 @@ FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Step& s, 
 
 // Return true if add_exactly may be used for all results of a thread. This is the check of add_carefully for the
 // largest and the smallest exponents of the thread's rows and columns.
-FP4KIT_DEVICE bool loses_no_bits(const Step& s, const Place& place, const Sums& sums) {
+FP4KIT_DEVICE bool loses_no_bits(const Fp4Step& s, const Place& place, const Fp4Sums& sums) {
   i32 row_top = -1000, row_bottom = 1000, column_top = -1000, column_bottom = 1000;
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
-    const Exponents& x = s.rows.exponents[place.row_of(i)];
-    const Exponents& y = s.columns.exponents[place.column_of(i)];
+    const ScaleExponents& x = s.rows.exponents[place.row_of(i)];
+    const ScaleExponents& y = s.columns.exponents[place.column_of(i)];
     row_top = maximum(row_top, x.top);
     row_bottom = minimum(row_bottom, x.bottom);
     column_top = maximum(column_top, y.top);
@@ -300,7 +300,7 @@ FP4KIT_DEVICE bool loses_no_bits(const Step& s, const Place& place, const Sums& 
 
 // Add step `step`, whose elements are in s, to the sums of a thread. The tile begins at (row, column) of a matrix. All
 // threads of a warp must call this function.
-FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, const Place& place, i64 matrix,
+FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp4Step& s, Fp4Sums& sums, const Place& place, i64 matrix,
                             i64 row, i64 column, i64 step) {
   // Integers up to 2^51 are added to the bits of 1.5 * 2^52, so that no instruction converts them to double.
   constexpr double kZero = 0x1.8p52;
@@ -340,7 +340,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
     }
   }
   if (!keeps) {
-    Sums copy = sums;  // the address of sums must not be taken, so that sums is in registers
+    Fp4Sums copy = sums;  // the address of sums must not be taken, so that sums is in registers
     add_carefully(a, s, copy, place, matrix, row, column, step);
     sums = copy;
   }
@@ -350,7 +350,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
 // left out. All threads of a thread block must call this function. While one step is added from one of the two `steps`,
 // the next step is stored in the other.
 template <bool kE8M0, class Out>
-FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step* steps, i64 matrix, i64 row, i64 column) {
+FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp4Step* steps, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const Place place = {warp / kWarpsAcross * kWarpRows + lane / 4, warp % kWarpsAcross * kWarpColumns + lane % 4 * 2};
   // The codes that the thread loads: two threads per row, then two per column. The first threads also load the scales
@@ -366,11 +366,11 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step* steps, i64 mat
                   loads_scales ? load_scales<kE8M0>(y, matrix, y_row, step, a.length) : 0u};
   };
   const auto store = [&](const Loaded& loaded, i64 step) {
-    Step& s = steps[step % 2];
+    Fp4Step& s = steps[step % 2];
     store_codes(is_row ? s.rows : s.columns, line, half, loaded.codes);
     if (loads_scales) store_scales<kE8M0>(scales_row ? s.rows : s.columns, scaled, loaded.scales);
   };
-  Sums sums;
+  Fp4Sums sums;
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       sums.values[i][j] = first_sum(a, matrix, row + place.row_of(i), column + place.column_of(j));
@@ -399,7 +399,7 @@ using Products = ProductsOf<kGrouped>::Type;
 // Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
 // multiple of 32. fraction_bits must be 35, output_bits 23, step 64 and promote 0. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(Products products) {
-  __shared__ Step memory[2];
+  __shared__ Fp4Step memory[2];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
     multiply_tile<kScalesAreE8M0, Output>(a, memory, tile.matrix, tile.row, tile.column);
   });

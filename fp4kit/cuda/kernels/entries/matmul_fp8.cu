@@ -17,25 +17,25 @@ constexpr i32 kLeast = -90, kMost = 100;       // the exponents between which fl
 static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
 
 // The magnitudes of four elements.
-struct alignas(16) Quad {
+struct alignas(16) QuadMagnitudes {
   float values[4];
 };
 // The exponents of four elements, as signed 16-bit integers, two per word.
-struct alignas(8) Exponents {
+struct alignas(8) QuadExponents {
   u32 words[2];
 };
 
 // kStep elements of each line (row or column) of a tile.
-struct Lines {
-  Quad magnitudes[kQuads][kTile];
-  Exponents exponents[kQuads][kTile];
+struct Fp8Lines {
+  QuadMagnitudes magnitudes[kQuads][kTile];
+  QuadExponents exponents[kQuads][kTile];
   u32 signs[kQuads][kTile];  // a byte per element: 0xFE if it is negative, else 0
   u32 special[2][kTile];     // one word per half of kStep: 1 if an element is infinite or NaN, else 0
 };
 
 // kStep elements of K of a tile, in shared memory.
-struct Step {
-  Lines rows, columns;
+struct Fp8Step {
+  Fp8Lines rows, columns;
 };
 
 // Return a * b + c rounded toward zero, for a, b >= 0 and c > 0. The sum must be exact in float64, and a * b
@@ -93,14 +93,14 @@ FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 
 
 // Store in `lines` the sixteen elements of half `half` (0 or 1) of a line, decoded from their codes.
 template <int kMantissaBits>
-FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Codes& codes) {
+FP4KIT_DEVICE void store_line(Fp8Lines& lines, int line, int half, const Codes& codes) {
   constexpr i32 kBias = kMantissaBits == 3 ? 7 : 15;
   constexpr u32 kFirstSpecial = kMantissaBits == 3 ? 0x7Fu : 0x7Cu;
   u32 special = 0u;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    Quad magnitudes;
-    Exponents exponents = {};
+    QuadMagnitudes magnitudes;
+    QuadExponents exponents = {};
     u32 signs = 0u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -142,7 +142,7 @@ FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 r
 
 // The sums of a thread. values[i][j] belongs to row thread_row + i and column thread_column + kThreadsAcross * j of the
 // tile.
-struct Sums {
+struct Fp8Sums {
   float values[kSide][kSide];
 };
 
@@ -150,8 +150,8 @@ struct Sums {
 // element of K. The tile begins at (row, column) of a matrix, and the first result of the thread is at (thread_row,
 // thread_column) of the tile.
 template <int kQuadsPerStep>
-FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, int thread_row, int thread_column,
-                            i64 matrix, i64 row, i64 column, int quad, i64 start) {
+FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp8Step& s, Fp8Sums& sums, int thread_row,
+                            int thread_column, i64 matrix, i64 row, i64 column, int quad, i64 start) {
   u32 largest[kSide][kSide];
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
@@ -160,12 +160,12 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
   }
 #pragma unroll 2
   for (int q = quad; q < quad + kQuadsPerStep; ++q) {
-    Exponents rows[kSide];
+    QuadExponents rows[kSide];
 #pragma unroll
     for (int i = 0; i < kSide; ++i) rows[i] = s.rows.exponents[q][thread_row + i];
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      const Exponents other = s.columns.exponents[q][thread_column + kThreadsAcross * j];
+      const QuadExponents other = s.columns.exponents[q][thread_column + kThreadsAcross * j];
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
         largest[i][j] = add_max(rows[i].words[0], other.words[0], largest[i][j]);
@@ -192,7 +192,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
   }
 #pragma unroll 2
   for (int q = quad; q < quad + kQuadsPerStep; ++q) {
-    Quad rows[kSide];
+    QuadMagnitudes rows[kSide];
     u32 row_signs[kSide];
 #pragma unroll
     for (int i = 0; i < kSide; ++i) {
@@ -201,7 +201,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
     }
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      const Quad other = s.columns.magnitudes[q][thread_column + kThreadsAcross * j];
+      const QuadMagnitudes other = s.columns.magnitudes[q][thread_column + kThreadsAcross * j];
       const u32 other_signs = s.columns.signs[q][thread_column + kThreadsAcross * j];
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
@@ -243,7 +243,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
 // left out. kRowBits and kColumnBits are the numbers of mantissa bits of the operands: 3 for E4M3, 2 for E5M2. All
 // threads of a thread block must call this function.
 template <int kRowBits, int kColumnBits, int kQuadsPerStep, class Out>
-FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix, i64 row, i64 column) {
+FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp8Step& s, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x;
   const int thread_row = thread / kThreadsAcross * kSide, thread_column = thread % kThreadsAcross;
   // The line that the thread loads: two threads per row, then two per column.
@@ -251,7 +251,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   const bool is_row = thread < 2 * kTile;
   const ProductOperand& x = is_row ? a.a : a.b;
   const i64 loaded_row = (is_row ? row : column) + line;
-  Sums sums, totals;  // totals: with promotion, the sums of the chains that ended
+  Fp8Sums sums, totals;  // totals: with promotion, the sums of the chains that ended
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
@@ -298,7 +298,7 @@ using Products = ProductsOf<kGrouped>::Type;
 // multiple of 16. A step must have 16 or 32 elements, and fraction_bits and output_bits must be at most 13. Launch with
 // any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(Products products) {
-  __shared__ Step memory[1];
+  __shared__ Fp8Step memory[1];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
     multiply_tile<kRowsAreE5M2 ? 2 : 3, kColumnsAreE5M2 ? 2 : 3, kWideStep ? 8 : 4, Output>(a, memory[0], tile.matrix,
                                                                                             tile.row, tile.column);

@@ -40,18 +40,18 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&wor
   exact_codes<R, In>(x, bytes, factor, words);
 }
 
-// A walk over the runs of a matrix, which advances by a fixed number of runs per step and knows the block of each run.
-// Blocks are numbered row by row.
+// A cursor over the runs of a matrix, which advances by a fixed number of runs per step and knows the block of each
+// run. Blocks are numbered row by row.
 template <class R>
-struct Walk {
+struct RunCursor {
   static constexpr u32 kRuns = R::kBlock / kRun;
   u32 runs, row, column;  // runs: runs per row; row, column: the current run
   // The numbers of rows and of runs by which one step advances.
   u32 rows_on, columns_on;
 
-  // Return the walk that begins at run `run` and advances by `stride` runs per step. `runs` is the number of runs per
+  // Return the cursor that begins at run `run` and advances by `stride` runs per step. `runs` is the number of runs per
   // row.
-  FP4KIT_DEVICE Walk from(u32 run, u32 runs, u32 stride) {
+  FP4KIT_DEVICE RunCursor from(u32 run, u32 runs, u32 stride) {
     if constexpr (R::kBlockRows == 1) return {runs, 0u, run, 0u, stride};
     return {runs, run / runs, run % runs, stride / runs, stride % runs};
   }
@@ -75,12 +75,12 @@ FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, 
       R::kThenEncode ? R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, a.tensor_at)).encode : 1.0f;
   const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
   u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
-  Walk<R> walk = Walk<R>::from(i, static_cast<u32>(a.columns / kRun), stride);
-  for (; i < last; i += stride, walk.advance()) {
+  RunCursor<R> cursor = RunCursor<R>::from(i, static_cast<u32>(a.columns / kRun), stride);
+  for (; i < last; i += stride, cursor.advance()) {
     const i64 p = static_cast<i64>(i) * kRun;
     const Run<In, kRun> run = safe.has(i) ? read_whole<kAligned>(s, p) : read_owned(s, p);
     u32 words[kRun * R::Element::kStoredBits / 32];
-    encode_run<R, In>(run, factor_by<R>(a.factors[a.factor_at + walk.block()], encode_scale), words);
+    encode_run<R, In>(run, factor_by<R>(a.factors[a.factor_at + cursor.block()], encode_scale), words);
     u8* out = a.packed + (a.run_at + i) * sizeof words;
     if (whole.has(i)) {
       store_words(out, words);

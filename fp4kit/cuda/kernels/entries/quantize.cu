@@ -62,7 +62,7 @@ FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
-  Divisor divisor;  // the runs per row or, if kInSectors, the scale tiles across the matrix
+  IntegerDivisor divisor;  // the runs per row or, if kInSectors, the scale tiles across the matrix
 };
 
 // Return the Walk over the matrix a.x.
@@ -75,10 +75,10 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
     constexpr u32 kOfSteps = Traits::kSectors * Traits::kUnroll * Traits::kParts;
     const u32 across = (row_runs / Traits::kLanes + 3) / 4,
               sectors = static_cast<u32>(padded_rows<R::kLayout>(rows) / 8) * across;
-    return {rows, row_runs, runs, (sectors + kOfSteps - 1) / kOfSteps * Traits::kParts, divisor_of(across)};
+    return {rows, row_runs, runs, (sectors + kOfSteps - 1) / kOfSteps * Traits::kParts, integer_divisor_of(across)};
   }
   return {rows, row_runs, runs, (runs + Traits::kStep - 1) / Traits::kStep,
-          Traits::kFlat ? Divisor{} : divisor_of(row_runs)};
+          Traits::kFlat ? IntegerDivisor{} : integer_divisor_of(row_runs)};
 }
 
 // The position of a run. If a thread has no run because it is beyond the last one, it gets the position of a run that

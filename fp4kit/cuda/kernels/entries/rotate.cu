@@ -30,7 +30,7 @@ FP4KIT_DEVICE constexpr int padded(int e) {
 }
 
 // The elements of a tile in shared memory.
-struct alignas(16) Tile {
+struct alignas(16) RotateTile {
   float elements[padded(kCount)];
 };
 
@@ -39,18 +39,18 @@ struct alignas(16) Tile {
 //   element_step, lane_step  the distances of neighboring elements of a block, and of neighboring lanes
 //   lanes                    the number of lanes
 //   block                    the index of the blocks along the middle axis
-struct LaneBlocks {
+struct RotateBlocks {
   i64 first, element_step, lane_step, lanes, block;
 };
 
-// Return the number of LaneBlocks of a call.
-FP4KIT_DEVICE i64 lane_blocks_count(const RotateArguments& a) {
+// Return the number of RotateBlocks of a call.
+FP4KIT_DEVICE i64 rotate_blocks_count(const RotateArguments& a) {
   const i64 blocks = a.length / kSize;
   return kContiguous ? (a.outer + kLanes - 1) / kLanes * blocks : a.outer * blocks * ((a.inner + kLanes - 1) / kLanes);
 }
 
-// Return the LaneBlocks with this index.
-FP4KIT_DEVICE LaneBlocks lane_blocks(const RotateArguments& a, i64 index) {
+// Return the RotateBlocks with this index.
+FP4KIT_DEVICE RotateBlocks rotate_blocks(const RotateArguments& a, i64 index) {
   const i64 blocks = a.length / kSize;
   if (kContiguous) {
     const i64 lane = index / blocks * kLanes, block = index % blocks;
@@ -76,7 +76,7 @@ FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) 
 
 // Load the tile of b, with signs if the call is not inverse. Absent lanes repeat the last one, so that no load waits
 // for a branch; their results are not stored.
-FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, float* tile) {
+FP4KIT_DEVICE void load_tile(const RotateArguments& a, const RotateBlocks& b, float* tile) {
   Bits loaded[kPerThread];
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
@@ -94,7 +94,7 @@ FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, floa
 }
 
 // Store `value`, the result of element e of the tile, with its sign if the call is inverse.
-FP4KIT_DEVICE void store_result(const RotateArguments& a, const LaneBlocks& b, int e, float value) {
+FP4KIT_DEVICE void store_result(const RotateArguments& a, const RotateBlocks& b, int e, float value) {
   const int lane = lane_of(e), i = index_of(e);
   if (e >= kCount || lane >= b.lanes) return;
   if (kIsInverse) value *= sign_of_element(a, b.block, i);
@@ -145,7 +145,7 @@ struct alignas(16) Quad {
 // Store the products of the blocks of the tile with the matrix of b, for sizes of 16, 32, 64 and 128. A thread computes
 // one column of the products of 16 lanes, or 16 columns of one lane, so that it reads most numbers four at a time.
 // Sums begin with -0, which changes no number that is added to it.
-FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const LaneBlocks& b, const float* tile) {
+FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
   for (int k = 0; k < kPerThread; ++k) sums[k] = -0.0f;
@@ -184,7 +184,7 @@ FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const LaneBlock
 }
 
 // Store the products of the blocks of the tile with the matrix of b, for any size.
-FP4KIT_DEVICE void store_products(const RotateArguments& a, const LaneBlocks& b, const float* tile) {
+FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
   for (int k = 0; k < kPerThread; ++k) sums[k] = -0.0f;
@@ -202,11 +202,11 @@ FP4KIT_DEVICE void store_products(const RotateArguments& a, const LaneBlocks& b,
 
 // Rotate the blocks of a.x, and store the results in a.out. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) rotate_kernel(RotateArguments a) {
-  __shared__ Tile memory[1];
+  __shared__ RotateTile memory[1];
   float* tile = memory->elements;
-  const i64 count = lane_blocks_count(a);
+  const i64 count = rotate_blocks_count(a);
   for (i64 index = blockIdx.x; index < count; index += gridDim.x) {
-    const LaneBlocks b = lane_blocks(a, index);
+    const RotateBlocks b = rotate_blocks(a, index);
     load_tile(a, b, tile);
     __syncthreads();
     if constexpr (kHasMatrices && kSize % 16 == 0 && kThreads % kSize == 0) {

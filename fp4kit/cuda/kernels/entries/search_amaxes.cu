@@ -97,11 +97,11 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
 }
 
 // A multiple, given by its index, and its loss. A NaN loss is never the smallest.
-struct Least {
+struct BestMultiple {
   double loss;
   i64 multiple;
   // Replace this multiple by `other` if `other` has the smaller loss, or has the same loss and comes first.
-  FP4KIT_DEVICE_MEMBER void keep_better(Least other) {
+  FP4KIT_DEVICE_MEMBER void keep_better(BestMultiple other) {
     if (other.loss < loss || (other.loss == loss && other.multiple < multiple)) *this = other;
   }
 };
@@ -111,12 +111,12 @@ struct Least {
 // this launch is better. If no loss is below infinity, take the first multiple.
 template <Objective kObjective>
 FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
-  __shared__ Least all[kThreads];
+  __shared__ BestMultiple all[kThreads];
   const u32 lane = threadIdx.x % 32u;
   const double infinity = float_of(kInfinityBits);
   for (i64 amax = first_item(whole_grid()) / 32; amax < a.rows / a.rows_of_amax;
        amax += item_stride(whole_grid()) / 32) {
-    Least least = {a.first ? a.least[amax] : infinity, -1};
+    BestMultiple least = {a.first ? a.least[amax] : infinity, -1};
     for (i64 k = lane; k < a.count; k += 32) {
       const double* losses = a.losses + amax * a.rows_of_amax * a.count + k;
       double total = losses[0];

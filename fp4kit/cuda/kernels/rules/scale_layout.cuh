@@ -17,15 +17,15 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
 }
 
 // A divisor n and floor((2^32 - 1) / n), so that one division serves many quotients by n.
-struct Divisor {
+struct IntegerDivisor {
   u32 n, inverse;
 };
-// Return the Divisor of n. The Divisor of 0 must not be used to divide.
-FP4KIT_DEVICE Divisor divisor_of(u32 n) {
+// Return the IntegerDivisor of n. The IntegerDivisor of 0 must not be used to divide.
+FP4KIT_DEVICE IntegerDivisor integer_divisor_of(u32 n) {
   return {n, 0xFFFFFFFFu / maximum(n, 1u)};
 }
 // Return floor(i / n). The product with the inverse is too small by at most one, and the comparison corrects that.
-FP4KIT_DEVICE u32 divide(u32 i, Divisor divisor) {
+FP4KIT_DEVICE u32 divide(u32 i, IntegerDivisor divisor) {
   const u32 estimate = high_product(i, divisor.inverse);
   return estimate + (i - estimate * divisor.n >= divisor.n);
 }
@@ -43,7 +43,7 @@ struct ScalePlace {
 // Return the row and the column of the scale that is stored in byte `byte` of the 32-byte sector `sector`, in a
 // swizzled layout. `tiles` is the number of scale tiles side by side in the matrix.
 template <ScaleLayout kLayout>
-FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
+FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, IntegerDivisor tiles) {
   constexpr u32 kSectors = tile_bytes<kLayout>() / 32;
   const u32 tile = sector / kSectors, down = divide(tile, tiles), column = (tile - down * tiles.n) * 4 + byte % 4;
   if constexpr (kLayout == ScaleLayout::swizzled_128x4)
