@@ -81,7 +81,7 @@ def fake_quantize(
         tensor_amax: the amax that determines the tensor scale, as in fp4kit.fake_quantize; None computes it from x. It
             gets no gradient.
         block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None computes them from x. They get no
-        gradient.
+            gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
             shape of x.

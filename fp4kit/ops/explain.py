@@ -37,7 +37,7 @@ class ExplainedStep:
 
     Attributes:
         name: the name of the result, such as "block amax". "code" is the stored code, and "result" is the dequantized
-        value.
+            value.
         value: the number. For a code, it is the value that the code stands for.
         bits: the bit pattern of the number or code, as an integer.
         format: the format of the bits, such as "float32", "E4M3" or "E2M1".

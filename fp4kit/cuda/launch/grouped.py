@@ -108,7 +108,7 @@ def prepare_group(
         function: the CuPy function of the kernel.
         arguments: one struct of the kernel's arguments per member.
         aligned_runs: per member, whether all runs (the elements that one thread loads at once) begin at multiples of 16
-        bytes. For grouped_transpose, the bit flags WHOLE_CODES and WORD_SCALES (what a thread may copy at once).
+            bytes. For grouped_transpose, the bit flags WHOLE_CODES and WORD_SCALES (what a thread may copy at once).
         pieces: the number of pieces of each member.
         held: the arrays that the launch keeps alive.
         small: True if the kernel was compiled for small groups (kSmall).
@@ -135,7 +135,7 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: 
         kernel: the name of the kernel for one matrix.
         struct: the result of kernel_structs.
         aligned_runs: True if the runs (the elements that one thread loads at once) of all tensors begin at multiples of
-        16 bytes.
+            16 bytes.
         small: the result of is_small.
     """
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)

@@ -72,7 +72,7 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
-    """Return the launch of a kernel for a number of tiles.
+    """Return the prepared launch of a matmul kernel for a number of tiles (squares of results).
 
     kernel: the function that compiles the kernel, and its arguments except grouped, dtype and device. grouped: True if
     the launch computes a group of products.

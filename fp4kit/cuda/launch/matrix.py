@@ -249,7 +249,7 @@ def transform_struct(mask: int | None) -> str:
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
 ) -> Any:
-    """Return a compiled amax kernel. aligned_runs: True if every row that it reduces begins at a multiple of 16 bytes.
+    """Return a compiled amax kernel. aligned_runs: True if every row to reduce begins at a multiple of 16 bytes.
 
     counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is
     applied first; None for no transform.

@@ -41,7 +41,7 @@ def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: 
 def _keep_launch(
     kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
 ) -> Launch:
-    """Return the launch of one of the kernels for a source of `blocks` blocks, with source_block codes per block.
+    """Return the prepared launch of one kernel of requantize.cu, for `blocks` blocks of `source_block` codes.
 
     kernel: the C++ name of the kernel. target: the new recipe. dtype: the dtype that was quantized. unsigned_zero: True
     if the source's decode rule decodes -0 to +0.

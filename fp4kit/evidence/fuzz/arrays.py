@@ -60,7 +60,7 @@ class DrawnArray:
 
     Attributes:
         kind: a key of VALUES, which says how to draw the elements from ``seed``; or "given" if ``bits`` holds the
-        elements.
+            elements.
         dtype: a key of DTYPES.
         shape: the array's shape.
         seed: seed of the values.

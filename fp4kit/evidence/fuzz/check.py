@@ -73,9 +73,9 @@ class Verdict(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return the kind and function of a failure.
+        """Return (kind, function) of a failure, to compare failures.
 
-        Two failures with equal keys count as one failure when a case is shrunk.
+        While a case is shrunk, a simpler case must fail with an equal key.
         """
         return self.kind, self.function
 

@@ -391,7 +391,7 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (fp4kit's codes, recorded codes) of a case, one code per element and NaNs without their sign.
+    """Return (fp4kit's codes, recorded codes) of a case, one code per element, with the sign of NaN codes removed.
 
     recorded: the recorded array "codes", in the packing of the producer.
     """

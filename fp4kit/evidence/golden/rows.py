@@ -25,7 +25,7 @@ class GoldenRow:
         options: further arguments of the call.
         skip: name of the exception that excuses differences, a key of check.SKIPS, or "" for none.
         columnwise_in_place: True if the file stores codes quantized along columns untransposed, as (M, K), with scales
-        (M/block, K).
+            (M/block, K).
         fake: True if fake_quantize is compared instead of quantize.
         widen: True if inputs are cast to float32, because the producer takes only float32.
         decoded: True if the decoded values of the codes are compared too.

@@ -281,7 +281,7 @@ def _amax_range(
         dtype: the dtype of the amaxes.
         r: the recipe.
         tensor: the tensor amax, used as the highest amax. None uses the highest amax that the dtype or the scale format
-        allows.
+            allows.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
