@@ -99,9 +99,10 @@ class Explanation:
 
     @property
     def parting(self) -> str | None:
-        """The name of the first step at which the recipes part, or None if they never part.
+        """The name of the first step at which the recipes differ, or None if there is no such step.
 
-        Recipes part at a step that all of them have, if its bits or its formats differ between two recipes.
+        Only steps that all recipes have count. Recipes differ at a step if the bits or the formats of two recipes
+        differ.
         """
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
@@ -252,7 +253,7 @@ def _on_host(array: Any) -> Any:
 
 
 def _check_transform(call: Call) -> None:
-    """Raise ValueError if a call has a Hadamard transform, and blocks of its recipe are no multiple of 16 columns."""
+    """Raise ValueError if a call has a Hadamard transform, but the block length of its recipe is no multiple of 16."""
     r = call.recipe
     if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
         raise ValueError(

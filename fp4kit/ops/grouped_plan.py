@@ -237,7 +237,7 @@ class GroupedPlan:
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
         """Return one parsed call per array of xs. values: the arguments tensor_amax and block_amax, by name.
 
-        Amaxes that the caller passed are not copied, so that every run reads their current values.
+        Amaxes that the caller passed are not copied, so that every later call reads their current values.
         """
         amaxes, blocks = (
             per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")

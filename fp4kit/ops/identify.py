@@ -237,9 +237,9 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    First come the table's recipes with the format of own. If own is in the table, or only fake-quantizes, nothing else
-    is yielded. Otherwise own comes next, and then variants of the table's recipes with the block of own. Recipes that
-    do not allow this block, or whose blocks have as many columns already, have no variant.
+    First come the table's recipes with the format of `own`. If `own` is in the table, or only fake-quantizes, no others
+    follow. Otherwise `own` comes next. Last come variants of the table's recipes: copies with the block shape of `own`.
+    A recipe has no variant if it does not allow this block shape, or if its blocks already have as many columns.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
@@ -290,10 +290,10 @@ def _matches_by_sample(
 ) -> list[Match]:
     """Return one match per candidate recipe, for a large array.
 
-    All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that give the whole
-    sample are then compared on all bytes of `whole`, the arrays on the caller's device. If no candidate gives the whole
-    sample, the best MAX_PROVED (3) candidates are compared. The other matches have whole=False. Matches are sorted by
-    equal bytes of the sample.
+    All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that reproduce the
+    whole sample are then compared on all bytes of `whole`, the arrays on the caller's device. If no candidate
+    reproduces the whole sample, the best MAX_PROVED (3) candidates are compared. The matches of all other candidates
+    have whole=False. Matches are sorted by equal bytes of the sample.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]

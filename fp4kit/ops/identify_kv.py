@@ -27,7 +27,7 @@ _COLUMNS = ("layout", "error of keys", "error of values", "reading")
 
 
 class KVMatch(NamedTuple):
-    """One reading of a KV cache, which are the keys and values that one layout decodes, and the errors of the reading.
+    """The errors of one reading of a KV cache: of the keys and values that one layout decodes from the cache.
 
     Attributes:
         layout: the name of the layout.

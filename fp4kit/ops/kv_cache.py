@@ -232,6 +232,6 @@ def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Qua
 
 
 def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
-    """Return the values of codes (tokens, heads, n) under block scales and a tensor scale, in a dtype."""
+    """Decode codes (tokens, heads, n) with their block scales and tensor scale. Return the values in `dtype`."""
     given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
     return dequantize(Quantized.from_parts(codes, scales, given, recipe=r, dtype=dtype))

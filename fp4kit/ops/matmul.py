@@ -37,7 +37,7 @@ def matmul(
     c: Any = None,
     threads: int | None = None,
 ) -> Any:
-    """Return the product of two quantized arrays as a matrix unit adds it: D = alpha * (C + A B^T), bit for bit.
+    """Return the product of two quantized arrays as a matrix unit computes it: D = alpha * (C + A B^T), bit for bit.
 
         D[..., m, n] = alpha * (c[..., m, n] + sum over k of a[..., m, k] * b[..., n, k])
 
@@ -208,9 +208,7 @@ def _rows(x: Any, rows: slice) -> Any:
 def _panels(x: Any) -> Iterator[slice]:
     """Yield slices that divide the rows of an operand into panels.
 
-    A panel has at most PANEL_ROWS rows and PANEL_ELEMENTS elements.
-
-    A panel has at least one row of blocks.
+    A panel has at most PANEL_ROWS rows and PANEL_ELEMENTS elements, but at least one row of blocks.
     """
     count, multiple = _row_count(x), _row_multiple(x)
     elements = prod(x.shape) // max(count, 1)

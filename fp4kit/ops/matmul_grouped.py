@@ -27,7 +27,7 @@ def matmul_grouped(
     c: Any = None,
     threads: int | None = None,
 ) -> Any:
-    """Return the products of a group of matrices, such as the experts of a layer, as a matrix unit adds them.
+    """Return the products of a group of matrices, such as the experts of a layer, as a matrix unit computes them.
 
         D[i] = matmul(a[i], b[i], ...)
 

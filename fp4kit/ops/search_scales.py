@@ -25,7 +25,7 @@ def search_scales(
     axis: int = -1,
     threads: int | None = None,
 ) -> Any:
-    """Search the amaxes whose scales give the smallest quantization error, so that quantize can use them.
+    """Find the amaxes whose scales give the smallest quantization error, to be passed to quantize.
 
     The recipe decides what is searched:
 
