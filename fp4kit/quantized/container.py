@@ -145,7 +145,7 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless the part `name` is a uint8 array of this shape, or None if shape is None.
+        """Raise an error unless the array field `name` is a uint8 array of this shape, or None if shape is None.
 
         The error is TypeError for an array of another library, and ValueError otherwise. host: whether packed is a
         NumPy array.
@@ -176,10 +176,10 @@ class Quantized:
             self._refuse_floats(name, shapes)
 
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless the part `name` is a float32 array with one of the given shapes.
+        """Raise an error unless the array field `name` is a float32 array with one of the given shapes.
 
         The error is TypeError for another library or dtype, and ValueError otherwise. host: whether packed is a NumPy
-        array. If so, the numbers of the part are checked too, and a NumPy scalar is replaced by a 0-d array.
+        array. If so, the numbers in the field are checked too, and a NumPy scalar is replaced by a 0-d array.
         """
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
@@ -196,16 +196,16 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise a ValueError that states the shape of the part `name` and the shapes that are allowed."""
+        """Raise a ValueError that states the shape of the array field `name` and the shapes that are allowed."""
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise TypeError unless a part belongs to the library (NumPy or CuPy) that packed belongs to.
+        """Raise TypeError unless an array field belongs to the library (NumPy or CuPy) of the codes, packed.
 
-        Raise ValueError if the part is a CuPy array on another device than packed. name, array: the part. host: True if
-        packed is a NumPy array.
+        Raise ValueError if the field is a CuPy array on another device than packed. name, array: the field. host: True
+        if packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
@@ -221,22 +221,22 @@ class Quantized:
         raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
-        """Return a Quantized with every part replaced by convert(part), without further checks.
+        """Return a Quantized with each of its arrays replaced by convert(array), without further checks.
 
-        Use it to move the parts to another library or device. convert must keep the bytes of the parts. Parts that are
-        None stay None.
+        Use it to move the arrays to another library or device. convert must keep the bytes. Array fields that are None
+        stay None.
         """
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
         return assembled({**vars(self), **parts})
 
     def parts(self) -> dict[str, Any]:
-        """Return a dict of the four parts by name. Parts that the Quantized lacks are None."""
+        """Return a dict of the four array fields by name, such as "packed". Fields that are missing have None."""
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
-        """Return a Quantized whose parts are NumPy or CuPy arrays that share the memory of the parts of this one.
+        """Return a Quantized of NumPy or CuPy arrays that share the memory of this one's arrays.
 
-        If the parts already are NumPy or CuPy arrays, return the Quantized itself. Raise the errors of import_arrays,
+        If its arrays already are NumPy or CuPy arrays, return the Quantized itself. Raise the errors of import_arrays,
         for example for a tensor that requires grad. op: the name of the function with which error messages begin.
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":

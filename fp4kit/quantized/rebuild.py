@@ -33,7 +33,7 @@ def reduced(q: Quantized) -> tuple[Any, ...]:
 
 
 def rebuild_quantized(parts: tuple[Any, Any, Any, Any], facts: _Facts) -> Quantized:
-    """Return a Quantized with the given parts and facts, in the form that ``reduced`` returns. All checks are made.
+    """Return the Quantized that a pickle stores, from the arguments that ``reduced`` returned. All checks are made.
 
     parts: the arrays packed, block_scale, tensor_scale and tensor_amax, or None.
     facts: shape, name of the dtype, axis, recipe as text, and layout of the block scales.
