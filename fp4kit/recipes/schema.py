@@ -250,7 +250,7 @@ def with_row_blocks(r: Recipe) -> Recipe:
 
 
 def has_tall_scales(r: Recipe) -> bool:
-    """Return whether blocks of several rows have float32 scales, as in FP8 with 128x128 blocks."""
+    """Return whether a recipe has blocks of several rows with float32 scales, such as FP8 in 128x128 blocks."""
     return r.tensor_scaling == "block" and r.block_rows > 1
 
 

@@ -54,7 +54,7 @@ def _table() -> dict[str, Recipe]:
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return r with its field `versions` filled in by `usual`, the versions of its producer, if r has none of its own.
+    """Return r; or, if r has no versions, a copy with the field `versions` set to `usual`, those of its producer.
 
     The versions are also appended to the text of `exact`, unless that text already names one of them.
     """

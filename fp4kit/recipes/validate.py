@@ -407,7 +407,7 @@ def _check_fake_rule(r: Any) -> None:
 
 
 def _check_search(r: Any) -> None:
-    """Raise ValueError unless the search is known and fits the other fields: scale, block, and those that it excludes.
+    """Raise ValueError unless the search is known, and fits scale, block and the fields that a search excludes.
 
     A search chooses the amax of each block of one row among several candidates, so no other field may choose it. The
     sweep of NVFP4 also needs the fields that unfit_for_sweep checks.
