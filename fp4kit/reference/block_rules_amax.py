@@ -26,8 +26,9 @@ def _code(rounding: str) -> Code:
     def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """Return the scale code of each block: S(amax / M * tensor.encode).
 
-        tensor.encode is the encode scale of the tensor, or 1 without a tensor scale. A NaN amax gives the NaN of the
-        scale format, or its largest value if it has no NaN. dtype is not used.
+        S() gives a code of the scale format, M is the largest magnitude of an element, and tensor.encode is the encode
+        scale of the tensor, or 1 without a tensor scale. A NaN amax gives the NaN of the scale format, or its largest
+        value if it has no NaN. dtype is not used.
         """
         assert recipe.scale is not None
         scale = show("block scale before rounding", amax / recipe.element.amax_target * tensor.encode)

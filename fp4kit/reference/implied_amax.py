@@ -63,10 +63,10 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
 def _first_bits(
     low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the bits of the smallest amax in [low, high] whose _order is at least minimum_order, by binary search.
+    """Find the smallest amax in [low, high] whose _order is at least minimum_order. Return its bits.
 
-    Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers, and so
-    is the result: int64, one per scale. The order compares with `scale`.
+    The search is binary. Return high + 1 if no amax in [low, high] has such an order. low, high and the result are the
+    bits of amaxes as integers: int64, one per scale. The order compares with `scale`.
 
     minimum_order: 0 for an amax whose scale is at least `scale`, 1 for an amax whose scale is larger.
     """

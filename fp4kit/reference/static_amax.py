@@ -1,4 +1,4 @@
-"""Find the tensor amax that stands for a static input scale, as a checkpoint stores it for the inputs of a layer.
+"""Find the tensor amax that gives a static input scale, which a checkpoint stores for the inputs of a layer.
 
 Decoding multiplies by a stored scale (Model-Optimizer's input_scale), or divides by it (compressed-tensors'
 input_global_scale). A recipe computes both its encode scale and its decode scale from an amax. So the stored scale is
