@@ -153,7 +153,7 @@ def _check_array(name: Any, q: Any) -> None:
 
 
 def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, str]]:
-    """Yield (array name, Quantized, part name) for every part of the arrays that is not None."""
+    """Yield (array name, Quantized, field name) for every array field, such as packed, that is not None."""
     return ((name, q, part) for name, q in arrays.items() for part in PARTS if getattr(q, part) is not None)
 
 
