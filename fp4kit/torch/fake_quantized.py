@@ -1,4 +1,4 @@
-"""Parametrize one parameter, so that its module reads it fake-quantized by itself."""
+"""Define FakeQuantized, a parametrization that fake-quantizes a single parameter."""
 
 from __future__ import annotations
 

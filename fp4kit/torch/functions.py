@@ -40,7 +40,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def named_recipe(recipe: str | Recipe) -> str:
-    """Return the string by which operators name a recipe. For an id it is the id itself, for a Recipe that of _spec."""
+    """Return the string by which operators name a recipe: an id unchanged, or the result of _spec for a Recipe."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 

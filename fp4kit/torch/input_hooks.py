@@ -137,9 +137,9 @@ class _Stack(NamedTuple):
 
 
 def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stack]]:
-    """Return {address of a storage: the stacks of experts that it holds} of a model. {} if the model has none.
+    """Return the stacks of experts of a model by the address of their storage: {address: stacks in this storage}.
 
-    A stack is a 3-d floating-point parameter inside a module called "experts".
+    A stack is a 3-d floating-point parameter inside a module called "experts". If the model has none, return {}.
 
     renamed: returns the names that a parameter has in the checkpoint (see saved_names.renaming_of).
     """

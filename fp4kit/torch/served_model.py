@@ -36,7 +36,7 @@ def fake_quantize_served(
     pass_through: bool,
     inputs: tuple[Any, Any],
 ) -> QuantizedNames:
-    """Apply fake_quantize_model with a recipe. The arguments, the result and the errors are the same.
+    """Implement fake_quantize_model for a recipe. Arguments, result and errors are those of fake_quantize_model.
 
     patterns: the arguments parameters, exclude and include, by name. inputs: the arguments activations and
     input_amaxes.

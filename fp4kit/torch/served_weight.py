@@ -56,7 +56,7 @@ class ServedWeight(torch.nn.Module):
         return f"{self.name!r}, {from_spec(self.form.recipe).id}, one amax for {len(self._group)}"
 
     def forward(self, w: Tensor) -> Tensor:
-        """Return the weight that the layer computes with, whose values are those that a loader decodes.
+        """Return the weight that the layer computes with: the values that a loader of the checkpoint decodes.
 
         The gradient passes straight through to w, or is clipped if form.pass_through is False. If w is a DTensor, each
         rank fake-quantizes its own shard. The shards use one tensor amax if form.shares is True. Raises what

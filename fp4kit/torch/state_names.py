@@ -1,4 +1,4 @@
-"""Keep the names, order and values in the state dict of a module when a parameter of it is fake-quantized.
+"""Keep a module's state dict unchanged (names, order and values) when one of its parameters is fake-quantized.
 
 A parametrization moves the parameter "weight" to "parametrizations.weight.original". Hooks of the module rename it back
 when a state dict is made, and accept the plain name when one is loaded.

@@ -75,7 +75,7 @@ def linear(*arguments: Any) -> torch.Tensor:
 
 
 def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_x(*arguments), by the class LinearGradientOfX in a transform."""
+    """Call linear_operators.linear_gradient_of_x(*arguments), through LinearGradientOfX if a transform is active."""
     return LinearGradientOfX.apply(*arguments) if active() else linear_operators.linear_gradient_of_x(*arguments)
 
 
