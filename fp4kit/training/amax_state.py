@@ -399,7 +399,7 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """Return the amaxes. If modules share an amax, each of them gets the maximum of their amaxes.
+    """Return the amaxes, in which modules that share an amax all have the largest amax among them.
 
     Modules share an amax if one group of ``groups`` names them. Also, their parent, quantizer and expert number must be
     equal, and their amaxes must have one element.

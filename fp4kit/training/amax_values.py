@@ -23,7 +23,7 @@ from fp4kit.training.amax_names import AmaxName
 
 
 def _xp(value: Any) -> Any:
-    """Return the library of an array: numpy or cupy."""
+    """Return the library that an array belongs to: the module numpy or cupy."""
     return imports.cupy() if imports.on_device(value) else np
 
 
