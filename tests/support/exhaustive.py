@@ -1,4 +1,4 @@
-"""Divide test cases between every run and exhaustive runs.
+"""Choose which test cases every run takes, and which only exhaustive runs take.
 
 An *exhaustive run* is `pytest -m exhaustive`, which .ci/run makes too. Cases that only exhaustive runs take have
 pytest's marker "exhaustive".

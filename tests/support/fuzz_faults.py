@@ -38,7 +38,7 @@ def is_away(value):
 
 
 def plant(monkeypatch, name, fault):
-    """Replace fp4kit.name by a faulty function in calls of the engine "away". Return a function that removes the fault.
+    """Replace fp4kit.name by a faulty function in calls on the engine "away". Return a function that removes the fault.
 
     Args:
         monkeypatch: pytest's fixture, with which the function is replaced.

@@ -1,4 +1,4 @@
-"""List calls of the public functions that together launch every kind of kernel. They run on the CPU or on a GPU.
+"""List calls to public functions that together launch every kind of kernel. The calls run on the CPU or on a GPU.
 
 A function with the arguments `place` and `call` makes the call that the KernelCall `call` describes, and returns its
 results as a list of arrays. It moves NumPy arrays to the device with the function `place`.
@@ -187,7 +187,7 @@ def search_amaxes(place: Place, call: KernelCall) -> list[Any]:
 
 
 def group(place: Place, call: KernelCall) -> list[Any]:
-    """Return a list of tensors of different sizes, moved by `place`. The last element of each is its largest."""
+    """Return a list of tensors of different sizes, moved by `place`. The last element of each tensor is its largest."""
     others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, 144)))]
     for x in others:
         x[-1, -1] = 100
@@ -207,9 +207,9 @@ def quantize_large_group(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_searched(place: Place, call: KernelCall) -> list[Any]:
-    """Quantize with a search.
+    """Quantize with a recipe that searches block amaxes.
 
-    There are blocks of every kind, and blocks in which two candidates have nearly equal errors.
+    The input has blocks of every kind, and blocks in which two candidates have nearly equal errors.
     """
     x = np.concatenate([searched_blocks(call.dtype)[:48], nearly_equal_blocks().astype(call.dtype)])
     return parts(fp4kit.quantize(place(x), call.recipe, **call.given(place)))
@@ -230,7 +230,7 @@ def amax_grouped(place: Place, call: KernelCall) -> list[Any]:
 
 
 def partial(place: Place, call: KernelCall) -> list[Any]:
-    """Return the results of partial_amax and partial_cast for shards with every misalignment to 16 bytes."""
+    """Return the results of partial_amax and partial_cast for shards that begin at every offset within 16 bytes."""
     x, r = np.resize(adversarial_blocks(call.dtype), call.shape), call.recipe
     amaxes, packed = fp4kit.amax(x, r), place(np.full(fp4kit.quantize(x, r).packed.shape, 0xA5, np.uint8))
     found: list[Any] = []

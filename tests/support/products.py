@@ -192,7 +192,7 @@ def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | No
 
 
 def as_quantized(x: Any) -> Any:
-    """Return an operand in a form that CuPy can hold, which has no float8 arrays.
+    """Return an operand in a form that CuPy, which has no float8 arrays, can hold.
 
     A float8 array becomes a Quantized with the tensor scale 1. Other operands are returned unchanged. Return None for
     AMD's FNUZ formats, which no recipe has.
@@ -292,7 +292,7 @@ def _scales_of(kind: str, spread: int) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def _value(kind: str, codes: tuple[int, int]) -> float:
-    """Return the product of two block scales of a kind of operands, given by their codes."""
+    """Decode two block scale codes for a kind of operands, and return the product of the two scales."""
     scale = recipe_of(kind).scale
     assert scale is not None
     return float(scale.values[codes[0]]) * float(scale.values[codes[1]])

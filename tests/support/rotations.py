@@ -37,7 +37,7 @@ class RotationCall(NamedTuple):
     matrices: int = 0
 
     def arguments(self) -> tuple[Callable[..., Any], np.ndarray, tuple[Any, ...], dict[str, Any]]:
-        """Return the function, x, the other positional arguments, and the keyword arguments of the call."""
+        """Return the call as (function, x, further positional arguments, keyword arguments)."""
         rng = np.random.default_rng(self.size)
         length = {"none": 0, "block": self.size, "axis": self.shape[self.axis]}[self.signs]
         signs = rng.choice(np.int8([-1, 1]), length) if length else None

@@ -15,7 +15,7 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Return a matrix (96, 64) of the given dtype. For some of its blocks only, bounds of the losses decide a search.
+    """Return a matrix (96, 64) of the given dtype. Bounds of the losses decide the search for some blocks only.
 
     Blocks have widely spread values, few distinct values, multiples of a scale, near ties, zeros, NaN and infinity.
     """
@@ -92,7 +92,9 @@ def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
 
 
 def nearly_equal_blocks() -> np.ndarray:
-    """Return float32 rows (6, 64) for auto-round's recipes: the order of a sum of errors decides between two scales.
+    """Return float32 rows (6, 64) for which the order of summing errors decides between two scales.
+
+    The scales are those of auto-round's recipes.
 
     Rows 0 to 3 are for blocks of 16, rows 4 and 5 for blocks of 32. NVFP4 blocks need a tensor amax of 4.
     """

@@ -1,4 +1,4 @@
-"""Provide PyTorch tensors, and calls of public functions on them, for comparison with calls on NumPy arrays.
+"""Provide PyTorch tensors, and calls to public functions on them, for comparison with calls on NumPy arrays.
 
 Importing this module skips the importing tests if PyTorch is missing.
 """

@@ -40,7 +40,8 @@ TE_CODES = [27 + 8 * k for k in range(12)]
 def blocks_at_ties(dtype: np.dtype) -> np.ndarray:
     """Return a matrix (12, 16) of one block per row.
 
-    Block k has the amax 2^k TIE, which every input dtype represents.
+    Block k has the amax 2^k * TIE, for which the order of TE's products decides the scale. Every input dtype represents
+    this amax.
     """
     x = np.outer(np.exp2(np.arange(12)) * TIE, np.linspace(-0.5, 1, 16))
     return x.astype(dtype)

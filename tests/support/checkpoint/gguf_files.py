@@ -1,4 +1,4 @@
-"""Write small GGUF files and decode their blocks element by element, without the code of fp4kit that tests compare."""
+"""Write small GGUF files and decode their blocks element by element, independently of the code under test."""
 
 from __future__ import annotations
 

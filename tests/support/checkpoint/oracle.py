@@ -245,7 +245,8 @@ def cast(group: list[Layer]) -> list[StoredParts] | None:
 def carried(layer: Layer) -> StoredParts:
     """Return an FP8 layer with power-of-two scales as MXFP8, without rounding.
 
-    The codes stay. The scale of each 128x128 block is repeated for 128 rows of 4 blocks.
+    The codes stay. The scale of each 128x128 block is repeated for its 128 rows, and for the 4 MXFP8 blocks in each of
+    these rows.
     """
     assert layer.scales is not None and layer.codes is not None
     codes = layer.scales if layer.scales.dtype == np.uint8 else (np.log2(layer.scales) + 127).astype(np.uint8)

@@ -120,9 +120,9 @@ def signalled(
 
 
 def events(folder: Path, *arguments: object) -> list[str]:
-    """Return the events of a run of fp4kit with these arguments, without a signal, from the import of fp4kit.ops on.
+    """Return the events of a process that runs fp4kit with these arguments, starting at the import of fp4kit.ops.
 
-    Raise AssertionError if the run fails.
+    No signal is sent. Raise AssertionError if the process fails.
     """
     run = signalled(folder, -1, 0, *arguments, log=str(folder / "log"))
     assert run.code == 0, run.err

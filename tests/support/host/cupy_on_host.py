@@ -64,7 +64,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def flags(self) -> Any:
-        """Return the contiguity of the array."""
+        """Return the flags that say whether the array is contiguous in row-major or in column-major order."""
         return SimpleNamespace(c_contiguous=self._host.flags.c_contiguous, f_contiguous=self._host.flags.f_contiguous)
 
     @property
