@@ -392,7 +392,8 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
-    remove_leftovers(target)
+    if staging.result_of(target).exists():  # only a finished result has leftovers
+        remove_leftovers(target)
     if done is not None:
         return ConversionReport(plan, target, done)
     check(plan, target, options.resume)

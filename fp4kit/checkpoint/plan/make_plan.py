@@ -178,7 +178,8 @@ def _plan(facts: PlanFacts) -> Plan:
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()
     rotated = [weight.name for weight in facts.selected.values() if weight.rotation]
-    warnings += tuple(str(found) for found in input_rotation.findings(rotated, facts.source.tensors))
+    if rotated:
+        warnings += tuple(str(found) for found in input_rotation.findings(rotated, facts.source.tensors))
     if facts.kv_cache.is_carried(format):
         found_troubles = kv_cache.troubles(facts.source.tensors)
         warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)
