@@ -363,7 +363,7 @@ def _first_scales(steps: list[Step]) -> Iterable[Step]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Return the entry of a recorded step that belongs to the element (row, column) of a block of the given shape.
+    """Select the entry of a recorded step for the element (row, column) of a block, which has the given shape.
 
     A step has one number per element, per row, or for the block.
     """

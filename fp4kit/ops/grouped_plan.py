@@ -272,7 +272,8 @@ class GroupedPlan:
 
         Returns:
             A list with one entry per tensor: float32 of shape (), or with one amax per row or block; None for recipes
-                without a tensor scale. Computed amaxes are views of amax_vector; on a GPU, one launch computes them.
+                without a tensor scale. Computed amaxes are views of amax_vector; on a GPU, one kernel launch computes
+                them.
 
         Raises:
             ValueError: an entry or its memory was replaced after the plan was made.

@@ -42,8 +42,8 @@ def matmul(
         D[..., m, n] = alpha * (c[..., m, n] + sum over k of a[..., m, k] * b[..., n, k])
 
     A matrix unit adds the products in steps along K, and each step keeps a limited number of bits. `unit` names the
-    hardware whose bits are returned, on any machine. fp4kit.units() lists the units, with what was compared with
-    hardware.
+    hardware whose result is reproduced bit for bit, on any machine. fp4kit.units() lists the units, and says which of
+    them were compared with hardware.
 
     Args:
         a: the rows of A along K: a Quantized with float elements whose quantized axis, one of the last two, is K (so

@@ -91,7 +91,7 @@ def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:
 
 
 def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
-    """Draw the sources of the error of a quantized matrix product as bars of the relative error.
+    """Draw the error sources of a quantized matrix product as bars, with the relative error of each source.
 
     Args:
         budget: the result of fp4kit.error_budget.

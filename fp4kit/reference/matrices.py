@@ -42,7 +42,7 @@ def is_per_expert(amax: Any, recipe: Recipe) -> bool:
 
 
 def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
-    """Return the part of a tensor_amax, or tensor_scale, that belongs to matrix i of a stack of matrices.
+    """Return the part of a tensor_amax, or tensor_scale, for matrix i in a stack.
 
     amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block. shape:
     (number of matrices, rows per matrix). The matrices of one expert are adjacent.

@@ -73,7 +73,7 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: SearchTerms, columns: int) -> np.ndarray:
-    """Return the loss of each part of every row of x: the sum of weight * |x - values|^power.
+    """Return one loss per part of a row of x: the sum of weight * |x - values|^power.
 
     The result is float64 in one dimension. If power is infinite, the loss is the maximum of weight * |x - values|.
     Without weights, each weight is 1.

@@ -180,7 +180,7 @@ def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarra
 
 
 def joined(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
-    """Return the sum of the losses of two parts of a block, or the larger loss if power is infinite."""
+    """Combine the losses of two parts of a block: return their sum, or the larger loss if power is infinite."""
     return np.maximum(a, b) if power == np.inf else a + b
 
 

@@ -135,7 +135,7 @@ class SafetensorsFile:
 
 
 def _plain_words(message: str) -> str:
-    """Return an explanation of an error message of the safetensors library, for the owner of the file.
+    """Explain an error message of the safetensors library in words for the owner of the file.
 
     An unknown message becomes a general sentence.
     """

@@ -113,7 +113,7 @@ def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch.
+    """Collect the inputs with which a linear layer is called, as a forward pre-hook of PyTorch.
 
     Raises what Collector.collect raises.
 
@@ -206,7 +206,7 @@ class _Products(TorchFunctionMode):
                     self._collect(group, _routed(inputs))
 
     def _add(self, layers: tuple[tuple[str, ...], ...], columns: int) -> None:
-        """Add the layers of all experts of a stack to the Collector, at the first call of the stack.
+        """Add the layers of all experts in a stack to the Collector. Called when the stack is used for the first time.
 
         layers: for each expert, the names of its layers in the checkpoint.
         columns: the number of inputs per token.

@@ -64,7 +64,7 @@ def linear(
 
     backward="high-precision" multiplies by the unquantized x and w instead, in the same way. Both are the backward
     passes of Transformer Engine's row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"), where
-    they are called backward_override="dequantized" and "high_precision". It multiplies in bfloat16.
+    they are called backward_override="dequantized" and "high_precision". Transformer Engine multiplies in bfloat16.
 
     backward="quantized" computes both gradients as Transformer Engine's NVFP4 recipe does, from operands that are
     quantized along the axis of the sum:

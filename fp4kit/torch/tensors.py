@@ -52,7 +52,7 @@ def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def copy_if_shared(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
-    """Return result, or a contiguous copy of it if its data begins at the address of one of the given tensors.
+    """Return `result`, or a contiguous copy if its data begins at the address of a given tensor.
 
     PyTorch requires that the result of an operator does not share memory with its inputs. Tensors that are None are
     ignored.
