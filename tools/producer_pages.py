@@ -92,7 +92,7 @@ def _versions(recipes: Iterable[Recipe]) -> str:
 
 @cache
 def _recorded(r: Recipe) -> tuple[int, int]:
-    """Return (number of recorded arrays of a recipe that fp4kit equals, number of arrays compared)."""
+    """Return, for a recipe, (number of recorded arrays that fp4kit reproduces, number of recorded arrays compared)."""
     result = check_recipe(r.id, _golden())
     return result.equal, result.compared
 

@@ -244,7 +244,7 @@ def partial(place: Place, call: KernelCall) -> list[Any]:
 def master_weights(place: Place, call: KernelCall) -> list[Any]:
     """Cast master weights to codes, and return the arrays of all results.
 
-    There are matrices of whole blocks in both directions, and matrices whose last blocks have few rows.
+    Some of the matrices have whole blocks in both directions. In others, the last blocks have fewer rows.
     """
     found: list[Any] = []
     for shapes, columnwise in ((((64, 80), (16, 16), (48, 64)), True), (((33, 240), (3, 48)), False)):
@@ -255,7 +255,7 @@ def master_weights(place: Place, call: KernelCall) -> list[Any]:
 
 
 def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
-    """Cast the master weights of a matrix, one half of which is in each of two processes.
+    """Cast the master weights of a matrix that is divided between two processes, one half each.
 
     Return the arrays that process 0 gets.
     """

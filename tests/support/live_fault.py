@@ -38,7 +38,7 @@ def scales_one_too_large(x):
 
 
 def without_function(x):
-    """Raise AttributeError, as a producer does that no longer has the function to call."""
+    """Raise AttributeError, like a producer's release that no longer has the function to call."""
     raise AttributeError("quantize is gone")
 
 

@@ -53,7 +53,7 @@ def drawn_scale(rng):
 
 
 def drawn_recipe(rng):
-    """Return a random recipe with amax rules."""
+    """Return a random recipe with amax rules, which are the rules for user-defined formats."""
     if rng.random() < 0.1:
         return drawn_microexponents(rng)
     element, scale, rounding = drawn_element(rng), drawn_scale(rng), str(rng.choice(["nearest", "up", "down"]))

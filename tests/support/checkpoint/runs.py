@@ -73,7 +73,7 @@ def larger(root: Path) -> None:
 
 @contextmanager
 def running(model: ModelConversion, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """Start the conversion of a ModelConversion in a new process, and yield the process once the journal exists.
+    """Start the conversion of a ModelConversion in a new process, and yield the process once its journal file exists.
 
     `workers` is a number of worker processes, or "threads" (see convert_once.py).
 

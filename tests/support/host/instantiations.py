@@ -1,6 +1,4 @@
-"""Collect the kernel instantiations that launchers of fp4kit.cuda request, and write the source text of a library with
-many of them.
-"""
+"""Collect the kernel instantiations that fp4kit.cuda requests, and write source text that contains many of them."""
 
 from __future__ import annotations
 
