@@ -39,7 +39,7 @@ def bit_patterns(x: np.ndarray) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """Describe how codes are stored: every `codes` codes fill `bytes` bytes, the first code in the lowest bits.
+    """How codes are stored: every `codes` codes fill `bytes` bytes, the first code in the lowest bits.
 
     E2M1 has Packing(codes=2, bytes=1): two 4-bit codes per byte.
     """

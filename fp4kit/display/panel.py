@@ -30,7 +30,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Panel:
-    """Hold a title, facts, a table and a bar chart, and render them as text or HTML. Empty parts are left out.
+    """A title, facts, a table and a bar chart that can be rendered as text or HTML. Empty parts are left out.
 
     Attributes:
         title: the first line.

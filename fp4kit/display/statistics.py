@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 20  # codes per chunk; with the int64 copy that bincount make
 
 @dataclass(frozen=True)
 class Statistics:
-    """Hold the counts of a Quantized.
+    """Statistics of the codes and scales of a Quantized.
 
     Attributes:
         values: number of values.

@@ -20,7 +20,7 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized
 
 
 class Outcome(NamedTuple):
-    """Hold the counts of a bit-for-bit comparison. Two outcomes are added with +.
+    """The counts of a bit-for-bit comparison. Two outcomes are added with +.
 
     Attributes:
         values: number of compared values.
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class ComparedEngine:
-    """Call public functions of fp4kit on arrays of one library (numpy or cupy); callers pass and get NumPy arrays.
+    """An engine to test: calls public functions on arrays of numpy or cupy. Callers pass and get NumPy arrays.
 
     ComparedEngine(cupy) uses the GPU. ComparedEngine(np) uses the host's compiled engine, or the specification if that
     engine is not installed.
@@ -93,7 +93,7 @@ class ComparedEngine:
 
 
 class Specification(ComparedEngine):
-    """Call public functions in the NumPy specification, even if a compiled engine is installed."""
+    """The NumPy specification as a ComparedEngine, used even if a compiled engine is installed."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context manager in which public functions run in the specification."""

@@ -134,7 +134,7 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
 
 
 class MatrixFunctions(NamedTuple):
-    """Hold the functions of a host engine that compute one matrix or one array; by default those of the specification.
+    """The functions of a host engine that compute one matrix or one array; by default those of the specification.
 
     Attributes:
         tensor_amax: computes the tensor amax of a whole array.

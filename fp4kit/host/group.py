@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 class HostGroup:
-    """Hold N parsed calls on NumPy arrays, prepared once with amaxes and outputs, and run as often as needed.
+    """N parsed calls on NumPy arrays, prepared once with amaxes and outputs, and run as often as needed.
 
     Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
 
@@ -103,7 +103,7 @@ class HostGroup:
 
 
 class HostClipGroup:
-    """Hold N calls of fake_quantize_backward on NumPy arrays, and the clip limit of each.
+    """N calls to fake_quantize_backward on NumPy arrays, and the clip limit of each.
 
     A limit that is None is computed from x.
     """

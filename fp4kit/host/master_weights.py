@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class HostStages:
-    """Hold the buffers of a MasterWeightsPlan in host memory, with one method per stage of cast_master_weights.
+    """The buffers of a MasterWeightsPlan in host memory, with one method per stage of cast_master_weights.
 
     Attributes:
         bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce

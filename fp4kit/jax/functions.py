@@ -19,7 +19,7 @@ from fp4kit.types import RoundingMode
 
 
 class StaticOptions(NamedTuple):
-    """Hold the arguments of a fake quantization that JAX treats as static.
+    """The arguments of fake_quantize that JAX treats as static.
 
     Instances are hashable, and two instances are equal if they describe one operation. So JAX traces a function again
     only if an option changes. seed is an int, or None if the caller passed no seed or an array.
@@ -33,7 +33,7 @@ class StaticOptions(NamedTuple):
 
 
 class TracedOptions(NamedTuple):
-    """Hold the optional arguments that may be arrays traced by JAX.
+    """The optional arguments of fake_quantize that may be arrays traced by JAX.
 
     seed holds random bytes or a 0-d integer. amax is the clip limit of the gradient.
     """

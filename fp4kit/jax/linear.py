@@ -28,7 +28,7 @@ from fp4kit.units import Unit
 
 
 class StaticLinear(NamedTuple):
-    """Hold the arguments of linear that JAX treats as static.
+    """The arguments of linear that JAX treats as static.
 
     seed is an int, or None if the caller passed no seed or an array.
     """

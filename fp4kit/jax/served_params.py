@@ -19,7 +19,7 @@ _OP = "fake_quantize_model"
 
 
 class _Leaf(NamedTuple):
-    """Describe an array in a pytree of parameters.
+    """An array in a pytree of parameters.
 
     Attributes:
         weight: the name, shape and other properties of the array that decide whether it is quantized.
@@ -31,7 +31,7 @@ class _Leaf(NamedTuple):
 
 
 class ServedParams:
-    """Transform a pytree of parameters by replacing the weights with their fake-quantized values.
+    """A function that replaces the weights in a pytree of parameters by their fake-quantized values.
 
     fake_quantize_model returns a ServedParams. Call it with the parameters, also inside jax.jit, jax.grad and
     jax.checkpoint. Gradients pass straight through. print() shows a table of all arrays with the reason why each is

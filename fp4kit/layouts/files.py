@@ -15,7 +15,7 @@ from fp4kit.layouts.nibbles import check_array, check_bytes, contiguous
 
 
 class GgufBlock(NamedTuple):
-    """Describe the blocks of a GGUF format: `scales` scale bytes, followed by the codes, two per byte.
+    """The layout of a block in a GGUF format: `scales` scale bytes, followed by the codes, two per byte.
 
     Each scale belongs to `group` elements, so a block holds scales * group elements.
     """

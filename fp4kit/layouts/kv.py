@@ -53,7 +53,7 @@ _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 class PageShape(NamedTuple):
-    """Hold the four numbers that determine the size of a KV cache.
+    """The four numbers that determine the size of a KV cache.
 
     Attributes:
         pages: the number of pages.
@@ -69,7 +69,7 @@ class PageShape(NamedTuple):
 
 
 class KVParts(NamedTuple):
-    """Hold the bytes of keys and values: codes (..., head_dim/2) and block scales (..., head_dim/16), all uint8.
+    """The bytes of quantized keys and values: codes (..., head_dim/2) and block scales (..., head_dim/16), all uint8.
 
     Attributes:
         k_codes: the codes of keys, two per byte, the even element in the low nibble.
@@ -86,7 +86,7 @@ class KVParts(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Describe where codes and scales lie in a KV cache. The module's docstring states the offsets.
+    """The positions of codes and scales in a KV cache. The module's docstring states the offsets.
 
     Attributes:
         container: "vllm" (one array of pages) or "flashinfer" (four arrays).
@@ -224,7 +224,7 @@ def v_scale_position(token: Any, scale: Any, scales: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Write and read keys and values in a KV cache, at given token slots. The arrays are not copied.
+    """A KV cache whose keys and values can be written and read by token slot. The arrays are not copied.
 
     Attributes:
         layout: the KVLayout, or its name when the cache is created.

@@ -26,7 +26,7 @@ OP = "compare_recipes"
 
 @dataclass(frozen=True, eq=False)
 class RecipeComparison:
-    """Report how the results of several recipes differ for one array. print() shows the shares of differing codes.
+    """The differences between the results of several recipes for one array. print() shows shares of differing codes.
 
     All arrays have shape (n, n) for n recipes, and are symmetric.
 
@@ -155,7 +155,7 @@ def compare_recipes(
 
 
 class _RecipeResult:
-    """Hold the codes, scales and values that one recipe gives, as arrays on the host; None for those it does not give.
+    """The codes, scales and values that one recipe gives, as arrays on the host; None for those it does not give.
 
     codes: the element codes, in the shape of x. values: the bits of the values, with one pattern for all NaN.
     """

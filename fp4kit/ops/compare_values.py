@@ -41,7 +41,7 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
 @dataclass
 class Energy:
-    """Accumulate a sum of squares box by box, for the SQNR of a comparison.
+    """A sum of squares, accumulated box by box, for the SQNR of a comparison.
 
     The sum of a box is stored as a pair (p, e), which means p * 4^e, so that squares of large and small float64 numbers
     neither overflow nor underflow.

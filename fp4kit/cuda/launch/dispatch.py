@@ -49,7 +49,7 @@ BAND_SHIFT = 3
 
 
 class Arguments(NamedTuple):
-    """Hold the names of a kernel's arguments, in order. Each argument has 8 bytes.
+    """The names of a kernel's arguments, in order. Each argument has 8 bytes.
 
     Attributes:
         pointers: the addresses of arrays.
@@ -96,7 +96,7 @@ PATCHES = Arguments(
 
 
 class LaunchRequest(NamedTuple):
-    """Describe a quantization to launch: everything that determines the kernel, its template arguments and its grid.
+    """A quantization to launch: everything that determines the kernel, its template arguments and its grid.
 
     Attributes:
         recipe: the recipe.
@@ -139,7 +139,7 @@ class LaunchRequest(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """Describe a kernel by functions that say which requests it supports and how it is launched.
+    """A kernel, with functions that say which requests the kernel supports and how it is launched.
 
     Attributes:
         kernel: the name of its file in kernels/entries, without the suffix.

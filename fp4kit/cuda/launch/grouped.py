@@ -224,7 +224,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """Hold the arguments of launch.clip.clip_gradient for one array of a group."""
+    """The arguments of launch.clip.clip_gradient for one array of a group."""
 
     grad: Any
     x: Any

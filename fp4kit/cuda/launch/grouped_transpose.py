@@ -19,7 +19,7 @@ WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see grouped_tr
 
 
 class TransposeMatrix(NamedTuple):
-    """Hold the arrays of one matrix to transpose. All arrays are contiguous.
+    """One matrix to transpose: the arrays of codes and scales, all contiguous.
 
     codes, scales: the codes and the block scales of the matrix.
     out, scales_out: the arrays for the codes and the block scales of its transposed copy.

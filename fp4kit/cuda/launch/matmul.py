@@ -152,7 +152,7 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
 
 
 class _Product(NamedTuple):
-    """Hold what a launch needs for one matrix product: the kernel, its arguments and the arrays.
+    """One matrix product to launch: the kernel, its arguments and the arrays.
 
     Attributes:
         kernel: the function that compiles the kernel, and the arguments of this function.

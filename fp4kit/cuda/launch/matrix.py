@@ -51,7 +51,7 @@ AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")]
 
 
 class Matrix(NamedTuple):
-    """Hold the inputs and outputs of a kernel on one matrix (M, K). Fields have the names of the kernels' arguments.
+    """The inputs and outputs of a kernel for one matrix (M, K). Fields have the names of the kernels' arguments.
 
     Arrays that the kernel does not need are None.
 

@@ -51,7 +51,7 @@ def _keep_launch(
 
 
 class KeptSource(NamedTuple):
-    """Describe the quantized array whose codes may be kept.
+    """The source of a requantization: a quantized array whose codes may be kept.
 
     codes, scales: contiguous arrays, aligned to 8 bytes; scales are E8M0 in the linear layout.
     recipe, dtype: the recipe, and the dtype that was quantized.

@@ -28,7 +28,7 @@ MAX_ROW = 1 << 31  # elements; hadamard_rows.cu takes only rows that are shorter
 
 
 class RotateKernel(NamedTuple):
-    """Hold the template arguments of rotate.cu.
+    """The template arguments of rotate.cu.
 
     Attributes:
         dtype: the dtype of the elements.

@@ -31,7 +31,7 @@ MARGIN = 64  # bytes of guards before and behind an output; keeps the output ali
 
 @dataclass(frozen=True)
 class View:
-    """Describe the memory layout of an array that is a strided view of a larger array.
+    """The memory layout of an array that is a strided view of a larger array.
 
     Attributes:
         order: the axes in the order of memory, the slowest-varying first.
@@ -56,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class DrawnArray:
-    """Describe a random test array by plain data, so that a program can be printed and run again.
+    """A random test array, described by plain data, so that a program can be printed and run again.
 
     Attributes:
         kind: a key of VALUES, which says how to draw the elements from ``seed``; or "given" if ``bits`` holds the
@@ -317,7 +317,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Guarded(NamedTuple):
-    """Hold an array or Quantized to pass as an output, surrounded by guard bytes that a call must not change.
+    """An array or Quantized to pass as an output, surrounded by guard bytes that a call must not change.
 
     Attributes:
         value: the array or Quantized.

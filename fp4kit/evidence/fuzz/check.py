@@ -30,7 +30,7 @@ FUNCTIONS = {name: getattr(arrays, name) for name in FUNCTIONS_OF_ARRAYS} | {
 
 
 class Verdict(NamedTuple):
-    """Hold the result of a fuzz case: passed or failed, and why.
+    """The result of a fuzz case: passed or failed, and why.
 
     Attributes:
         kind: one of the kinds below.
@@ -91,7 +91,7 @@ class Verdict(NamedTuple):
 
 
 class EngineRun:
-    """Run the statements of a program on one engine.
+    """The execution of a fuzz program on one engine, statement by statement.
 
     ``names`` maps the names of results to the results that the run has computed. ``host`` is True for the
     specification.
@@ -187,7 +187,7 @@ def written_names(statements: list[Statement]) -> set[str]:
 
 
 class RunsInStep:
-    """Run one program on several engines, statement by statement.
+    """The execution of one fuzz program on several engines, statement by statement, with a comparison after each.
 
     Args:
         runs: one EngineRun per engine, the specification's first.

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 class Codes(NamedTuple):
-    """Describe the codes of a float format.
+    """Notable codes of a float format, such as the code of 1 and of the largest value.
 
     Attributes:
         sign: the sign bit. Larger codes have larger magnitudes if this bit is ignored.

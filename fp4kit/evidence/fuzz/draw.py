@@ -41,7 +41,7 @@ BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Hold the options of a fuzz case: everything except the operation, recipe, arrays and axis.
+    """The options of a fuzz case: everything except the operation, recipe, arrays and axis.
 
     Every default is the simplest choice.
 
@@ -72,7 +72,7 @@ class DrawnOptions:
 
 @dataclass(frozen=True)
 class DrawnCase:
-    """Describe one fuzz case: an operation on random arrays.
+    """One fuzz case, described by plain data: an operation on random arrays.
 
     Attributes:
         operation: a name in OPERATIONS.

@@ -16,7 +16,7 @@ _counters: Any = None  # numbers of calls and failures, shared by all processes;
 
 
 class WorkerTask(NamedTuple):
-    """Describe the fuzzing that each process does.
+    """The work of each process that fuzzes: engine, limits and pool.
 
     Attributes:
         seconds: running time of each process, without shrinking.

@@ -40,7 +40,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Pool:
-    """List the recipes, operations and options that fuzz cases are drawn from.
+    """The recipes, operations and options that fuzz cases are drawn from.
 
     Attributes:
         recipes: ids of recipes.
@@ -87,7 +87,7 @@ class Pool:
 
 
 class Picks:
-    """Pick from a pool at random, in an order that an integer determines.
+    """A source of random choices from a pool, determined by an integer.
 
     Attributes:
         rng: the random generator.

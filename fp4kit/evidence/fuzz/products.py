@@ -36,7 +36,7 @@ _PAIRS = [(f"paired by {d}", f"opposed by {d}") for d in DISTANCES]
 
 @dataclass(frozen=True)
 class DrawnOperand:
-    """Describe one operand of a matrix product.
+    """One random operand of a matrix product, described by plain data.
 
     Attributes:
         codes: the codes (..., rows, K), one per byte; or the elements if the operand is an array of a 16-bit dtype.
@@ -68,7 +68,7 @@ class DrawnOperand:
 
 @dataclass(frozen=True)
 class DrawnProduct:
-    """Describe one call of fp4kit.matmul.
+    """One random call to fp4kit.matmul, described by plain data.
 
     Attributes:
         a, b: the operands.
@@ -118,7 +118,7 @@ def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
 
 
 class _Kind(NamedTuple):
-    """Hold the properties of an operand (an array or a Quantized) that decide which matrix units can multiply it.
+    """The properties of an operand (an array or a Quantized) that decide which matrix units can multiply it.
 
     Attributes:
         dtype: dtype of an operand that is an array; "" for a Quantized.

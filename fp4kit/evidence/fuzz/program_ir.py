@@ -15,7 +15,7 @@ from fp4kit.evidence.fuzz.recipes import Variant
 
 @dataclass(frozen=True, repr=False)
 class Ref:
-    """Refer to an earlier statement's result by name, or to a part of it by ``path`` (attributes, indices, slices)."""
+    """A reference to an earlier statement's result, or to a part of it by ``path`` (attributes, indices, slices)."""
 
     name: str
     path: tuple[Any, ...] = ()
@@ -40,20 +40,20 @@ def _access(part: Any) -> str:
 
 
 class Dtype(NamedTuple):
-    """Represent a dtype as an argument of a call, by its name in arrays.DTYPES."""
+    """A dtype that is an argument of a call, given by its name in arrays.DTYPES."""
 
     name: str
 
 
 class Make(NamedTuple):
-    """Represent the statement target = value, where the value is an array or a recipe."""
+    """The statement target = value, where the value is an array or a recipe."""
 
     target: str
     value: DrawnArray | Variant
 
 
 class ProgramCall(NamedTuple):
-    """Represent the statement target = function(*arguments, **options).
+    """The statement target = function(*arguments, **options).
 
     Attributes:
         target: name of the result.
@@ -73,7 +73,7 @@ class ProgramCall(NamedTuple):
 
 
 class Same(NamedTuple):
-    """Represent the statement that two results, or a result and a number, must agree bit for bit.
+    """The statement that two results, or a result and a number, must agree bit for bit.
 
     If ``host_only`` is True, the statement is checked only when the specification runs the program.
     """
@@ -87,7 +87,7 @@ Statement = Make | ProgramCall | Same
 
 
 class Program:
-    """Collect the statements of a program in order."""
+    """The statements of a fuzz program, collected in order."""
 
     def __init__(self) -> None:
         self.statements: list[Statement] = []

@@ -35,7 +35,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Variant:
-    """Describe a recipe from the table of recipes, with some fields changed.
+    """A recipe from the table of recipes, with some fields changed.
 
     Attributes:
         id: id of the recipe.

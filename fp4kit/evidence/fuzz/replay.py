@@ -25,7 +25,7 @@ Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class EngineArrays:
-    """Make the arrays of a reproduction on one engine.
+    """A maker of arrays for a reproduction (the printed program of a failure) on one engine.
 
     ``host`` is True for the specification, which makes calls that other engines reject by design.
     """

@@ -37,7 +37,7 @@ COUNTED = ("cases", "calls", "values", "refused", "declined", "failed")
 
 @dataclass(frozen=True)
 class Failure:
-    """Describe a case that failed.
+    """A fuzz case that failed, with its shrunk form and a program that reproduces it.
 
     Attributes:
         case: the integer that the case is drawn from.
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """Hold the counts of a run.
+    """The counts and failures of a fuzzer run.
 
     Attributes:
         operations: {operation: counts of COUNTED}.

@@ -44,7 +44,7 @@ Mask = np.ndarray
 
 
 class EngineOperations(NamedTuple):
-    """Hold public functions that run on one engine, such as quantize; they take and return NumPy arrays."""
+    """Public functions that run on one engine, such as quantize; they take and return NumPy arrays."""
 
     quantize: Callable[..., Any]
     fake_quantize: Callable[..., np.ndarray]
@@ -209,7 +209,7 @@ def _skip_applied_scale(case: RecordedCase) -> Mask:
 
 @dataclass
 class RecordedCase:
-    """Hold one input of a row, the recorded outputs for it, and the recipe that must give them.
+    """One input of a GoldenRow, the producer's recorded outputs for it, and the recipe that must give these outputs.
 
     Attributes:
         row: the row.

@@ -26,7 +26,7 @@ _BF16_SUFFIX = "__bf16"  # inputs with this suffix are stored as uint16 bit patt
 
 
 class GoldenSet:
-    """Read recorded outputs and the inputs from which producers computed them. Arrays are read-only.
+    """Recorded outputs of producers, and the inputs from which they were computed. Arrays are read-only.
 
     For a file that the set does not have, `keys` and `variants` return nothing, while `get` and `input` raise KeyError.
     """
@@ -123,7 +123,7 @@ class GoldenSet:
 
 
 class _ArrayFiles:
-    """Read the files of a directory by name, each only once.
+    """The .npz files of a directory, which are read by name, each only once.
 
     A packed file may refer to other files, which are read by this object too.
     """

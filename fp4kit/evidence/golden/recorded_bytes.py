@@ -22,7 +22,7 @@ _TYPES = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f1
 
 
 class Bytes(NamedTuple):
-    """List the recorded arrays for a recipe that a producer computed from codes and scales, without input values.
+    """The recorded arrays for a recipe that a producer computed from codes and scales, without input values.
 
     Attributes:
         recipe: id of the recipe.

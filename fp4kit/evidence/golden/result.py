@@ -14,7 +14,7 @@ Compared = tuple[str, Any, Any, Any]
 
 
 class ArrayDifference(NamedTuple):
-    """Describe an array that differs: its key, the number of differing values, and its size."""
+    """A recorded array that differs: its key, the number of differing values, and its size."""
 
     key: str
     differing: int
@@ -22,7 +22,7 @@ class ArrayDifference(NamedTuple):
 
 
 class GoldenResult(NamedTuple):
-    """Hold the result of comparing the recorded arrays of a recipe or row.
+    """The result of comparing the recorded arrays for a recipe or a GoldenRow.
 
     Attributes:
         recipe: id of the recipe.

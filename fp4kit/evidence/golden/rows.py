@@ -11,7 +11,7 @@ from fp4kit.evidence.golden.rows_serving import serving_rows
 
 @dataclass(frozen=True)
 class GoldenRow:
-    """Describe recorded outputs of a producer (a variant in a file of the golden set) that a recipe must equal.
+    """Recorded outputs of a producer (a variant in a file of the golden set) that a recipe must equal.
 
     Attributes:
         recipe: id of the recipe.

@@ -21,7 +21,7 @@ SATURATING_CASTS = {"torch": ("2.13", "")}  # before torch 2.13, values that ove
 
 @dataclass(frozen=True)
 class ProducerCall:
-    """Describe a producer's function that must match a recipe bit for bit, and how its result is compared.
+    """A producer's function that must match a recipe bit for bit, and how its result is compared.
 
     Attributes:
         function: takes a 2-d array whose rows hold whole blocks, and returns the producer's result as Parts, {name in
@@ -53,7 +53,7 @@ class ProducerCall:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Describe a producer's package, and the calls that are compared with recipes.
+    """A producer's package, and the calls to it that are compared with recipes.
 
     Attributes:
         name: the name of the producer's distribution, whose version is reported.

@@ -34,7 +34,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class PartDifference:
-    """Describe the difference in one part, such as "codes".
+    """The difference between a producer and fp4kit in one part of the result, such as "codes".
 
     Attributes:
         part: name of the part.
@@ -60,7 +60,7 @@ class PartDifference:
 
 @dataclass
 class ProducerComparison:
-    """Hold the result of comparing a producer with fp4kit on one input array.
+    """The result of comparing a producer with fp4kit on one input array.
 
     Attributes:
         differences: the parts that differ.

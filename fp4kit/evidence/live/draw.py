@@ -27,7 +27,7 @@ MAX_ELEMENTS = 8192  # the most elements per array
 
 
 class DrawnInput(NamedTuple):
-    """Hold a random input array and the name of its kind (the distribution of its values).
+    """A random input array, and the name of its kind (the distribution of its values).
 
     Attributes:
         x: the array, (rows, columns).

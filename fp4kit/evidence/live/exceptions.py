@@ -18,7 +18,7 @@ Where = Callable[[np.ndarray, Any], np.ndarray]  # function (x, fp4kit's Quantiz
 
 
 class Exempt(NamedTuple):
-    """Describe elements whose codes and values are not compared.
+    """A named exception: elements whose codes and values are not compared.
 
     Attributes:
         name: name of the exception in the report.

@@ -41,7 +41,7 @@ class NotRun(Exception):
 
 @dataclass
 class FoundDifference:
-    """Describe one difference between a producer and fp4kit.
+    """One difference between a producer and fp4kit, with a program that shows it.
 
     Attributes:
         recipe: id of the recipe.
@@ -62,7 +62,7 @@ class FoundDifference:
 
 @dataclass
 class RecipeCounts:
-    """Count what was compared for one recipe.
+    """Counts of what was compared for one recipe.
 
     Attributes:
         arrays: the inputs that were compared.
@@ -79,7 +79,7 @@ class RecipeCounts:
 
 @dataclass
 class ProducerResult:
-    """Hold the result of running one producer.
+    """The result of running one producer: its version, and counts and differences per recipe.
 
     Attributes:
         producer: name of the producer in the report.
@@ -293,7 +293,7 @@ def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
 
 @dataclass
 class LiveCase:
-    """Hold an input for a producer's call.
+    """An input for a producer's call: an array to quantize, or codes and scales to decode.
 
     Attributes:
         id: id of the recipe.

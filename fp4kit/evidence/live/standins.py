@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Anything(ModuleType):
-    """Stand in for any module: every attribute exists and is another stand-in.
+    """A stand-in for any module: every attribute exists and is another stand-in.
 
     A call with one argument returns the argument, so that a stand-in also works as a decorator that changes nothing.
     """

@@ -32,7 +32,7 @@ STEP, NEAR = 61, 1 << 12
 
 
 class Float32Sweep(NamedTuple):
-    """Describe a sweep: a test that quantizes all float32 numbers below a limit, of both signs, with a scale of 1.
+    """A sweep: a test that quantizes all float32 numbers below a limit, of both signs, with a scale of 1.
 
     Attributes:
         name: the name of the sweep in the report.

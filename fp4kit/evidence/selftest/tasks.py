@@ -48,7 +48,7 @@ SCALED = ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-flashinfer", "nvfp
 
 
 class Task(NamedTuple):
-    """Describe one comparison of the self-test.
+    """One comparison of the self-test.
 
     Attributes:
         part: the row of the report that the task belongs to.
@@ -62,7 +62,7 @@ class Task(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Hold the result of a task.
+    """The result of a task of the self-test.
 
     Attributes:
         task: the task.

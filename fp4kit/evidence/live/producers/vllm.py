@@ -34,7 +34,7 @@ def _emulation() -> Any:
 
 
 class _Cpu:
-    """Stand in for vLLM's platform on a machine without a GPU."""
+    """A stand-in for vLLM's platform object, for machines without a GPU."""
 
     def is_cuda_alike(self) -> bool:
         return False
