@@ -72,10 +72,9 @@ def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int, layout: str = "linear") -> Any:
-    """Return a compiled kernel.
+    """Return a compiled partial kernel as a CuPy function on a device.
 
-    dtype: the dtype of the shards. grouped: True for the variant that computes many matrices. layout: the layout of
-    scales, for
+    dtype: the dtype of the shards. grouped: True for the variant for many matrices. layout: the layout of scales, for
     partial_scales.
     """
     names = {"kLayout": f"ScaleLayout::{layout}"} if kernel == "partial_scales" else {}
@@ -89,7 +88,7 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
     Args:
         dtype: the dtype of the shard.
         table: the arguments of the kernel, from `arguments`.
-        work: the number of blocks or runs, as the kernel needs. A thread takes one of them at a time.
+        work: the number of blocks or runs, as the kernel needs. A thread processes one of them at a time.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))

@@ -53,7 +53,7 @@ def _constants(size: int) -> str:
 
 
 def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: bool, inverse: bool) -> str:
-    """Return the C++ text of an instantiation of hadamard_rows.cu, or of hadamard_columns.cu if contiguous is False.
+    """Return the C++ text that instantiates hadamard_rows.cu, or hadamard_columns.cu if contiguous is False.
 
     contiguous: whether the elements of a block are neighbors in memory. dtype: the dtype of the elements. size: the
     number of elements of a block. has_signs: whether there are signs. inverse: whether signs apply to the results.
@@ -63,7 +63,7 @@ def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: boo
 
 
 def source(kernel: RotateKernel) -> str:
-    """Return the C++ text of the instantiation `kernel` of rotate.cu."""
+    """Return the C++ text that instantiates rotate.cu with the template arguments `kernel`."""
     return instantiation(
         "rotate",
         _constants(kernel.size),

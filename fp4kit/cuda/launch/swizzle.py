@@ -18,7 +18,7 @@ _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows",
 
 
 def source(layout: str, target: str, quads: bool = True) -> str:
-    """Return the C++ text of the instantiation that copies from `layout` to `target`.
+    """Return the C++ text that instantiates the kernel for copies from `layout` to `target`.
 
     Args:
         quads: True if a thread copies 16 bytes in each of four rows at a time. One of the layouts must be linear.

@@ -24,7 +24,7 @@ BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 
 
 def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_scales: bool = True) -> str:
-    """Return the C++ text of the instantiation for codes of `bits` bits in square blocks of `block` columns.
+    """Return the C++ text that instantiates the kernel for codes of `bits` bits in square blocks of `block` columns.
 
     layout: the layout of the block scales. wide_codes, wide_scales: the flags of this module.
     """

@@ -181,7 +181,7 @@ def run(
 def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
-    """Draw and check the single case of the integer ``number``, and return the Report.
+    """Draw one fuzz case from the integer ``number``, check it, and return the Report.
 
     If the case fails, the report has its reproduction.
 
@@ -202,7 +202,7 @@ def run_case(
 
 
 def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
-    """Draw the case of the integer ``number``, check it, and add it to the report. Return (case, verdict).
+    """Draw one fuzz case from the integer ``number``, check it, and add it to the report. Return (case, verdict).
 
     The report gets the counts only; the caller adds failures.
 
