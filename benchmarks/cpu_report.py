@@ -249,10 +249,10 @@ def summary(record: Record) -> str:
         for recipe in SEVEN
     ]
     found = bars_of(record)
-    held = f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold"
+    held = f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars are met"
     return (
         f"{heading(record)}. Rates are GB/s of bfloat16 for matrices of {record['size']} x"
-        f" {record['size']}. {held}; a bar is a target for a set of measurements.\n\n{table(tuple(head), cells)}"
+        f" {record['size']}. A *bar* is a target for a set of measurements; {held}.\n\n{table(tuple(head), cells)}"
     )
 
 
