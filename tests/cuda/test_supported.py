@@ -27,7 +27,7 @@ REFUSED = [  # recipe, replaced fields, error
     (
         "int4-modelopt",
         {"rounding": "rz", "fake_rule": None},
-        "rounding='rz' of INT4, which no CUDA kernel supports; needs 'rn'",
+        "rounding='rz' for elements INT4, which no CUDA kernel supports; needs 'rn'",
     ),
     (
         "int4-modelopt",

@@ -163,6 +163,7 @@ IN_THE_DTYPE = (
     "qwix",
     "mlx-cpu",
     "fp8-comfy-kitchen",
+    "nvfp4-comfy-kitchen",
 )
 
 

@@ -25,7 +25,7 @@ names = pytest.mark.parametrize("name", NAMES)
 # For these rules, a stored decode scale may not determine the encode scale, because both are computed from the amax:
 # decode = 1 / encode, or decode = amax / max and encode = max / amax.
 AMBIGUOUS = ("nvfp4-flashinfer", "nvfp4-compressed-tensors", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt")
-AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
+AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-cpu-0322-global", "nvfp4-mlx-metal-global")
 
 
 def again(x, q, name=None, **options):

@@ -251,13 +251,14 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare dequantize for all 256 code bytes with all 256 scale bytes, to each float dtype.
+    """Compare dequantize for every byte of codes with all 256 scale bytes, to each float dtype.
 
     The tensor scale is 3.7 if the recipe has one.
     """
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
-    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    kinds = 256 if r.element.packing.codes > 1 else 1 << r.element.bits  # a byte with one code holds no larger number
+    codes = np.tile(np.arange(256, dtype=np.uint8) & np.uint8(kinds - 1), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
     tensor = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
     q = Quantized(codes, scales, tensor, tensor, (256, width), FLOATS[0], -1, r)
