@@ -139,15 +139,16 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
             assert_same_bits(fp4kit.dequantize(q, dtype), exact.astype(dtype))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*|.*-quest", name)]
-)
+CLIPPED = "mxfp4-mlx-.*-0321|mxfp4-fouroversix.*|.*-quest|nvfp4-mslk-power|mxfp4-mslk-nearest"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not re.fullmatch(CLIPPED, name)])
 def test_quantizing_again_changes_no_value(name):
     """Quantizing the decoded values with the tensor_amax of the first result gives equal values.
 
     Codes may differ, because a block may get half the power-of-two scale. Recipes are left out in which the decoded
-    values do not fit under such a scale, such as MXFP4 of older versions of MLX. So is QuEST, whose scales follow from
-    all elements of a block.
+    values do not fit under such a scale, such as MXFP4 of older versions of MLX and two recipes of MSLK, which clip the
+    largest element of some blocks. So is QuEST, whose scales follow from all elements of a block.
     """
     q = fp4kit.quantize(ORDINARY, name)
     values = fp4kit.dequantize(q)

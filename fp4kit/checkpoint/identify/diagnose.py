@@ -312,7 +312,8 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     2. Searched block scales, if step 1 explains nothing: a recipe reproduces all codes with the stored scales.
     3. The other layouts if step 1 explains nothing or needs several mishaps.
     4. Codes that follow a different rule from the recipe that gives the scales, as GPTQ's do.
-    5. Columns that were multiplied by factors, if the first layout needs no mishap.
+    5. Columns that were multiplied by factors, if the first layout needs no mishap. If no recipe reproduces every byte
+       with factors, exchanged block scales are tried first.
     6. Orders without a name if ``unnamed`` is True.
     7. The nearest hypothesis.
     """
@@ -334,7 +335,9 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     if given := _other_codes_under_scales(evidence, plain, trial, unnamed):
         return given
     if not plain.mishaps and (scaled := _explained_with_column_factors(evidence)):
-        return scaled
+        # Exchanged scales look like factors, but unlike factors they leave all codes as they are.
+        moved = unnamed and trial.codes_only and not scaled.explained and _permuted(evidence, plain, trial)
+        return moved or scaled
     if unnamed and (permuted := _permuted(evidence, plain, trial)):
         return permuted
     nearest = replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -37,11 +37,6 @@ class _Layers(NamedTuple):
     """
 
     forms: Mapping[str, Container]
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of the containers of all quantized layers, such as {"nvfp4", "fp8 tensor"}."""
-        return {form.kind for form in self.forms.values()}
 
 
 def _any(value: Any, layers: _Layers) -> str:
@@ -103,8 +98,14 @@ def _algorithm(value: Any, layers: _Layers) -> str:
     sizes = {form.group_size for form in layers.forms.values() if form.kind == "nvfp4"}
     if name == "W4A8_NVFP4_FP8" and sizes - {32}:
         return f"is {brief(value)}, which has blocks of 32, but the tensors have blocks of 16"
-    other = sorted(layers.kinds - set(_ALGORITHMS[name]))
-    return f"is {brief(value)}, but there are layers of {', '.join(other)}" if other and layers.forms else ""
+    other = _kinds_beside(_ALGORITHMS[name], layers)
+    return f"is {brief(value)}, but there are layers of {other}" if other else ""
+
+
+def _kinds_beside(allowed: Collection[str], layers: _Layers) -> str:
+    """Return the kinds of layers that are not allowed, each with the first layer of the kind; "" if there are none."""
+    first = {form.kind: name for name, form in reversed([*layers.forms.items()])}
+    return ", ".join(f"{kind} ({name})" for kind, name in sorted(first.items()) if kind not in allowed)
 
 
 def _quantized_layers(value: Any, layers: _Layers) -> str:
@@ -228,8 +229,8 @@ def _format(value: Any, layers: _Layers) -> str:
         return ""
     if not is_one_of(value, _FORMATS):
         return f"is {brief(value)}, which fp4kit does not know"
-    other = sorted(layers.kinds - set(_FORMATS[value]))
-    return f"is {brief(value)}, but there are layers of {', '.join(other)}" if other else ""
+    other = _kinds_beside(_FORMATS[value], layers)
+    return f"is {brief(value)}, but there are layers of {other}" if other else ""
 
 
 _GROUP_KEYS = (
