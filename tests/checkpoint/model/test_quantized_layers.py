@@ -13,7 +13,7 @@ import pytest
 import synthetic
 
 import fp4kit
-from fp4kit.checkpoint import QuantizedLayers, convert
+from fp4kit.checkpoint import QuantizedLayers, Wishes, convert
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.storage.errors import CheckpointError
@@ -36,7 +36,7 @@ def test_a_layer_equals_its_source_quantized(tmp_path, recipe, format) -> None:
     tensors = synthetic.moe(tmp_path / "m")
     config = tmp_path / "m" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "qwen3_moe"}))
-    convert(tmp_path / "m", tmp_path / "q", recipe, format=format, keep=("*.experts.*",))
+    convert(tmp_path / "m", tmp_path / "q", recipe, format=format, wishes=Wishes(keep=("*.experts.*",)))
     name = "model.layers.0.self_attn.o_proj"
     read, wanted = fp4kit.open_checkpoint(tmp_path / "q")[name], fp4kit.quantize(tensors[f"{name}.weight"], recipe)
     assert read.recipe == fp4kit.recipe(recipe) and read.shape == wanted.shape
