@@ -16,7 +16,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.explain import Explanation, explain
 
 _SIGNS = " with signs "  # what stands between the size and the signs in the text of a transform
-_SHOWN = 4  # smallest number of signs that texts show
+_SHOWN = 4  # smallest number of signs that messages show
 
 
 class ComparedRows(NamedTuple):

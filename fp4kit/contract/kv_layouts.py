@@ -13,7 +13,7 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe
 
 _BLOCK_SIZE = 16  # tokens per page
-_DRAWN = (32, 2, 128)  # tokens, heads and head_dim of drawn keys
+_DRAWN = (32, 2, 128)  # tokens, heads and head_dim of random keys and values
 _MAX_TOKENS = 1024  # at most so many tokens of the caller's keys or values are compared
 
 

@@ -31,11 +31,11 @@ from fp4kit.storage.errors import listed
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of the others."""
 
-_TOKENS = 64  # number of rows of drawn inputs
-_SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # drawn amaxes are near products of these numbers and powers of two
+_TOKENS = 64  # number of rows of random inputs
+_SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # random amaxes are near products of these numbers and powers of two
 _PRODUCT_ROWS = 128  # largest number of rows of a weight that are multiplied
-_DRAWN = (128, 512)  # the shape of drawn weights
-_HEAD_DIM = 128  # columns of drawn keys and values
+_DRAWN = (128, 512)  # the shape of random weights
+_HEAD_DIM = 128  # columns of random keys and values
 
 
 @ieee(OP)

@@ -22,7 +22,7 @@ from fp4kit.cpu.library import ProductCall, ProductOperand, address, functions, 
 from fp4kit.formats import ElementFormat
 from fp4kit.reference.matmul import as_terms
 
-TERMS_PER_CALL = 1 << 30  # products per call to the library, between which Python can handle Ctrl-C
+TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can handle Ctrl-C between calls
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:

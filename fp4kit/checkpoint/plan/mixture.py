@@ -52,7 +52,7 @@ class Mixture:
     def __init__(self, default: LayerQuantization, choices: Sequence[tuple[str, LayerQuantization]]) -> None:
         self.default, self.choices = default, tuple(choices)
         self._patterns = [pattern for pattern, _ in self.choices]
-        self._found: dict[str, LayerQuantization] = {}  # module -> its choice
+        self._found: dict[str, LayerQuantization] = {}  # module -> its recipe and container
 
     def of(self, module: str) -> LayerQuantization:
         """Return the recipe and container of a layer: those of its first matching pattern, or the default.

@@ -156,5 +156,5 @@ def decode_rule(r: Recipe) -> str:
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
     if r.is_custom and r.scale is not None and not r.scale.has_zero:
-        return "decode_e8m0"  # no tensor scale can be under E8M0 scales
+        return "decode_e8m0"  # recipes with E8M0 block scales have no tensor scale
     return f"decode_{r.decode_rule}"

@@ -105,7 +105,7 @@ class AmaxStep(NamedTuple):
         to. stream: the stream to launch on.
         """
         if self.launch is not None:
-            if not self.by_row:  # the kernel raises the amax of a tensor, but stores those of rows
+            if not self.by_row:  # the kernel only raises a tensor amax, but it overwrites row amaxes
                 library.clear(amax, stream)
             self.launch(x, library.address(amax), stream=stream)
 
