@@ -40,7 +40,7 @@ _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 @dataclass(frozen=True)
 class Summary:
-    """Say what a conversion made.
+    """A summary of what a conversion made.
 
     engines: the names of the engines that load the result; () if none is known.
     serve: the command that serves or loads the result; "" if none is known.

@@ -37,7 +37,7 @@ _REPEAT_WINDOW = 0.5
 
 
 class GuardedCommand:
-    """Hold the name and destination of a running command, for the last line on stderr if the command fails.
+    """The name and destination of a running command, for the last line on stderr if the command fails.
 
     name: the name of the command; None before the arguments are parsed.
     destination: the directory or file that the command will create; None if it creates none.

@@ -28,7 +28,7 @@ class Stopped(BaseException):
 
 
 class OutputError(OSError):
-    """Report that writing to standard output failed, for example because the disk is full."""
+    """The error that is raised if writing to standard output fails, for example because the disk is full."""
 
 
 @dataclass(frozen=True)

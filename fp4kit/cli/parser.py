@@ -21,7 +21,7 @@ SHELLS = ("bash", "zsh")  # shtab also supports tcsh, but does not complete the 
 
 
 class UsageError(ValueError):
-    """Report arguments that a command does not accept.
+    """The error that is raised for arguments that a command does not accept.
 
     prog: the command as it was called, such as "fp4kit convert".
     message: what is wrong. A reference to --help is appended, unless the message ends with a question mark.

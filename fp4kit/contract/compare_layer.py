@@ -20,7 +20,7 @@ _SHOWN = 4  # smallest number of signs that messages show
 
 
 class ComparedRows(NamedTuple):
-    """Hold the compared rows of one layer on one side.
+    """The compared rows of one layer on one side.
 
     label: the name of the side.
     part: the compared rows.

@@ -21,7 +21,7 @@ from fp4kit.recipes import RECIPES, Recipe
 
 
 class Making(NamedTuple):
-    """Describe how one side computed the codes or values of a layer, as far as this was found out.
+    """How one side computed the codes or values of a layer, as far as this was found out.
 
     arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
     step, wrong: the step at which the stored bytes are wrong, and how; None and "" if they are right.

@@ -39,14 +39,14 @@ _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a d
 
 
 class Weights(NamedTuple):
-    """Hold one matrix of one side: a Quantized, or an array of values if q is None."""
+    """One matrix of one side: a Quantized, or an array of values if q is None."""
 
     q: Quantized | None
     values: np.ndarray | None
 
 
 class InputScale(NamedTuple):
-    """Hold the static input scale of a layer as a checkpoint stores it.
+    """The static input scale of a layer as a checkpoint stores it.
 
     value: the stored number.
     divides: True if it divides on decode, False if it multiplies.
@@ -57,7 +57,7 @@ class InputScale(NamedTuple):
 
 
 class Side:
-    """Give the codes or values of layers on one side of a parity check.
+    """One side of a parity check, which gives the codes or values of layers.
 
     label: the name of the side in messages, "train" or "rollout".
     contract: the settings of the side; None if none are known.

@@ -66,7 +66,7 @@ _MOST_WINDOWS = 8  # largest number of parts of a layer whose steps are recorded
 
 
 class Arithmetic(NamedTuple):
-    """Hold everything that determines the codes of a layer: recipe, tensor amaxes and transform.
+    """Everything that determines the codes of a layer: recipe, tensor amaxes and transform.
 
     recipe: the recipe.
     amax: the tensor amaxes: (), or one per row; None if the recipe needs none.
@@ -81,7 +81,7 @@ class Arithmetic(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """Describe the first step that differs between two sides.
+    """The first step of the arithmetic that differs between two sides.
 
     step: the step.
     name: the name of the recorded result, such as "block amax".
@@ -101,7 +101,7 @@ class FirstStep(NamedTuple):
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """Hold one recorded result, with one entry per element (m, k): its bits, their format and its numbers."""
+    """One recorded result, with one entry per element (m, k): its bits, their format and its numbers."""
 
     bits: np.ndarray
     format: str

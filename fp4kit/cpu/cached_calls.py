@@ -75,7 +75,7 @@ def _is_whole(*arrays: Any) -> bool:
 
 
 class _MatrixCall(NamedTuple):
-    """Hold the fields that CpuQuantizeCall and CpuFakeQuantizeCall share.
+    """The fields that CpuQuantizeCall and CpuFakeQuantizeCall share.
 
     prototype: the arguments that the C library takes, with all addresses still unset.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.

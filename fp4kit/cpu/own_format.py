@@ -31,7 +31,7 @@ _UNUSED = 0x7FFFFFFF  # a bound above every key
 
 
 class Tables(NamedTuple):
-    """Hold the tables of a recipe: the struct for the library, and the arrays to which the struct points.
+    """The tables of a recipe: the struct for the library, and the arrays to which the struct points.
 
     element: the index of the compiled element arithmetic that is used instead of tables, because it is faster; 0 if
         there is none.

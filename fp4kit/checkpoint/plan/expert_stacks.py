@@ -29,7 +29,7 @@ Matrices = dict[tuple[str, int], Rows]  # (last part of the name, number of the 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Describe a stack of experts that is put together from separate matrices.
+    """A stack of experts that is put together from separate matrices.
 
     Attributes:
         name: the name of the stack.

@@ -76,7 +76,7 @@ class ImatrixEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Imatrix:
-    """Describe an imatrix file: where it stores the column weights of every layer. The values stay in the file.
+    """An imatrix file: where it stores the column weights of every layer. The values stay in the file.
 
     Attributes:
         path: the file.

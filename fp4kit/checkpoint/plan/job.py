@@ -118,7 +118,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Describe the conversion of one tensor or of some rows of one matrix.
+    """One unit of work of a conversion: a tensor to copy, or some rows of one matrix to convert.
 
     Attributes:
         key: identifies the job within a run and in the journal, which records finished jobs.
@@ -240,7 +240,7 @@ class Measured(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Count the blocks and values that a cast from MXFP4 to NVFP4 changed.
+    """The numbers of blocks and values that a cast from MXFP4 to NVFP4 changed.
 
     Attributes:
         blocks: the number of MXFP4 blocks (32 values each) that got new codes, because NVFP4 cannot hold their scales.
@@ -262,7 +262,7 @@ class Changes(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Record that a job has written its output.
+    """A record that a job has written its output.
 
     Attributes:
         key: the key of the job.

@@ -28,7 +28,7 @@ Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """Describe a kv_b_proj layer that is stored as two stacks.
+    """A kv_b_proj layer that is stored as two stacks.
 
     Attributes:
         name: the name of kv_b_proj.

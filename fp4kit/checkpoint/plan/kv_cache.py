@@ -31,7 +31,7 @@ _FP8_COMPRESSED = {**_FP8, "strategy": "tensor", "symmetric": True}
 
 
 class KvCache(NamedTuple):
-    """Describe the quantized KV cache of a source, as its config files declare it and its tensors store it.
+    """The quantized KV cache of a source, as its config files declare it and its tensors store it.
 
     Attributes:
         scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.

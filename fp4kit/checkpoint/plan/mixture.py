@@ -30,7 +30,7 @@ def first_match(patterns: Iterable[str], module: str) -> int | None:
 
 
 class LayerQuantization(NamedTuple):
-    """Describe how a layer is quantized.
+    """How a layer is quantized.
 
     Attributes:
         recipe: the recipe.

@@ -18,7 +18,7 @@ from fp4kit.storage.writer import file_order, header_bytes
 
 @dataclass(frozen=True)
 class OutputFile:
-    """Describe one output file.
+    """One file that a conversion writes.
 
     Attributes:
         name: the file's name in the partial directory, to which a run writes (see run/staging.py).

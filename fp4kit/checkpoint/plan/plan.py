@@ -37,7 +37,7 @@ from fp4kit.recipes import Recipe
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Record what happens to one source tensor, or to one weight with all tensors that store it, and why.
+    """The plan for one source tensor, or for one weight with all tensors that store it: the action, and why.
 
     name, dtype, shape: the name, dtype and shape of the tensor. A weight has the name of the tensor with its values or
         codes; its dtype and shape are Weight.dtype and Weight.shape.
@@ -78,7 +78,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Describe what becomes of the tensors of one source file. A GGUF model, split or not, is one shard.
+    """The plan for the tensors of one source file. A GGUF model, split or not, is one shard.
 
     name: the name of the source file; the first file's name for a split GGUF model.
     tensors: the plans of the source file's tensors.
@@ -97,7 +97,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Describe a whole conversion.
+    """The plan of a whole conversion.
 
     Attributes:
         source: the model to read.

@@ -42,7 +42,7 @@ _NO_CODES = Decision(False, "not quantized in the --codes model", True)
 
 
 class PlanFacts:
-    """Hold the decisions of a request about the weights of one source model.
+    """The decisions about the weights of one source model that follow from the user's request.
 
     weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
     items: everything that the source stores besides its quantized layers. Ignored tensors are not written.

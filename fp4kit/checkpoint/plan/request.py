@@ -33,7 +33,7 @@ UNQUANTIZED = "bf16"
 
 @dataclass(frozen=True)
 class Request:
-    """Hold the options that the user gives for a conversion.
+    """The options that the user gives for a conversion.
 
     Attributes:
         recipe: how new codes are computed.

@@ -38,7 +38,7 @@ Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
 
 @dataclass(frozen=True)
 class ColumnWeights:
-    """Describe a safetensors file with column weights: one float32 vector (K,) per layer. The values stay in the file.
+    """A safetensors file with column weights: one float32 vector (K,) per layer. The values stay in the file.
 
     A scale search multiplies the error in each of the K columns by the column's weight. A vector is named after the
     layer's weight or its module. The experts of a stack may share one vector, named after the stack.
@@ -124,7 +124,7 @@ def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Describe a search of block scales: the error to minimize per block, and the weights of the columns in it.
+    """A search of block scales: the error to minimize per block, and the weights of the columns in this error.
 
     Args:
         objective: the error to minimize, as for fp4kit.search_scales, such as "mse". For ``verify``, it may also be
@@ -340,7 +340,7 @@ def recorded_search(
 
 
 class Losses(NamedTuple):
-    """Hold the squared errors of a layer before and after a scale search, summed in float64.
+    """The squared errors of a layer before and after a scale search, summed in float64.
 
     If there are column weights, every term of the three sums is multiplied by its column's weight.
 

@@ -107,7 +107,7 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
 
 
 class _Processes(ProcessPoolExecutor):
-    """Mark a process pool as one of ``executor_of``, so that ``run_all`` does not wait for its calls if a run fails.
+    """A process pool of ``executor_of``. ``run_all`` does not wait for the calls of such a pool if a run fails.
 
     ``executor_of`` then kills the worker processes.
     """
@@ -129,7 +129,7 @@ class _Context(multiprocessing.context.SpawnContext):
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
-    """Represent a single-threaded worker process that ignores Ctrl-C, even while it starts.
+    """A single-threaded worker process that ignores Ctrl-C, even while it starts.
 
     The parent process handles Ctrl-C and stops its workers.
     """

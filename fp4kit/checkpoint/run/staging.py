@@ -314,7 +314,7 @@ def sync_file(path: Path) -> None:
 
 
 class Stage:
-    """Hold the state of the partial directory to which a run writes.
+    """The state of the partial directory to which a run writes.
 
     folder: the partial directory.
     is_ours: True if this run may remove the content. A resumed run sets it to True once it has accepted the journal.

@@ -21,7 +21,7 @@ from fp4kit.storage.errors import shown
 
 @dataclass(frozen=True)
 class Fusion:
-    """Name the layers that loaders fuse because they read the same input.
+    """The names of layers that loaders fuse into one because these layers read the same input.
 
     Attributes:
         members: the leaf names of the layers, such as ("gate_proj", "up_proj").

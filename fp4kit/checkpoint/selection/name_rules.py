@@ -111,7 +111,7 @@ def _role(part: str) -> Role | None:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Hold the facts from config.json that the selection rules use.
+    """The facts from config.json that the selection rules use.
 
     Attributes:
         layers: the number of decoder layers; None if the config does not state it.
@@ -131,7 +131,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Describe one tensor to the selection rules, which decide whether it must stay unquantized.
+    """One tensor as the selection rules see it. They decide whether it must stay unquantized.
 
     Attributes:
         name: the tensor's name.
@@ -453,7 +453,7 @@ def _empty(tensor: Candidate) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """Hold a selection rule, and what follows for the tensors that it leaves unquantized.
+    """A selection rule, and what follows for the tensors that it leaves unquantized.
 
     Attributes:
         reason: the rule, a function that returns the reason why a tensor must stay unquantized, or None if the rule

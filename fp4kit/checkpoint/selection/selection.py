@@ -37,7 +37,7 @@ def _without_expert_number(module: str) -> str:
 
 @dataclass(frozen=True)
 class Wishes:
-    """Hold the user's choice of which layers to quantize.
+    """The user's choice of which layers to quantize.
 
     Embeddings, output heads, routers, norms and similar tensors stay unquantized whatever the choice. A tower
     (vision or audio encoder) or a multi-token prediction module is quantized only if a pattern in ``only`` begins with
@@ -75,7 +75,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Decision:
-    """Record whether one tensor is quantized, and why.
+    """The decision whether one tensor is quantized, and why.
 
     Attributes:
         converted: True if the tensor is to be quantized; False if it stays unquantized.

@@ -31,7 +31,7 @@ from fp4kit.storage.safetensors_file import TensorEntry
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Describe one tensor that differs between checkpoints a and b.
+    """One tensor that differs between checkpoints a and b.
 
     name: the name of the tensor.
     kind: "missing" (only in a), "extra" (only in b), "dtype", "shape", "bytes", or "values" for a layer or a
@@ -46,7 +46,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """Describe the differences of a layer that is quantized in checkpoint a, in b, or in both.
+    """The differences of one layer that is quantized in checkpoint a, in b, or in both.
 
     name: the name of the layer, with the number of the expert in brackets if it is a matrix of a stack.
     elements: the number of elements of the layer.
@@ -69,7 +69,7 @@ class LayerDifference:
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """Hold all differences between two checkpoints. How tensors are distributed over files is not compared.
+    """All differences between two checkpoints. How tensors are distributed over files is not compared.
 
     same: the number of tensors that are equal in dtype, shape and every byte.
     tensors, layers, configs: the differences; each is empty if there are none.
@@ -227,7 +227,7 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
 
 
 class _Counts(NamedTuple):
-    """Hold the numbers of values, codes and block scales that differ in some rows of a layer.
+    """The numbers of values, codes and block scales that differ in some rows of a layer.
 
     values: the number of decoded values whose float32 bits differ.
     codes, scales: the numbers of codes and block scales that differ; None if the layer is unquantized in one

@@ -18,7 +18,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """Describe one entry of a config or of metadata that differs between checkpoints a and b.
+    """One entry of a config or of metadata that differs between checkpoints a and b.
 
     place: the name of the config file. For metadata, it is ``__metadata__``, with file names if compared by file.
     key: the key of the entry; ``outer.inner`` in nested objects; "" if the whole file is missing.

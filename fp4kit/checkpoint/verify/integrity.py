@@ -40,7 +40,7 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 @dataclass(frozen=True)
 class Issue:
-    """Describe a fault of a checkpoint, or a fact that its user should know.
+    """A fault of a checkpoint, or a fact that its user should know.
 
     severity: "error" for a fault, "warning" for a fact that the user should know.
     subject: the name of the tensor, layer or file, or "model".

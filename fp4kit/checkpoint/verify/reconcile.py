@@ -59,7 +59,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Repair:
-    """Describe one layer that gets a new tensor scale.
+    """One layer that gets a new tensor scale.
 
     name: the name of the layer.
     group: the name of the fused layer that it is part of.
@@ -81,7 +81,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """Report what a reconciliation found and did.
+    """A report of what a reconciliation found and did.
 
     groups: the number of fused layers in the checkpoint.
     repairs: the layers that get a new tensor scale; empty if all fused layers agree.
@@ -212,7 +212,7 @@ def reconcile(
 
 
 class _Repaired:
-    """Hold the old and the new scales of one part of a fused layer whose parts disagree.
+    """The old and the new scales of one part (such as q) of a fused layer whose parts disagree.
 
     weight: the part.
     group: the name of the fused layer.

@@ -89,7 +89,7 @@ def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tup
 
 @dataclass(frozen=True)
 class Settings:
-    """Say how the checkpoint was made, as far as this is known.
+    """How the checkpoint was made, as far as this is known.
 
     recipe: the recipe of its quantized layers; None if unknown.
     input_scale: the input scale that was written for every layer; None if unknown.
@@ -121,7 +121,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """Describe one matrix of the checkpoint to check.
+    """One matrix of the checkpoint to check.
 
     stored: the weight that holds the matrix.
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
@@ -173,7 +173,7 @@ class Check:
 
 @dataclass(frozen=True)
 class ReencodedLayer:
-    """Report the result of a check.
+    """The result of a check.
 
     check: the check that was run.
     tally: counts of the stored values, such as NaN or saturated values.

@@ -118,7 +118,7 @@ def _issues(report: VerifyReport) -> str:
 
 
 class _Point(NamedTuple):
-    """Hold one point of the charts: the summed counts of all layers with one layer number and one kind.
+    """One point of the charts: the summed counts of all layers with one layer number and one kind.
 
     The layer number is the first number in a layer's name. The kind is the name without numbers.
     """
@@ -317,7 +317,7 @@ _SHAPES = (
 
 
 class _Mark(NamedTuple):
-    """Describe how the lines of one kind of layer are drawn: color, dashes and shape of points.
+    """How the lines of one kind of layer are drawn: color, dashes and shape of points.
 
     Dashes and shapes differ too, so that readers can tell lines apart without seeing colors.
     """
@@ -359,7 +359,7 @@ def _decibels(value: float | None) -> str:
 
 
 class _Column(NamedTuple):
-    """Describe a column of the table of layers.
+    """A column of the table of layers.
 
     name: the heading.
     cell: a function that returns the HTML of a layer's cell.

@@ -25,7 +25,7 @@ _OUTLIER_DB = 3.0  # a layer this far below the median loses much more than the 
 
 @dataclass(frozen=True)
 class SampledError:
-    """Report the SQNR of sampled layers.
+    """The SQNR of sampled layers.
 
     layers: (name, SQNR in decibels) of the sampled layers, worst first. A matrix of a stack has its expert number in
         brackets. Layers without error, such as those whose codes were kept, are left out.

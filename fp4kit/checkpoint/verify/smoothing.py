@@ -28,7 +28,7 @@ _NEAR_USUAL_DB = 1.0  # a norm is smoothed if one of its layers then comes this 
 
 
 class Smoothing(NamedTuple):
-    """Hold the norms and layers that were smoothed by a method such as SmoothQuant or AWQ.
+    """The norms and layers that were smoothed by a method such as SmoothQuant or AWQ.
 
     norms: the names of the smoothed norms.
     layers: name of a smoothed layer -> the SQNR in decibels of its values. The signal is W * f: the source of the layer

@@ -65,7 +65,7 @@ from fp4kit.storage.split_gguf import whole_path
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Report on one layer or stack of experts that is quantized or was decoded from a quantized source.
+    """A report on one layer or stack of experts that is quantized or was decoded from a quantized source.
 
     name: the name of the layer.
     format: the name of the container in which the layer is stored, or its dtype if it is unquantized.
@@ -110,7 +110,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Report the result of a verification.
+    """The result of a verification.
 
     path, source: the checkpoint, and the source that it was compared with, or None.
     recipe: the id of the recipe with which layers were re-encoded; None if it is unknown. PATTERN=ID follows for every
@@ -169,7 +169,7 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """Hold a verification that is prepared by ``prepare`` and not yet executed.
+    """A verification that ``prepare`` has prepared and that is not yet executed.
 
     root, source: the checkpoint and its source; ``source`` is None if the checkpoint is verified alone.
     settings: how the checkpoint was made.

@@ -34,7 +34,7 @@ class NewArray(NamedTuple):
 
 
 class DeviceArrayAccess(NamedTuple):
-    """Hold the functions with which a cached call handles arrays of CuPy or of PyTorch.
+    """The functions with which a cached call handles arrays of CuPy or of PyTorch.
 
     Functions that are implemented in C are used where possible, because a call to a Python function takes 0.25 us (host
     of an H200, November 2026).

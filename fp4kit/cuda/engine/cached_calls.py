@@ -37,7 +37,7 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape, wanted_parts
 
 
 class QuantizedResult(NamedTuple):
-    """Hold the instructions with which a cached call builds a Quantized from new arrays.
+    """The instructions by which a cached call builds a Quantized from new arrays.
 
     Attributes:
         fields: the fields of the Quantized; None for each array.
@@ -88,7 +88,7 @@ def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
 
 
 class AmaxStep(NamedTuple):
-    """Hold the step of a cached call that computes the tensor amax or row amaxes, if the caller passes no amaxes.
+    """The step of a cached call that computes the tensor amax or row amaxes, if the caller passes no amaxes.
 
     Attributes:
         launch: the launch that computes the amax; None if the kernel that writes the codes or values computes it.
@@ -156,7 +156,7 @@ def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str
 
 @dataclass(frozen=True, slots=True)
 class CudaQuantizeCall:
-    """Hold a cached call to quantize or quantize_both for one matrix.
+    """A cached call to quantize or quantize_both for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -275,7 +275,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaFakeQuantizeCall:
-    """Hold a cached call to fake_quantize for one matrix.
+    """A cached call to fake_quantize for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -354,7 +354,7 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaDequantizeCall:
-    """Hold a cached call to dequantize for one matrix.
+    """A cached call to dequantize for one matrix.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -415,7 +415,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """Hold a cached call to transpose or swizzle, which copies arrays of a Quantized in another order.
+    """A cached call to transpose or swizzle, which copies arrays of a Quantized in another order.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.

@@ -20,7 +20,7 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape
 
 
 class CudaClipGroup:
-    """Hold gradients on one GPU and the launches that clip them. The launches are prepared once and can run repeatedly.
+    """Gradients on one GPU and the launches that clip them. The launches are prepared once and can run repeatedly.
 
     Args:
         calls: parsed calls to fake_quantize_backward.

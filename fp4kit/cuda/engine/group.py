@@ -164,7 +164,7 @@ def clear(vector: Any) -> None:
 
 
 class CudaGroup:
-    """Hold parsed calls on arrays on one GPU, with their outputs and the launches that quantize them.
+    """Parsed calls on arrays on one GPU, with their outputs and the launches that quantize the arrays.
 
     Every run overwrites the outputs of the previous run. A launch is prepared when it is first needed.
 

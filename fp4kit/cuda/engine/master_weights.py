@@ -28,7 +28,7 @@ MAX_PADDING = 1.1  # messages are padded to one length if this takes at most thi
 
 
 class DeviceStages:
-    """Hold the buffers of a MasterWeightsPlan on a GPU, with one method per stage of cast_master_weights.
+    """The buffers of a MasterWeightsPlan on a GPU, with one method per stage of cast_master_weights.
 
     Attributes:
         bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
