@@ -147,6 +147,17 @@ def test_a_class_name_stands_for_one_class():
     assert not aliases.keys() & names_by_file(r"^ *class (\w+)[(:]", FILES).keys()
 
 
+def test_a_struct_name_stands_for_one_struct():
+    """No two files of the engine in C++ and of the CUDA kernels define structs of one name at their top level.
+
+    ProductOperand is an operand of a matrix product in both.
+    """
+    sources = [file for file in sorted(PACKAGE.rglob("*")) if file.suffix in (".h", ".cpp", ".inc", ".cuh", ".cu")]
+    found = names_by_file(r"^(?:struct|class|enum class)(?: alignas\(\w+\))? (\w+)\b(?!;)", sources)
+    assert found["Tile"] == ["fp4kit/cuda/kernels/shared/patch.cuh"]
+    assert {name for name, files in found.items() if len({*files}) > 1} == {"ProductOperand"}
+
+
 def top_level_imports(path):
     """Yield the names of the packages that importing a file imports."""
     for node in tree(path).body:
