@@ -369,8 +369,10 @@ _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "sig
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
     """Return whether two formats give every code the same value. Their names may differ.
 
-    A Codebook is never the same as a format of another class.
+    A Codebook is never the same as a format of another class, and neither is IF4.
     """
+    if isinstance(a, IntegerOrFloat) or isinstance(b, IntegerOrFloat):
+        return a == b
     if isinstance(a, Codebook) or isinstance(b, Codebook):
         return isinstance(a, Codebook) and isinstance(b, Codebook) and a.table == b.table
     return bool(_NUMBERS(a) == _NUMBERS(b))
@@ -644,6 +646,100 @@ class PairedMicroexponents(Codebook):
         return codes | np.where(sign, np.uint8(4), np.uint8(0)) | np.where(microexponent, np.uint8(8), np.uint8(0))
 
 
+@dataclass(frozen=True)
+class IntegerOrFloat(ElementFormat):
+    """The elements of IF4, whose 4-bit codes are E2M1 or INT4 codes, as the scale of their block says.
+
+    Bit 7 of a block scale selects the format of the block. The other seven bits are the scale in E4M3:
+
+        value = E2M1(code) * scale                  bit 7 is 0
+        value = INT4(code) * float32(6/7) * scale   bit 7 is 1
+
+    Both formats have magnitudes up to 6. Use fp4kit.formats.IF4, the only instance, with the recipes if4-fouroversix.
+    magnitudes, midpoints and max are those of E2M1.
+
+    A code has no value without its block scale, so `values`, `encode` and `decode` raise TypeError.
+
+    Numerics:
+        bit picture of a block scale: [1: INT4] [E4M3 exponent: 4 bits] [E4M3 mantissa: 3 bits]
+
+        INT4 codes are two's complement. Quantizing gives integers from -7 to 7, and code 8 decodes to -8 * 6/7.
+
+    Examples:
+        >>> from fp4kit.formats import IF4
+        >>> IF4.values_under(False)[[1, 7, 15]].tolist()
+        [0.5, 6.0, -6.0]
+        >>> IF4.values_under(True)[[1, 7, 15]].tolist()
+        [0.8571428656578064, 6.0, -0.8571428656578064]
+    """
+
+    name: str = field(init=False, default="IF4")
+    exponent_bits: int = field(init=False, default=2)
+    mantissa_bits: int = field(init=False, default=1)
+    bias: int = field(init=False, default=1)
+    specials: Literal["none", "nan", "ieee"] = field(init=False, default="none")
+    signed: bool = field(init=False, default=True)
+    has_zero: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        """Check nothing, because no field can be passed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IntegerOrFloat, ()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def magnitudes(self) -> np.ndarray:
+        """The magnitudes of E2M1, in ascending order: float32, read-only."""
+        return E2M1.magnitudes
+
+    @property
+    def values(self) -> np.ndarray:
+        """Raise TypeError, because a code has no value without the scale of its block."""
+        raise self._needs_scale("values")
+
+    def values_under(self, is_integer: bool) -> np.ndarray:
+        """Return the float32 values of the sixteen codes of a block, before the block scale is applied.
+
+        Args:
+            is_integer: True if bit 7 of the block scale is set, so that codes are INT4. False: they are E2M1.
+        """
+        return INT4.values * IF4_INTEGER_STEP if is_integer else E2M1.values
+
+    def are_integers(self, scales: np.ndarray) -> np.ndarray:
+        """Return whether the codes of each block are INT4: bool, in the shape of the block scales, which are uint8."""
+        return (scales & IF4_INTEGER_BIT) != 0
+
+    def scale_codes(self, scales: np.ndarray) -> np.ndarray:
+        """Return the E4M3 codes of block scales, which are their lower seven bits: uint8, in the shape of scales."""
+        return scales & ~IF4_INTEGER_BIT
+
+    def values_of(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Return the float32 values of codes (..., blocks, block), before the block scales (..., blocks) are applied.
+
+        codes and scales are uint8.
+        """
+        floats, integers = (np.take(self.values_under(is_integer), codes) for is_integer in (False, True))
+        return np.where(self.are_integers(scales)[..., None], integers, floats)
+
+    def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
+        """Raise TypeError, because the format of a code is chosen per block."""
+        raise self._needs_scale("encode")
+
+    def decode(self, codes: Any) -> Any:
+        """Raise TypeError, because a code has no value without the scale of its block."""
+        raise self._needs_scale("decode")
+
+    def _needs_scale(self, name: str) -> TypeError:
+        """Return the error of the attribute `name`, which depends on the format of a block."""
+        return TypeError(
+            f"{self.name}.{name}: bit 7 of each block scale says whether codes are E2M1 or INT4; needs whole blocks:"
+            " use fp4kit.quantize and fp4kit.dequantize with a recipe such as 'if4-fouroversix'"
+        )
+
+
 def _codebook(table: tuple[float, ...], name: str) -> Codebook:
     """Return Codebook(table, name=name), for pickle, which passes no keywords."""
     return Codebook(table, name=name)
@@ -804,6 +900,12 @@ BNB_FP4 = Codebook(
 
 # The elements of MX4, for blocks of 16 under E8M0 scales.
 MX4 = PairedMicroexponents()
+
+# The elements of IF4, for blocks under E4M3 scales whose bit 7 selects the format.
+IF4 = IntegerOrFloat()
+# the factor of INT4 values in IF4, by which 7 has the value of 6 in E2M1
+IF4_INTEGER_STEP = np.float32(6 / 7)
+IF4_INTEGER_BIT = np.uint8(0x80)  # bit 7 of a block scale
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ import numpy as np
 import fp4kit
 from fp4kit.cpu.coverage import SEGMENT, decode_key, element_key, kept_factors, not_encoded, rule_key, tensor_key
 from fp4kit.cpu.source_digest import digest
+from fp4kit.formats import IntegerOrFloat
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference.arith import reciprocal_table
@@ -51,6 +52,8 @@ def why_not(r: Recipe) -> str | None:
         return "a search over scales"
     if r.tensor_scaling == "block":
         return "float32 scales per block"
+    if isinstance(r.element, IntegerOrFloat):
+        return "an element format per block"
     return not_encoded(r)
 
 

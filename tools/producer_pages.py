@@ -19,7 +19,12 @@ from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
 from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.four_over_six import quantize_four_over_six
+from fp4kit.reference.integer_or_float import quantize_if4
 from fp4kit.reference.tensor_rules import TENSOR_RULES
+
+# {block rule by which a block chooses between two candidates: the function that quantizes by it}
+_CHOICES = {"four_over_six": quantize_four_over_six, "fouroversix_if4": quantize_if4}
 
 
 @cache
@@ -71,6 +76,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
     lines += [*(_entry(r) for r in recipes), ""]
     lines += ["## Formulas", "", "The NumPy code below defines each rule. All engines of fp4kit give equal bits.", ""]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
+    lines += _rules("Choice of each block", {r.block_rule for r in recipes if r.block_rule in _CHOICES}, _choice_source)
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
     relative = _relative(recipes[0])
     if relative:
@@ -119,6 +125,10 @@ def _block_source(rule: str) -> str:
     """Return the source code of a block rule: the functions for the scale code and for the factor."""
     found = BLOCK_RULES[rule]
     return "\n".join(inspect.getsource(f) for f in dict.fromkeys((found.code, found.factor)))
+
+
+def _choice_source(rule: str) -> str:
+    return inspect.getsource(_CHOICES[rule])
 
 
 def _tensor_source(rule: str) -> str:

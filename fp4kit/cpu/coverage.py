@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.formats import E8M0, ElementFormat, is_same
+from fp4kit.formats import E2M1, E8M0, ElementFormat, IntegerOrFloat, is_same
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
 from fp4kit.recipes.schema import then_encodes
@@ -45,14 +45,22 @@ def tensor_key(r: Recipe) -> str | None:
 
     Return None for a recipe without a tensor scale.
     """
-    return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(r.element)} {r.scale_max}"
+    return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(computed_format(r))} {r.scale_max}"
 
 
 def element_key(r: Recipe) -> str:
     """Return the key of a recipe's element arithmetic, which computes codes from finite elements and finite factors."""
     flags = [name for name in ("flush", "round_scaled", "narrow", "stochastic_float16") if getattr(r, name)]
     flags += ["then_encode"] * then_encodes(r)
-    return " ".join([_name(r.element), r.apply, r.rounding, r.sign, *flags])
+    return " ".join([_name(computed_format(r)), r.apply, r.rounding, r.sign, *flags])
+
+
+def computed_format(r: Recipe) -> ElementFormat:
+    """Return the element format by which the engine computes: E2M1 for IF4, otherwise that of the recipe.
+
+    The engine first encodes all blocks of IF4 as E2M1. It then encodes the blocks whose scales select INT4 again.
+    """
+    return E2M1 if isinstance(r.element, IntegerOrFloat) else r.element
 
 
 def decode_key(r: Recipe) -> str:

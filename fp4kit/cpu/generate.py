@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4kit.cpu.coverage import decode_key, element_key, rule_key, tensor_key, top_rule
+from fp4kit.cpu.coverage import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.compile.traits import decode_rule, format_struct
-from fp4kit.formats import E4M3, ElementFormat
+from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes
 from fp4kit.recipes.table import recipe
@@ -85,8 +85,13 @@ def _rule(r: Recipe) -> list[str]:
     ]
 
 
+def _two_formats(r: Recipe) -> list[str]:
+    """Return the C++ definition that marks a struct of an IF4 recipe (kHasTwoFormats), or an empty list."""
+    return [f"using FloatElement = {_format(E2M1)};"] if isinstance(r.element, IntegerOrFloat) else []
+
+
 def _four_over_six(r: Recipe) -> list[str]:
-    """Return the C++ definitions of the members of a recipe's 4over6 rule struct."""
+    """Return the C++ definitions of the members of the struct of a recipe's 4over6 or IF4 rule."""
     facts = {
         "kSquaredError": r.four_over_six == "mse",
         "kLargestError": r.four_over_six == "max",
@@ -96,19 +101,20 @@ def _four_over_six(r: Recipe) -> list[str]:
         "kFlush": r.flush,
     }
     return [
-        f"using Element = {_format(r.element)};",
+        f"using Element = {_format(computed_format(r))};",
         f"using Scale = {_format(r.scale or E4M3)};",
         f"using TensorRule = tensor_{top_rule(r)};",
         f"static constexpr int kScaleMax = {r.scale_max};",
         f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
         *(f"static constexpr bool {name} = {_bool(value)};" for name, value in facts.items()),
+        *_two_formats(r),
     ]
 
 
 def _tensor(r: Recipe) -> list[str]:
     """Return the C++ definitions of the members of a recipe's tensor rule struct."""
     return [
-        f"using Element = {_format(r.element)};",
+        f"using Element = {_format(computed_format(r))};",
         f"using TensorRule = tensor_{r.tensor_rule};",
         f"static constexpr int kScaleMax = {r.scale_max};",
     ]
@@ -126,7 +132,7 @@ def _element(r: Recipe) -> list[str]:
         "kThenEncode": then_encodes(r),
     }
     return [
-        f"using Format = {_format(r.element)};",
+        f"using Format = {_format(computed_format(r))};",
         f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
         f"static constexpr Sign kSign = Sign::{r.sign};",
         *(f"static constexpr bool {name} = {_bool(value)};" for name, value in flags.items()),
@@ -142,6 +148,7 @@ def _decode(r: Recipe) -> list[str]:
         f"using TensorRule = tensor_{top_rule(r)};",
         f"static constexpr int kScaleMax = {r.scale_max};",
         f"static constexpr bool kHasScales = {_bool(r.scale is not None)};",
+        *_two_formats(r),
     ]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.formats import Codebook, ElementFormat
-from fp4kit.layouts import unswizzle_scales
+from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat
+from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
@@ -46,6 +46,8 @@ def statistics(q: Quantized) -> Statistics:
 
     On a host with two cores, 4096 x 4096 values take 16 ms in NVFP4 and 45 ms in MXFP8.
     """
+    if isinstance(q.recipe.element, IntegerOrFloat):
+        return _statistics_of_if4(q, q.recipe.element)
     (packed,) = import_arrays("statistics", packed=q.packed)
     by_byte, blocks, zeros = np.zeros(256, np.int64), 0, 0
     for chunk in _chunks(packed, q.recipe.block_rows):
@@ -56,6 +58,20 @@ def statistics(q: Quantized) -> Statistics:
     by_code, values = _by_code(by_byte, q.recipe.element), q.recipe.element.values
     saturated, nan = int(by_code[np.abs(values) >= q.recipe.element.max].sum()), int(by_code[np.isnan(values)].sum())
     return Statistics(prod(q.shape), saturated, nan, blocks, zeros, *_scales(q))
+
+
+def _statistics_of_if4(q: Quantized, fmt: IntegerOrFloat) -> Statistics:
+    """Return the statistics of a Quantized with elements IF4, whose block scales say what the codes are."""
+    packed, stored = import_arrays("statistics", packed=q.packed, scales=q.block_scale)
+    scales = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
+    row = saturated = blocks = zeros = 0
+    for chunk in _chunks(packed, q.recipe.block_rows):
+        used = scales[row : row + len(chunk)]
+        values = fmt.values_of(unpack(chunk).reshape(*used.shape, q.recipe.block_size), used)
+        saturated += int(np.count_nonzero(np.abs(values) >= fmt.max))
+        empty = _zero_words(values, q.recipe)
+        blocks, zeros, row = blocks + empty.size, zeros + int(np.count_nonzero(empty)), row + len(chunk)
+    return Statistics(prod(q.shape), saturated, 0, blocks, zeros, *_scales(q))
 
 
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
@@ -123,6 +139,8 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     if q.block_scale is None or q.recipe.scale is None:
         return np.unique(part, return_counts=True)
     linear = unswizzle_scales(part, q.scale_layout, q.scale_shape)
+    if isinstance(q.recipe.element, IntegerOrFloat):
+        linear = q.recipe.element.scale_codes(linear)
     counts = np.bincount(linear.reshape(-1), minlength=256)
     values = np.resize(q.recipe.scale.values, 256)
     return values[counts > 0], counts[counts > 0]

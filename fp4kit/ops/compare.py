@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.display.panel import Panel
-from fp4kit.formats import Codebook, ElementFormat
+from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare_values import BoxReader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
@@ -64,7 +64,8 @@ class Comparison:
         first: index of the first differing value, and the two values; None if all are equal.
         names: the names of a and b in the table.
         max_steps: largest distance between two codes at equal indices, counted in steps between neighboring values of
-            the element format. -0 counts as 0, and NaN is left out. None if codes are not compared.
+            the element format. -0 counts as 0, and NaN is left out. None if codes are not compared, or if elements
+            are IF4, whose steps differ per block.
         element: name of the element format that max_steps refers to.
 
     Examples:
@@ -193,7 +194,8 @@ def compare(a: Any, b: Any) -> Comparison:
     steps: tuple[int | None, str] = (None, "")
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         codes, scales, tensor_scales = _compare_parts(a, b)
-        steps = (_max_steps(a, b) if codes[0] else 0, a.recipe.element.name) if codes[1] else steps
+        if codes[1] and not isinstance(a.recipe.element, IntegerOrFloat):
+            steps = _max_steps(a, b) if codes[0] else 0, a.recipe.element.name
     result = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
     counts, names = (codes, scales, tensor_scales, (result.differing, prod(a.shape))), (_name("a", a), _name("b", b))
     if not result.differing:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.layouts import unpacked
+from fp4kit.formats import IntegerOrFloat
+from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.error_budget import ErrorBudget
 from fp4kit.plot.style import BLUE, GREY, ORANGE, axes, without_frame
 from fp4kit.quantized.container import Quantized
@@ -33,10 +34,7 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
     if not isinstance(q, Quantized):
         raise TypeError(f"plot.histogram: q is {type(q).__name__}; needs a Quantized, the result of fp4kit.quantize")
     element = q.recipe.element
-    codes = unpacked(on_host(q, "plot.histogram").packed, element.packing).reshape(-1)
-    counts = np.bincount(codes, minlength=2**element.bits)
-    values, inverse = np.unique(element.values, return_inverse=True)
-    shares = np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
+    values, shares = _shares(on_host(q, "plot.histogram"))
     shares, values = shares[np.isfinite(values)], values[np.isfinite(values)]
     ax = axes(ax, 8, 3.5)
     positions, few = np.arange(len(values)), len(values) <= 32
@@ -50,6 +48,24 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
     ax.set(xlabel=f"value of {element.name} (hatched: the largest)", ylabel="share of elements", title=q.recipe.id)
     without_frame(ax)
     return ax
+
+
+def _shares(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of the elements of q, ascending, and the share of all elements that each value has.
+
+    q: a Quantized with NumPy arrays.
+    """
+    element = q.recipe.element
+    codes = unpacked(q.packed, element.packing)
+    if isinstance(element, IntegerOrFloat) and q.block_scale is not None:
+        scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)
+        blocks = codes.reshape(*scales.shape, q.recipe.block_size)
+        counts = np.bincount((blocks | (16 * element.are_integers(scales)[..., None])).reshape(-1), minlength=32)
+        all_values = np.concatenate([element.values_under(False), element.values_under(True)])
+    else:
+        counts, all_values = np.bincount(codes.reshape(-1), minlength=2**element.bits), element.values
+    values, inverse = np.unique(all_values, return_inverse=True)
+    return values, np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
 
 
 def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:

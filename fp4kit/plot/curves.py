@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.formats import ElementFormat
+from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
@@ -62,8 +62,9 @@ def error_against_scale(
 
     The error is the mean squared error of the decoded values. For the curve, the first recipe quantizes the block once
     under every positive scale of its format. If its block scales are float32 or 16-bit numbers, the recipe instead
-    quantizes the block under the scales that it computes from 256 amaxes per octave. The curve is drawn within a factor
-    of 6 of the best scale.
+    quantizes the block under the scales that it computes from 256 amaxes per octave. With elements IF4, the recipe
+    quantizes the block under each scale as E2M1 and as INT4, and the smaller error counts. The curve is drawn within a
+    factor of 6 of the best scale.
 
     Args:
         x: one block: a float32, float16 or bfloat16 array of the block size.
@@ -100,6 +101,8 @@ def error_against_scale(
     found = [_quantized(array, r, tensor_amax) for r in chosen]
     scales, values = _swept(array, first, found[0])
     errors = _mean_square(values, array)
+    if isinstance(first.element, IntegerOrFloat):
+        scales, errors = scales[: len(scales) // 2], errors.reshape(2, -1).min(axis=0)
     best = int(errors.argmin())
     order = np.argsort(scales)
     near = order[(scales[order] > scales[best] / 6) & (scales[order] < scales[best] * 6)]
@@ -144,6 +147,7 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return scales of a block and the block's values under each scale, of shapes (scales,) and (scales, block).
 
     For block scales of at most 8 bits, the scales are all positive values of the format, times the tensor scale of q.
+    With elements IF4, all scales come twice, first those of E2M1 and then those of INT4.
     For float32 or 16-bit block scales, the recipe computes them from 256 amaxes per octave, from 1/8 to 8 times the
     amax of the block.
     """
@@ -154,19 +158,21 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
         scales, places = np.unique(swept.tensor_scale, return_index=True)
         return scales.astype(np.float64), dequantize(swept, np.float32)[places]
     codes = np.flatnonzero((r.scale.values > 0) & np.isfinite(r.scale.values)).astype(np.uint8)
+    if isinstance(r.element, IntegerOrFloat):
+        codes = np.concatenate([codes, codes | IF4_INTEGER_BIT])
     rows = np.broadcast_to(x, (len(codes), len(x)))
     given = q.tensor_scale
     if r.tensor_scaling == "row":
         given = np.broadcast_to(given, (len(codes), 1))
     swept = quantize(rows, r, block_scale=codes[:, None], tensor_scale=given)
     tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
-    return r.scale.values[codes].astype(np.float64) * tensor, dequantize(swept, np.float32)
+    return np.abs(r.scale.values[codes].astype(np.float64)) * tensor, dequantize(swept, np.float32)
 
 
 def _scale_of(q: Any, r: Recipe) -> float:
     """Return the scale of the only block of q: the product of the block scale and the tensor scale, if q has both."""
     tensor = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
-    return tensor if r.scale is None else float(r.scale.values[int(q.block_scale.reshape(-1)[0])]) * tensor
+    return tensor if r.scale is None else abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])])) * tensor
 
 
 def _scale_name(r: Recipe) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
-from fp4kit.formats import INT4, MXFP4, NVFP4
+from fp4kit.formats import IF4, INT4, MXFP4, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
@@ -19,8 +20,31 @@ _BEYOND = (
 )
 
 
+def _if4(like: Recipe) -> Iterator[Recipe]:
+    """Yield the recipes of IF4, one per error measure. Fields that IF4 does not change are those of `like`."""
+    measures: dict[str, tuple[Literal["mse", "mae", "max"], str]] = {
+        "": ("mse", "mse, the default"),
+        "-mae": ("mae", "mae"),
+        "-absmax": ("max", "abs_max"),
+    }
+    for name, (error, rule) in measures.items():
+        yield replace(
+            like,
+            id=f"if4-fouroversix{name}",
+            element=IF4,
+            block_rule="fouroversix_if4",
+            four_over_six=error,
+            scale_max=448,
+            source=f"{_SOURCE} select_intfloat",
+            exact=f"codes with scale rule {rule}, and the decoded values. Decode rule fouroversix_float32 gives the "
+            "values of a float32 intermediate dtype. In blocks with a NaN scale, fouroversix takes the sign of the "
+            "NaN, which depends on the processor, for the bit that selects INT4. fouroversix stores scales in "
+            f"row-major order. {_BEYOND}",
+        )
+
+
 def recipes() -> Iterator[Recipe]:
-    """Yield fouroversix's recipes for NVFP4, NVINT4 and MXFP4, in the order of fp4kit.recipes()."""
+    """Yield fouroversix's recipes for NVFP4, NVINT4, IF4 and MXFP4, in the order of fp4kit.recipes()."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",
@@ -99,6 +123,7 @@ def recipes() -> Iterator[Recipe]:
         exact="codes of integers from -7 to 7 in two's complement, E4M3 scales, and the decoded values. fouroversix "
         "stores the even element in the low nibble, and scales in row-major order",
     )
+    yield from _if4(mse)
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(
             MXFP4,

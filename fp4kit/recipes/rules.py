@@ -40,6 +40,8 @@ class BlockRuleTraits(NamedTuple):
         one_level: True if the rule does not support a tensor scale.
         may_overflow: True if the factor may be infinite, so that Recipe.keep_infinity has an effect.
         integers: True if the rule also supports integer elements.
+        chooses: True if each block chooses between two candidates by the error measure Recipe.four_over_six.
+            reference/four_over_six.py quantizes by such a rule, and there are no functions for scale and factor.
     """
 
     scale: str
@@ -53,6 +55,7 @@ class BlockRuleTraits(NamedTuple):
     one_level: bool = False
     may_overflow: bool = False
     integers: bool = False
+    chooses: bool = False
 
 
 _POWER = BlockRuleTraits("E8M0", flush=None)
@@ -65,7 +68,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "modelopt_static": BlockRuleTraits("E4M3", "divide", needs_tensor=True),
     "torchao": BlockRuleTraits("E4M3", encode=True),
     "compressed_tensors": BlockRuleTraits("E4M3", "divide", encode=True),
-    "four_over_six": BlockRuleTraits("E4M3", six=True, needs_tensor=True, flush=None),
+    "four_over_six": BlockRuleTraits("E4M3", six=True, needs_tensor=True, flush=None, chooses=True),
+    "fouroversix_if4": BlockRuleTraits("E4M3", six=True, needs_tensor=True, flush=None, chooses=True),
     "e8m0_floor": _POWER,
     "e8m0_ceil": _POWER,
     "e8m0_even": _POWER,
@@ -214,6 +218,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "modelopt": DecodeRule(("E4M3",), unsigned_zero=True),
     "mlx_0322": DecodeRule(("E4M3",)),
     "fouroversix": DecodeRule(("E4M3",), needs_amax=True),
+    "fouroversix_float32": DecodeRule(("E4M3",), needs_amax=True),
     "comfy_kitchen": DecodeRule(("E4M3",), float16="comfy_kitchen_float16", bfloat16="comfy_kitchen_bfloat16"),
     "comfy_kitchen_float16": DecodeRule(("E4M3",)),
     "comfy_kitchen_bfloat16": DecodeRule(("E4M3",)),

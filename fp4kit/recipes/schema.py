@@ -89,7 +89,8 @@ class Recipe:
             of the elements and encoded again. Values that become infinite in this dtype lose their codes, and so do
             blocks whose scale becomes 0 in it. Not available with stochastic rounding.
         four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
-            each block chooses between two scales, with the block maximum at 6 or at 4.
+            each block chooses between two scales, with the block maximum at 6 or at 4. With elements IF4, each block
+            chooses between E2M1 and INT4 instead, under one scale.
         fast_error: True if 4over6 measures errors before the tensor scale is applied: float16(value * block scale)
             minus the element times the tensor's encode scale.
         lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU. Elements whose block scale is 0

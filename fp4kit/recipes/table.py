@@ -44,7 +44,7 @@ _PRODUCERS = (
     *(vllm, triton_kernels, quark, auto_round, fouroversix, sglang, deepgemm, qwix),
     *(comfy_kitchen, mslk, aiter, deepseek, fp_quant, nunchaku, transformers),
 )
-_FORMATS = ("NVFP4", "NVINT4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
+_FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
 
 def _table() -> dict[str, Recipe]:
@@ -95,7 +95,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (194, 'nvfp4-te')
+        (197, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

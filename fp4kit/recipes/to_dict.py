@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from fp4kit.formats import ELEMENT_FORMATS, MX4, Codebook, ElementFormat
+from fp4kit.formats import ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
 from fp4kit.recipes.schema import Recipe
 from fp4kit.recipes.table import is_listed, recipe
 
-_FORMATS = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4)}
+_FORMATS = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4, IF4)}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:

@@ -18,6 +18,7 @@ from fp4kit.formats import (
     MAX_MAGNITUDE_EXPONENT,
     Codebook,
     ElementFormat,
+    IntegerOrFloat,
     PairedMicroexponents,
 )
 from fp4kit.recipes import rules
@@ -63,6 +64,7 @@ def check_recipe(r: Any) -> None:
     _check_block_rule(r)
     _check_tensor_rule(r)
     _check_decode_rule(r)
+    _check_integer_or_float(r)
     _check_four_over_six(r)
     _check_fake_rule(r)
     _check_search(r)
@@ -160,6 +162,8 @@ def _check_element(r: Any) -> None:
             "element",
             "needs values that are normal in float32, in which recipes compute; its smallest value is subnormal there",
         )
+    if isinstance(r.scale, IntegerOrFloat):
+        _refuse(r, "scale", "needs a format whose codes have values; those of IF4 depend on the scale of a block")
     if r.scale not in (None, E4M3, E8M0) and not (r.block_rule is not None and r.is_custom):
         _refuse(
             r,
@@ -346,12 +350,13 @@ def _check_decode_rule(r: Any) -> None:
 def _check_four_over_six(r: Any) -> None:
     """Raise ValueError unless four_over_six fits the other fields.
 
-    Without it, block_rule "four_over_six" and the fields fast_error and lane_sums, which only 4over6 reads, are
-    rejected. With it, these fields must fit: block_rule, element, block, rounding, flush, fast_error, lane_sums, and
-    the fields that _need_plain checks.
+    Without it, the block rules that choose by an error and the fields fast_error and lane_sums, which only these rules
+    read, are rejected. With it, these fields must fit: block_rule, element, block, rounding, flush, fast_error,
+    lane_sums, and the fields that _need_plain checks.
     """
-    if (r.four_over_six is None) != (r.block_rule != "four_over_six"):
-        needed = "'mae', 'mse' or 'max' with 'four_over_six', else None"
+    chooses = r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].chooses
+    if (r.four_over_six is None) == chooses:
+        needed = f"'mae', 'mse' or 'max' with {r.block_rule if chooses else 'four_over_six'!r}, else None"
         _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs {needed}")
     if r.four_over_six is None:
         if r.fast_error:
@@ -359,7 +364,7 @@ def _check_four_over_six(r: Any) -> None:
         if r.lane_sums:
             _refuse(r, "lane_sums", "needs four_over_six")
         return
-    if r.element != E2M1:
+    if r.element != E2M1 and not isinstance(r.element, IntegerOrFloat):
         _refuse(r, "element", "four_over_six needs E2M1")
     if r.block_rows & (r.block_rows - 1):
         _refuse(
@@ -374,6 +379,19 @@ def _check_four_over_six(r: Any) -> None:
     if r.four_over_six == "max" and (r.flush or r.fast_error):
         _refuse(r, "four_over_six", "needs neither flush nor fast_error")
     _need_plain(r, "four_over_six", ("static",))
+
+
+def _check_integer_or_float(r: Any) -> None:
+    """Raise ValueError unless elements IF4 and block_rule "fouroversix_if4" come together, with lane_sums.
+
+    This rule is the only one that sets bit 7 of a block scale, which says whether the codes of a block are INT4.
+    """
+    is_if4, rule = isinstance(r.element, IntegerOrFloat), "fouroversix_if4"
+    if is_if4 != (r.block_rule == rule):
+        needed = f"needs block_rule {rule!r}" if is_if4 else f"block_rule {rule!r} needs fp4kit.formats.IF4"
+        _refuse(r, "element", needed)
+    if is_if4 and not r.lane_sums:
+        _refuse(r, "lane_sums", f"needs True with block_rule {rule!r}, which adds errors as PyTorch does on a CPU")
 
 
 def _check_fake_rule(r: Any) -> None:
@@ -479,7 +497,7 @@ def _check_options(r: Any) -> None:
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
     if r.rounding == "first":
         _check_first(r)
-    if r.rounding == "rnw" and r.element != E2M1:
+    if r.rounding == "rnw" and r.element != E2M1 and not isinstance(r.element, IntegerOrFloat):
         _refuse(r, "rounding", f"needs E2M1, because it continues the steps of E2M1; element is {r.element}")
     if r.apply == "compare":
         _check_comparison(r)

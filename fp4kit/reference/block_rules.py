@@ -422,4 +422,4 @@ def _rule(name: str, scale: str) -> BlockRule:
     return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}") or _FACTORS[scale])
 
 
-BLOCK_RULES = {name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if name != "four_over_six"}
+BLOCK_RULES = {name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if not rule.chooses}

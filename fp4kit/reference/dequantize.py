@@ -13,7 +13,7 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E4M3, E8M0, ElementFormat
+from fp4kit.formats import E4M3, E8M0, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding
@@ -209,9 +209,24 @@ def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorSca
     """Return (H(values * e4m3(scales)) * tensor.amax) / (6 * scale_max), as fouroversix does. H rounds to float16.
 
     e4m3() decodes scale codes. 6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor
-    scale is 1. For scale rule static_4, 4 takes the place of 6. Source: fouroversix dequantize.
+    scale is 1. For scale rule static_4, 4 takes the place of 6. The values of INT4 codes in IF4, code * 6/7, are also
+    rounded to float16. Source: fouroversix dequantize, whose intermediate dtype is float16 by default.
     """
+    if isinstance(recipe.element, IntegerOrFloat):
+        values = round_to(values, HALF)
     return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
+
+
+def decode_fouroversix_float32(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
+    """Return values * e4m3(scales) * tensor.amax / (6 * scale_max), as fouroversix does with float32 intermediates.
+
+    e4m3() decodes scale codes, and scale_max is that of the recipe. For E2M1 and INT4 elements this equals the rule
+    fouroversix, because their products are exact in float16. Source: fouroversix dequantize with intermediate dtype
+    float32.
+    """
+    return values * decode(scales, E4M3)[..., None] * tensor.amax / full_range(recipe)
 
 
 def decode_comfy_kitchen(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -337,9 +352,11 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
     tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
     """
     m, k = codes.shape
-    values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(
-        m, -1, recipe.block_size if recipe.block else k
-    )
+    blocks = codes.reshape(m, -1, recipe.block_size if recipe.block else k)
+    if isinstance(recipe.element, IntegerOrFloat) and scales is not None:
+        values, scales = recipe.element.values_of(blocks, scales), recipe.element.scale_codes(scales)
+    else:
+        values = decode(blocks, _read_as(recipe.element, recipe.decode_rule))
     values = show("element value", values)
     expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
     with np.errstate(all="ignore"):

@@ -61,10 +61,17 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
     factor = show(f"factor to multiply by, amax at {top}", factor_of(scales, tensor, recipe))
     scaled = show(f"element * factor, amax at {top}", _scaled(spread_rows(factor, recipe, len(blocks)), blocks, recipe))
     codes = show(f"code, amax at {top}", _codes_of(scaled, recipe), E2M1)
-    unbounded = recipe.rounding == "rnw"
-    return _Candidate(
-        scales, codes, nearest_unbounded(np.abs(scaled)) * np.sign(scaled) if unbounded else decode(codes, E2M1)
-    )
+    return _Candidate(scales, codes, rounded_values(scaled, codes, recipe))
+
+
+def rounded_values(scaled: np.ndarray, codes: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the values whose errors are compared: those of E2M1 codes, or for rounding "rnw" those before codes wrap.
+
+    scaled: the elements after scaling, in the shape of codes.
+    """
+    if recipe.rounding == "rnw":
+        return nearest_unbounded(np.abs(scaled)) * np.sign(scaled)
+    return decode(codes, E2M1)
 
 
 def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -154,23 +161,31 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the error of each block under a candidate, by the measure that recipe.four_over_six names.
-
-        "mae": sum of |d|    "mse": sum of d * d    "max": largest |d|
+    """Return the error of each block under a candidate, as block_errors combines the errors d of its elements.
 
     d is the decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x *
     tensor.encode, where q is the E2M1 value and scale the block scale.
 
-    The result is float32 (rows of blocks, blocks). The terms are summed in the order of the elements, or in eight
-    partial sums (lanes) if recipe.lane_sums is set. All arithmetic is float32, without fused multiply-add. A NaN
-    element makes the error of its block NaN.
+    All arithmetic is float32, without fused multiply-add.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
         difference = scaled.astype(np.float16).astype(np.float32) - blocks * tensor.encode[..., None]
     else:
         difference = _decoded(scaled, tensor, recipe) - blocks
-    difference = flush(difference) if recipe.flush else difference
+    return block_errors(flush(difference) if recipe.flush else difference, recipe)
+
+
+def block_errors(difference: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the error of each block, by the measure that recipe.four_over_six names: float32 (rows of blocks, blocks).
+
+        "mae": sum of |d|    "mse": sum of d * d    "max": largest |d|
+
+    The terms are summed in the order of the elements, or in eight partial sums (lanes) if recipe.lane_sums is set. A
+    NaN element makes the error of its block NaN.
+
+    difference: the errors d of the elements (m, blocks, block).
+    """
     terms = difference * difference if recipe.four_over_six == "mse" else np.abs(difference)
     if recipe.four_over_six == "max":
         return np.max(_by_block(terms, recipe), axis=-1)

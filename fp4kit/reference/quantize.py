@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.formats import E8M0, PairedMicroexponents
+from fp4kit.formats import E8M0, IntegerOrFloat, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import multiply_ftz, reciprocal_or_zero
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -18,6 +18,7 @@ from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.integer_or_float import encode_under_if4, quantize_if4
 from fp4kit.reference.stochastic import RandomBytes, encode_stochastic, encode_stochastic_float16
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 from fp4kit.reference.trace import show, untraced
@@ -115,7 +116,9 @@ def quantize_tile(
         return encode_tile(x, recipe, tensor, dtype, None, random), None
     blocks = x.reshape(m, -1, recipe.block_size)
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
-    if recipe.four_over_six:
+    if isinstance(recipe.element, IntegerOrFloat):
+        codes, scales = quantize_if4(blocks, amax, tensor, recipe)
+    elif recipe.four_over_six:
         codes, scales = quantize_four_over_six(blocks, amax, tensor, recipe)
     else:
         rule = BLOCK_RULES[recipe.block_rule]
@@ -154,6 +157,8 @@ def encode_tile(
     if recipe.block_rule is None or scales is None:
         factor = tensor.decode if recipe.apply == "divide" else tensor.encode
         return encode_elements(blocks, factor[..., None], recipe, dtype, random, tensor).reshape(m, k)
+    if isinstance(recipe.element, IntegerOrFloat):
+        return encode_under_if4(scales, blocks, tensor, recipe).reshape(m, k)
     amax = spread_rows(block_amax(x, recipe), recipe, m)
     if recipe.four_over_six:
         return encode_under(scales, blocks, amax, tensor, recipe).reshape(m, k)

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import ml_dtypes
 import numpy as np
 import pytest
-from inputs import INPUTS, NAMES, ORDINARY, codes_of
+from inputs import INPUTS, NAMES, ORDINARY, codes_of, element_values
 
 import fp4kit
 from fp4kit.display import statistics as counting
@@ -77,7 +77,7 @@ def by_definition(q):
     For a recipe without blocks, the last two numbers are 0.
     """
     codes, fmt = codes_of(q), q.recipe.element
-    values = np.abs(fmt.values[codes])
+    values = np.abs(element_values(q))
     used = values != 0
     if not q.recipe.block:
         return int((values >= fmt.max).sum()), int(np.isnan(values).sum()), 0, 0

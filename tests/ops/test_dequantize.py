@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
+from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of, element_values, in_float32, scale_values
 
 import fp4kit
 from fp4kit.evidence.golden.recorded_bytes import all_bytes
@@ -40,11 +40,11 @@ def test_values_are_code_times_scales(name, x):
     - fouroversix computes code * block_scale * tensor_amax, which overflows for an amax above FLT_MAX / 2688.
     - TE computes tensor_amax * block_scale, which overflows for an amax above FLT_MAX / 448.
     """
-    r = RECIPES[name]
-    q = fp4kit.quantize(x.astype(np.float32) / 4096, name)
-    exact = decode(codes_of(q), r.element).astype(np.float64)
+    r = in_float32(RECIPES[name])
+    q = fp4kit.quantize(x.astype(np.float32) / 4096, r)
+    exact = element_values(q).astype(np.float64)
     if r.scale is not None:
-        scales = decode(q.block_scale, r.scale).astype(np.float64)
+        scales = scale_values(q).astype(np.float64)
         if name == "mxfp8-comfy-kitchen":  # scale code 0 stands for 0
             scales[q.block_scale == 0] = 0
         exact *= np.repeat(scales, r.block_size, axis=1)

@@ -10,7 +10,7 @@ from together import together
 
 import fp4kit
 from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
-from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.formats import E2M1, E4M3, E8M0, IF4
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, rules
 from fp4kit.recipes.rules import ROUNDINGS
 from fp4kit.recipes.to_string import from_spec, to_spec
@@ -29,6 +29,7 @@ FORMATS = {
     "mxfp8": ("E4M3 E5M2", "E8M0"),
     "fp8": ("E4M3 E5M2", None),
     "nvint4": ("INT4", "E4M3"),
+    "if4": ("IF4", "E4M3"),
     "int8": ("INT8", None),
     "int4": ("INT4", None),
 }
@@ -39,12 +40,13 @@ def test_ids():
     assert [r.id for r in RECIPES.values()] == list(RECIPES)
     plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
     assert len(plain) == len(RECIPES)  # no two names share one rule
-    assert all(re.fullmatch(r"(nvfp4|nvint4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
+    assert all(re.fullmatch(r"(nvfp4|nvint4|if4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
 
 
 @recipes
 def test_names_exist(r):
-    assert r.block_rule is None or r.block_rule in BLOCK_RULES or (r.block_rule == "four_over_six" and r.four_over_six)
+    chooses = r.block_rule in ("four_over_six", "fouroversix_if4") and r.four_over_six
+    assert r.block_rule is None or r.block_rule in BLOCK_RULES or chooses
     assert r.tensor_rule is None or r.tensor_rule in TENSOR_RULES
     assert r.decode_rule in DECODE_RULES
     assert r.fake_rule is None or r.fake_rule in FAKE_RULES
@@ -57,8 +59,8 @@ def test_every_rule_is_used_or_decodes_recorded_arrays():
     used |= {name for rule in narrow for name in (rule.float16, rule.bfloat16)}
     own = {name for name in {*BLOCK_RULES, *TENSOR_RULES} if name.startswith("amax")}  # for formats of one's own
     assert set(BLOCK_RULES) | set(TENSOR_RULES) | set(FAKE_RULES) <= used | own
-    # These two are alternative decoders of existing codes.
-    assert set(DECODE_RULES) - used == {"e8m0_unbounded", "stored_divisor"}
+    # These are alternative decoders of existing codes.
+    assert set(DECODE_RULES) - used == {"e8m0_unbounded", "stored_divisor", "fouroversix_float32"}
 
 
 @recipes
@@ -72,13 +74,14 @@ def test_fields_agree(r):
     assert r.fake_rule or not r.fake_only
     assert r.nan_code is None or 0 <= r.nan_code < 2**r.element.bits
     assert r.is_packed == (r.element.bits == 4)
-    assert r.four_over_six is None or (r.block_rule, r.element, r.scale) == ("four_over_six", E2M1, E4M3)
+    chosen = (r.block_rule, r.element, r.scale)
+    assert r.four_over_six is None or chosen in (("four_over_six", E2M1, E4M3), ("fouroversix_if4", IF4, E4M3))
     assert not r.fast_error or r.four_over_six
 
 
 @recipes
 def test_block_sizes(r):
-    size = {"nvfp4": 16, "nvint4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(r.id.split("-")[0])
+    size = {"nvfp4": 16, "nvint4": 16, "if4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(r.id.split("-")[0])
     if size:
         size = 16 if r.id == "mxfp4-sglang-kv" else size
         assert r.block == ((size, size) if r.id.endswith("-2d") else (1, size))

@@ -6,15 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from inputs import BF16, NAMES, ORDINARY, codes_of
+from inputs import BF16, NAMES, ORDINARY, element_values, in_float32, scale_values
 from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E4M3
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.rules import DECODE_RULES
-from fp4kit.reference.codec import decode
 from fp4kit.reference.implied_amax import FAR, NEAR, UNKNOWN, amax_interval, covered_range, implied_amax, same_scale
 from fp4kit.reference.tensor_rules import tensor_scale
 
@@ -145,16 +143,14 @@ def test_scales_without_an_amax_decode_as_a_product(name):
 
     Other rows or blocks of the array may have a scale that an amax gives.
     """
-    r = RECIPES[name]
-    q = without(fp4kit.quantize(ORDINARY, name))
+    r = in_float32(RECIPES[name])
+    q = without(fp4kit.quantize(ORDINARY, r))
     rng = np.random.default_rng(5)
     for scale in (np.asarray(rng.uniform(1e-3, 1, q.tensor_scale.shape), np.float32) for _ in range(20)):
         found = implied_amax(scale, r, F32)
-        values = decode(codes_of(q), r.element).reshape(128, -1, r.block_size if r.block else 128)
+        values = element_values(q).reshape(128, -1, r.block_size if r.block else 128)
         by_element = {"tensor": scale, "row": scale.reshape(-1, 1)}.get(r.tensor_scaling, scale)
-        factors = (
-            by_element[..., None] if q.block_scale is None else (decode(q.block_scale, E4M3) * by_element)[..., None]
-        )
+        factors = by_element[..., None] if q.block_scale is None else (scale_values(q) * by_element)[..., None]
         product = (values * factors).reshape(128, 128)
         ours = fp4kit.dequantize(replace(q, tensor_scale=scale))
         unknown = np.broadcast_to(np.reshape(found == UNKNOWN, by_element.shape)[..., None], values.shape).reshape(

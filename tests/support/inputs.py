@@ -3,11 +3,13 @@
 Arrays have the shape (128, 128), so that they consist of whole blocks along both axes.
 """
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
 from fp4kit.evidence.testing import adversarial_blocks
-from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, IF4, INT4
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import RECIPES
 
@@ -71,3 +73,22 @@ def as_strided(x):
 def codes_of(q):
     """Return the unpacked codes of a Quantized, one per element, in the shape q.moved_shape."""
     return unpacked(q.packed, q.recipe.element.packing)
+
+
+def element_values(q):
+    """Return the float32 values of the codes of a Quantized before any scale is applied, in the shape q.moved_shape."""
+    codes = codes_of(q)
+    if q.recipe.element != IF4:
+        return q.recipe.element.values[codes]
+    integers = np.repeat(q.block_scale >= 128, q.recipe.block_size, axis=-1)
+    return np.where(integers, INT4.values[codes] * np.float32(6 / 7), E2M1.values[codes])
+
+
+def scale_values(q):
+    """Return the float32 values of the linear block scales of a Quantized, in their shape."""
+    return q.recipe.scale.values[q.block_scale & 127 if q.recipe.element == IF4 else q.block_scale]
+
+
+def in_float32(r):
+    """Return r, but for elements IF4 with the decode rule that does not round products to float16."""
+    return replace(r, decode_rule="fouroversix_float32") if r.element == IF4 else r

@@ -25,9 +25,10 @@ using FillFunction = void (*)(const u8*, i64, TensorScale, u8*, bool*);  // fill
 
 // Store the value tables of all scale codes under the tensor scale t. are_unsigned: no scale code has its sign bit set,
 // because a block rule has just made them. Codes with a sign bit then get no table and are marked in needs_fallback.
+// Bit 7 of the codes of IF4 is no sign, so they all get tables.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
-  const u32 count = are_unsigned && R::Scale::kSignBit ? R::Scale::kSignBit : 256u;
+  const u32 count = are_unsigned && R::Scale::kSignBit && !kHasTwoFormats<R> ? R::Scale::kSignBit : 256u;
   u8 codes[256];
   for (u32 code = 0; code < 256; ++code) codes[code] = static_cast<u8>(code);
   fill_block_tables<R, Out>(codes, count, t, tables.planes, tables.needs_fallback);

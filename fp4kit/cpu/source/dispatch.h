@@ -9,7 +9,7 @@
 
 #include "decode_rows.h"
 #include "encode_elements.h"
-#include "four_over_six.h"
+#include "integer_or_float.h"
 
 // The types of elements and values. The numbers equal those of INPUTS in cpu/encode.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
@@ -54,14 +54,16 @@ struct DecoderEntry {
 };
 
 // The compiled code of one block rule. Most rules find scales from amaxes (`scales`, indexed by InputKind). The rules
-// of 4over6 choose between two candidates by their errors (`choose`). The pointer that a rule does not use is nullptr.
+// of 4over6 and IF4 choose between two candidates by their errors (`choose`). The pointer that a rule does not use is
+// nullptr.
 //   clears_zero_blocks  true if blocks whose amax is below kFltMin get the code 0, without sign, for all elements
 //   factors_by_code     true if a factor depends only on the scale code and the tensor scale, not on the amax
+//   selects_integers    true if blocks whose scale code has bit 7 set get INT4 codes
 struct BlockRuleEntry {
   const char* key;
   const BlockScales* scales;
   ChooseFunction choose;
-  bool clears_zero_blocks, factors_by_code;
+  bool clears_zero_blocks, factors_by_code, selects_integers;
 };
 
 // The compiled code of one tensor rule. `scale` has one function per InputKind, which returns the tensor scale of an

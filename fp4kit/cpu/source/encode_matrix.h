@@ -215,6 +215,16 @@ struct Encoder {
         std::memset(call.packed + (panel.row + i) * call.packed_step + panel.column / 2 + b * bytes, 0, bytes);
   }
 
+  // Store INT4 codes for the blocks of a panel whose scale code has bit 7 set, in place of their E2M1 codes. `x` holds
+  // the elements of the panel, and `codes` and `factors` the scale codes and factors of its `blocks` blocks per row.
+  void encode_integer_blocks(View<Bits> x, const Rectangle& panel, const u8* codes, const float* factors,
+                             i64 blocks) const {
+    for (i64 b = 0; b < blocks; ++b)
+      for (i64 i = 0; codes[b] & If4::kIntegerBit && i < panel.rows; ++i)
+        encode_integers<In>(x.data + i * x.step + b * kBlockColumns, factors[b],
+                            call.packed + (panel.row + i) * call.packed_step + (panel.column + b * kBlockColumns) / 2);
+  }
+
   // Encode a panel whose first element is x.data[0]: store its scales and codes. Return false if the panel needs the
   // fallback.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
@@ -261,6 +271,8 @@ struct Encoder {
     for (i64 i = 0; i < panel.rows; ++i) encode_row(x.data + i * x.step, panel, panel.row + i, factors);
     if (call.block_rule >= 0 && kBlockRules[call.block_rule].clears_zero_blocks)
       clear_zero_blocks(panel, scale_amax, count);
+    if (call.block_rule >= 0 && kBlockRules[call.block_rule].selects_integers)
+      encode_integer_blocks(x, panel, codes, block_factors, count);
     return true;
   }
 

@@ -1,4 +1,6 @@
-// 4over6: each block gets that one of two scales which gives the smaller error.
+// 4over6: each block gets that one of two scales which gives the smaller error. The functions also choose between the
+// two formats of IF4: "six" then stands for E2M1 and "four" for INT4, which have equal scales but for bit 7 of the
+// code.
 //
 // Candidates: the scale that maps the amax of the block to 6, and the scale that maps it to 4. kLanes blocks are
 // handled together, one per lane. Arrays of magnitudes and of error terms are therefore stored by column, as
@@ -67,6 +69,17 @@ static void find_error_terms(const float* x, const float* scale, const float* fa
       const float a = x[j * kLanes + lane], scaled = (R::kFlush ? flush(a) : a) * factor[lane];
       const float value = rounded_magnitude<R>(scaled);
       terms[j * kLanes + lane] = error_of<R>(a, compared<R>(value, scale[lane], t), t);
+    }
+}
+
+// Store the errors of INT4 codes of IF4 in `terms`, with the arguments of find_error_terms.
+template <class R>
+static void find_integer_terms(const float* x, const float* scale, const float* factor, TensorScale t,
+                               float* __restrict terms) {
+  for (int j = 0; j < kBlockColumns; ++j)
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float a = x[j * kLanes + lane];
+      terms[j * kLanes + lane] = integer_error_of<R>(a, a * factor[lane], scale[lane], t);
     }
 }
 
@@ -139,7 +152,7 @@ struct SixAndFour {
     }
     for (int k = 0; k < 2; ++k)
       for (i64 b = 0; b < count; ++b) {
-        scales[k][b] = decode_scale<R>(codes[k][b]);
+        scales[k][b] = decode_scale<R>(e4m3_of<R>(codes[k][b]));
         factors[k][b] = candidate_factor<R>(scales[k][b], t);
         is_bad |= static_cast<u32>(bits_of(factors[k][b]) >= kInfinityBits);
         if constexpr (R::kRounding == Rounding::rnw)
@@ -159,18 +172,18 @@ struct BlockRows {
 
 // Store the scale codes and factors of up to kLanes blocks, from block `first` on. `candidates` holds both candidates
 // of every block. A block gets the candidate of 4 if its error is smaller, otherwise the candidate of 6. `find_terms`
-// is find_error_terms of the recipe, and Sums combines its errors.
+// has the function that finds the error terms of each candidate, and Sums combines them.
 template <class Sums>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
-                         float* factors, ErrorTermsFunction find_terms) {
+                         float* factors, const ErrorTermsFunction (&find_terms)[2]) {
   const i64 count = minimum<i64>(x.blocks - first, kLanes);
   Sums six, four;
   for (i64 i = 0; i < x.rows; ++i) {
     float row[kBlockColumns * kLanes], terms[kBlockColumns * kLanes];
     x.load(x.data, i * x.step + first * kBlockColumns, count, row);
-    find_terms(row, candidates.scales[0] + first, candidates.factors[0] + first, t, terms);
+    find_terms[0](row, candidates.scales[0] + first, candidates.factors[0] + first, t, terms);
     six.add(i, terms);
-    find_terms(row, candidates.scales[1] + first, candidates.factors[1] + first, t, terms);
+    find_terms[1](row, candidates.scales[1] + first, candidates.factors[1] + first, t, terms);
     four.add(i, terms);
   }
   float errors[2][kLanes];
@@ -183,15 +196,22 @@ static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candid
   }
 }
 
+// Return the function that finds the error terms of the candidate of 4.
+template <class R>
+constexpr ErrorTermsFunction second_terms() {
+  if constexpr (kHasTwoFormats<R>) return find_integer_terms<R>;
+  return find_error_terms<R>;
+}
+
 // Store the scale codes and factors of all blocks of x, from their amaxes and the tensor scale t. Return false if a
 // block needs the fallback.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
   SixAndFour candidates;
   if (!candidates.find<R>(amax, x.blocks, t)) return false;
+  const ErrorTermsFunction find_terms[2] = {find_error_terms<R>, second_terms<R>()};
   for (i64 first = 0; first < x.blocks; first += kLanes)
-    (x.block_rows == 1 ? choose_lanes<Errors<R, 1>> : choose_lanes<Errors<R, kMaxBlockRows>>)(x, first, candidates, t,
-                                                                                              codes, factors,
-                                                                                              find_error_terms<R>);
+    (x.block_rows == 1 ? choose_lanes<Errors<R, 1>>
+                       : choose_lanes<Errors<R, kMaxBlockRows>>)(x, first, candidates, t, codes, factors, find_terms);
   return true;
 }

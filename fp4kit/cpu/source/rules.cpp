@@ -46,11 +46,11 @@ template <class R>
 constexpr TensorScaleFunction kTensorScale[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>,
                                                        tensor_scale<R, Bfloat16>};
 
-// The rules of 4over6 have only a function that chooses between two scales, so their `scales` are nullptr. For all
-// other rules, `choose` is nullptr.
+// The rules of 4over6 and IF4 have only a function that chooses between two candidates, so their `scales` are nullptr.
+// For all other rules, `choose` is nullptr.
 constexpr BlockRuleEntry kBlockRuleEntries[] = {
-#define FP4KIT_BLOCK_RULE(key, R) {key, kBlockScales<R>, nullptr, false, !R::BlockRule::kReadsAmax},
-#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},
+#define FP4KIT_BLOCK_RULE(key, R) {key, kBlockScales<R>, nullptr, false, !R::BlockRule::kReadsAmax, false},
+#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false, kHasTwoFormats<R>},
     FP4KIT_BLOCK_RULES FP4KIT_FOUR_OVER_SIX_RULES};
 constexpr TensorRuleEntry kTensorRuleEntries[] = {
 #define FP4KIT_TENSOR_RULE(key, R) {key, kTensorScale<R>},

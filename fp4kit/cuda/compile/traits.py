@@ -8,7 +8,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E5M2, Codebook, ElementFormat, is_same
+from fp4kit.formats import E2M1, E4M3, E5M2, INT4, Codebook, ElementFormat, IntegerOrFloat, is_same
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.recipes.schema import then_encodes
@@ -20,7 +20,12 @@ TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dt
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
-    """Return the definition of the C++ struct `name` with the facts of the element or scale format f."""
+    """Return the definition of the C++ struct `name` with the facts of the element or scale format f.
+
+    IF4 has the facts of INT4, but the largest value of E2M1 (kernels/rules/integer_or_float.cuh).
+    """
+    largest = f.max
+    f = INT4 if isinstance(f, IntegerOrFloat) else f
     facts = {
         "int kExponentBits": f.exponent_bits,
         "int kMantissaBits": f.mantissa_bits,
@@ -33,7 +38,7 @@ def format_struct(f: ElementFormat, name: str) -> str:
         "u32 kMaxCode": f.max_code,
         "u32 kNanCode": f.nan_code,
         "u32 kInfinityCode": f.max_code + 1 if f.specials == "ieee" else 0xFFFF,
-        "u32 kMaxBits": int(np.float32(f.max).view(np.uint32)),
+        "u32 kMaxBits": int(np.float32(largest).view(np.uint32)),
         "bool kHasNan": f.specials != "none",
         "bool kIsInteger": f.is_integer,
         "bool kIsTable": isinstance(f, Codebook),
@@ -138,13 +143,17 @@ def recipe_struct(
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]
+    if isinstance(r.element, IntegerOrFloat):
+        formats.append(format_struct(E2M1, "FloatFormat"))
+    chooses = r.block_rule is None or BLOCK_RULES[r.block_rule].chooses
     names = [
         "using Element = ElementFormat;",
         "using Scale = ScaleFormat;",
         f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
-        f"using BlockRule = block_{'none' if r.block_rule in (None, 'four_over_six') else r.block_rule};",
+        f"using BlockRule = block_{'none' if chooses else r.block_rule};",
         f"using DecodeRule = {decode_rule(r)};",
         *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule else []),
+        *(["using FloatElement = FloatFormat;"] if isinstance(r.element, IntegerOrFloat) else []),
     ]
     constants = [_constant(name, value) for name, value in facts.items()]
     cluster = [f"#define FP4KIT_FINDERS {FINDERS}"] if finds_amax else []
@@ -157,4 +166,6 @@ def decode_rule(r: Recipe) -> str:
         return "decode_tensor"
     if r.is_custom and r.scale is not None and not r.scale.has_zero:
         return "decode_e8m0"  # recipes with E8M0 block scales have no tensor scale
+    if isinstance(r.element, IntegerOrFloat):
+        return f"two_formats<decode_{r.decode_rule}>"
     return f"decode_{r.decode_rule}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fp4kit.call.parse import Declined
-from fp4kit.formats import E2M1, ElementFormat, PairedMicroexponents, is_same
+from fp4kit.formats import E2M1, ElementFormat, IntegerOrFloat, PairedMicroexponents, is_same
 from fp4kit.recipes import Recipe
 
 MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
@@ -49,7 +49,7 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
     yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
     if r.four_over_six:
-        yield not is_same(e, E2M1), f"4over6 with elements {e}", "E2M1"
+        yield not (is_same(e, E2M1) or isinstance(e, IntegerOrFloat)), f"4over6 with elements {e}", "E2M1"
         in_lanes = (r.lane_sums or r.four_over_six == "max") and r.block_rows > 1
         yield (
             in_lanes,

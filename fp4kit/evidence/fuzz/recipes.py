@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4, INT8
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4, INT8, IntegerOrFloat
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.recipes.validate import can_be_repacked
@@ -209,7 +209,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
-    with_amax = ("te", "fouroversix") if r.tensor_scaling != "none" else ()
+    with_amax = ("te", "fouroversix", "fouroversix_float32") if r.tensor_scaling != "none" else ()
     return {"decode_rule": _pick(rng, (*E4M3_DECODE, *with_amax))}
 
 
@@ -274,10 +274,12 @@ def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random error measure of 4over6, and how errors are added, as {field: value}.
 
-    Return {} for recipes without 4over6.
+    Return {} for recipes without 4over6. IF4 adds errors in eight lanes only.
     """
     if not r.four_over_six:
         return {}
+    if isinstance(r.element, IntegerOrFloat):
+        return {"four_over_six": _pick(rng, rules.ERRORS)}
     exact = bool(not r.flush and rng.random() < 0.5)
     error = _pick(rng, rules.ERRORS if exact else rules.ERRORS[:2])
     fast = not exact and not r.flush and r.rounding == "rn"

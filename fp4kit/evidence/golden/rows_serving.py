@@ -79,6 +79,8 @@ def _fouroversix(row: Callable[..., Any]) -> GoldenRows:
     for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
         yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
     yield row("nvint4-fouroversix", "fouroversix_new", "nvint4", decoded=True)
+    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
+        yield row(f"if4-fouroversix{name}", "fouroversix_new", f"if4_{variant}", skip="signed_nan", decoded=True)
     for top in ("6", "4"):
         yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
     for name, variant, block in (

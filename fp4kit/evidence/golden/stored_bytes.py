@@ -7,6 +7,7 @@ scale search chooses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from
     "mlx": lambda q: pack_mlx(q.packed),
 }
 
+# {recorded part with decoded values: the decode rule that gives them; None for that of the recipe}
+DECODED = {"dequant": None, "dequant_i32": "fouroversix_float32"}
+
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield items to compare for a RecordedCase: stored bytes, decoded values and scales that are not stored.
@@ -32,11 +36,13 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
     Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). ``skip`` is the
     mask of the case's exception.
     """
-    raw, values = case.part("raw"), case.part("dequant")
+    raw = case.part("raw")
     if case.row.raw and raw is not None:
         yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
-    if case.row.decoded and values is not None:
-        yield case.key("dequant"), case.ops.dequantize(case.q, values.dtype), values, skip
+    for part, rule in DECODED.items() if case.row.decoded else ():
+        if (values := case.part(part)) is not None:
+            q = replace(case.q, recipe=replace(case.recipe, decode_rule=rule)) if rule else case.q
+            yield case.key(part), case.ops.dequantize(q, values.dtype), values, skip
     yield from _unstored_arrays(case)
 
 

@@ -10,7 +10,7 @@
 //   kReadsNanAsNumber          true if NaN codes decode to the numbers that their bits would encode without NaN
 #pragma once
 
-#include "tensor_rules.cuh"
+#include "integer_or_float.cuh"
 
 // The format F, but with NaN codes read as numbers.
 template <class F>
@@ -122,6 +122,13 @@ struct decode_fouroversix {
   }
   FP4KIT_DEVICE float apply(float value, Scale s) {
     return s.amax < 0.0f ? value * s.scale : round_to<Float16>(value * s.scale) * s.amax / s.range;
+  }
+};
+// The rule decode_fouroversix without the rounding to float16.
+struct decode_fouroversix_float32 : decode_fouroversix {
+  static constexpr bool kNeedsAmax = true;
+  FP4KIT_DEVICE float apply(float value, Scale s) {
+    return s.amax < 0.0f ? value * s.scale : value * s.scale * s.amax / s.range;
   }
 };
 // A block scale and a tensor scale. An element is (value * scale) * tensor, of which the first product is exact.
@@ -240,4 +247,50 @@ struct decode_int_modelopt {
     return t.amax <= kTinyAmax ? -1.0f : t.encode;
   }
   FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
+};
+
+// The Scale of a block of IF4: that of another rule, and whether the codes of the block are INT4.
+template <class BaseScale>
+struct ScaleAndFormat {
+  BaseScale scale;
+  bool is_integer;
+};
+// Return true if the Scale of the other rule is finite.
+template <class BaseScale>
+FP4KIT_DEVICE bool is_finite(ScaleAndFormat<BaseScale> s) {
+  return is_finite(s.scale);
+}
+
+// IntegerRounding<Rule>::kToFloat16 is true if a rule rounds the values of INT4 codes to float16, unless the tensor's
+// amax is unknown.
+template <class Rule>
+struct IntegerRounding {
+  static constexpr bool kToFloat16 = false;
+};
+template <>
+struct IntegerRounding<decode_fouroversix> {
+  static constexpr bool kToFloat16 = true;
+};
+
+// The decode rule Base for elements of IF4. Bit 7 of a scale code selects the format of the block, and Base gets the
+// other bits. `value` is the value of a code as a 4-bit integer.
+template <class Base>
+struct two_formats {
+  static constexpr bool kNeedsAmax = Base::kNeedsAmax, kReadsNanAsNumber = Base::kReadsNanAsNumber;
+  using Scale = ScaleAndFormat<typename Base::Scale>;
+  // A scale code with bit 7 decodes to a negative number, or to -0.
+  FP4KIT_DEVICE Scale product_scale(float scale) {
+    return {Base::product_scale(magnitude_of(scale)), sign_of(scale) != 0u};
+  }
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    return {Base::template scale<R>(code & ~If4::kIntegerBit, t), (code & If4::kIntegerBit) != 0u};
+  }
+  FP4KIT_DEVICE float apply(float value, Scale s) {
+    if (!s.is_integer) return Base::apply(e2m1_value(static_cast<u32>(static_cast<i32>(value)) & 15u), s.scale);
+    const float integer = value * If4::kIntegerStep;
+    if constexpr (IntegerRounding<Base>::kToFloat16)
+      return Base::apply(s.scale.amax < 0.0f ? integer : round_to<Float16>(integer), s.scale);
+    return Base::apply(integer, s.scale);
+  }
 };

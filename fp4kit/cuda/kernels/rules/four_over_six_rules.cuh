@@ -4,6 +4,7 @@
 #pragma once
 
 #include "block_rules_e4m3_serving.cuh"
+#include "integer_or_float.cuh"
 
 // Return a * b. Subnormal operands and results are flushed to zero if R::kFlush.
 template <class R>
@@ -16,13 +17,17 @@ FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Store the codes of the two scales of a block in `six` and `four`. `sixth` is a sixth of the block's amax.
+// Store the codes of the two scales of a block in `six` and `four`. `sixth` is a sixth of the block's amax. For IF4,
+// the two codes are those of one scale, for E2M1 and for INT4.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
   if constexpr (R::kLaneSums) base = zero_of_zeros(base, t);
   six = encode_scale<R>(base);
-  four = encode_scale<R>(multiply<R>(base, 1.5f));
+  if constexpr (kHasTwoFormats<R>)
+    four = six | If4::kIntegerBit;
+  else
+    four = encode_scale<R>(multiply<R>(base, 1.5f));
 }
 
 // Return the factor of a candidate: the number by which elements are multiplied if the block gets this scale.
@@ -55,4 +60,11 @@ FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);
   if constexpr (R::kFlush) difference = flush(difference);
   return R::kSquaredError ? difference * difference : fabsf(difference);
+}
+
+// Return the term that element x adds to the error of its block if it gets an INT4 code of IF4. `scaled` is the element
+// times the factor of the block, and `scale` the block scale.
+template <class R>
+FP4KIT_DEVICE float integer_error_of(float x, float scaled, float scale, TensorScale t) {
+  return error_of<R>(x, nearest_int4(scaled) * scale * t.amax * If4::kIntegerStep / full_range<R>(), t);
 }

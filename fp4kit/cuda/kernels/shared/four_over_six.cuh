@@ -44,14 +44,26 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
+// Return the error of an element of IF4 under the scale with code scale_code, whose value is `scale`. `scaled` is the
+// element times the factor of the block.
+template <class R>
+FP4KIT_DEVICE float error_in_format(float x, float scaled, u32 scale_code, float scale, TensorScale t) {
+  using Floats = FloatsOf<R>;
+  return scale_code & If4::kIntegerBit ? integer_error_of<Floats>(x, scaled, scale, t)
+                                       : error_of<Floats>(x, compared<Floats>(rounded<Floats>(scaled), scale, t), t);
+}
+
 // Return the error of a run under the scale with code scale_code: the sum of the errors of its elements or, if
 // R::kLargestError, the largest of them. The errors are added in the order of the recipe.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
-  const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
+  const float scale = decode_scale<R>(e4m3_of<R>(scale_code)), factor = candidate_factor<R>(scale, t);
   float error = 0.0f;
   const auto error_at = [&](float x) {
-    return error_of<R>(x, compared<R>(rounded<R>(multiply<R>(x, factor)), scale, t), t);
+    if constexpr (kHasTwoFormats<R>)
+      return error_in_format<R>(x, multiply<R>(x, factor), scale_code, scale, t);
+    else
+      return error_of<R>(x, compared<R>(rounded<R>(multiply<R>(x, factor)), scale, t), t);
   };
   if constexpr (R::kLargestError) {
     for_each_element<kUnrolled>(run,
@@ -66,15 +78,25 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
+// Return the 4-bit code of a scaled element of IF4, under the scale with code scale_code.
+template <class R>
+FP4KIT_DEVICE u32 code_in_format(float scaled, u32 scale_code) {
+  return scale_code & If4::kIntegerBit ? int4_code(scaled) : encode_element<FloatsOf<R>>(scaled);
+}
+
 // Return the 4-bit codes of a run under the chosen scale, with the first code in the lowest bits. `amax` is the amax of
 // the block; if R::kFlush and it is below 2^-126, all codes are 0.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros
-  const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
+  const float factor = candidate_factor<R>(decode_scale<R>(e4m3_of<R>(scale_code)), t);
   u64 codes = 0u;
-  for_each_element<kUnrolled>(
-      run, [&](float x) { codes = codes >> 4 | static_cast<u64>(encode_element<R>(multiply<R>(x, factor))) << 60; });
+  if constexpr (kHasTwoFormats<R>)
+    for_each_element<kUnrolled>(
+        run, [&](float x) { codes = codes >> 4 | static_cast<u64>(code_in_format<R>(x * factor, scale_code)) << 60; });
+  else
+    for_each_element<kUnrolled>(
+        run, [&](float x) { codes = codes >> 4 | static_cast<u64>(encode_element<R>(multiply<R>(x, factor))) << 60; });
   return codes;
 }
 

@@ -1,5 +1,5 @@
 // Quantization of blocks whose threads must decide together: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on
-// any block.
+// any block. IF4, on blocks of one row, has only the exact path.
 //
 // A tile is kBlockRows rows of kColumns blocks. A thread handles one row of one block (R::kBlock elements). The threads
 // exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and
@@ -203,12 +203,14 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
     const BlockRow position = block_row_of(run);
     const TensorScale t = scale_of(position);
     Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
-    const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
-    if (c.chosen) {
-      store_row<R, In, kAligned>(a, position, x, c, t);
-    } else {
-      quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
+    if constexpr (!kHasTwoFormats<R>) {
+      const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
+      if (c.chosen) {
+        store_row<R, In, kAligned>(a, position, x, c, t);
+        continue;
+      }
     }
+    quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
   }
 }
 
@@ -216,7 +218,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;
-  constexpr bool kTable = R::kFourOverSix && has_one_scale<R>();
+  constexpr bool kTable = R::kFourOverSix && has_one_scale<R>() && !kHasTwoFormats<R>;
   __shared__ ApproximateScale table[kTable ? kTableSize : 1];
   if constexpr (kTable) fill_scale_table<R, In>(a, table);
   if constexpr (R::kBlockRows == 1) {

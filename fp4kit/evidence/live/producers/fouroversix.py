@@ -97,5 +97,9 @@ ADAPTER = Adapter(
             ("nvfp4-fouroversix-triton", "nvfp4-fouroversix-triton-mae", "nvfp4-fouroversix-triton-6"), _TRITON
         ),
         "nvint4-fouroversix": "fouroversix 1.1.0 has no INT4 any more; recorded outputs are compared by --check",
+        **dict.fromkeys(
+            ("if4-fouroversix", "if4-fouroversix-mae", "if4-fouroversix-absmax"),
+            "fouroversix 1.1.0 has no IF4 any more; recorded outputs are compared by --check",
+        ),
     },
 )
