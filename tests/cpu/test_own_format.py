@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, VIEWS, agree, as_large_ones, counted
 from exhaustive import exhaustive
-from own_formats import UE5M3, check_drawn_calls
+from own_formats import UE5M3, check_drawn_calls, pairs_at_bounds
 
 import fp4kit
 from fp4kit.cpu.own_format import tables_of
@@ -61,16 +61,11 @@ def test_memory_layouts(view):
 
 def test_pairs_follow_the_quantized_axis_and_every_bound():
     """Scaled elements of MX4 at every midpoint, at 1, and beside them, beside small and large partners."""
-    at = np.array([0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 1.75], np.float32)
-    beside = np.concatenate([at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(2))])
-    scaled = np.concatenate([beside, -beside])
-    pairs = np.stack(np.meshgrid(scaled, scaled), axis=-1).reshape(-1, 2)
-    x = np.tile(np.array([1.5, 0], np.float32), (len(pairs), 8))  # the first pair keeps the block scale at 1
-    x[:, 2:4], x[:, 6:8] = pairs, pairs
+    x = pairs_at_bounds(np.dtype(np.float32))
     r = fp4kit.custom_recipe("mine", MX4, E8M0, 16, scale_rounding="down")
     agree(fp4kit.quantize, x, r)
     agree(fp4kit.quantize, np.asfortranarray(x.T), r, axis=0)
-    agree(fp4kit.quantize, x[:, :16].astype(ml_dtypes.bfloat16), r, hadamard=True)
+    agree(fp4kit.quantize, x.astype(ml_dtypes.bfloat16), r, hadamard=True)
 
 
 def test_stochastic_rounding_and_hadamard():

@@ -118,6 +118,6 @@ def test_searches_under_tensor_scales(scaling):
 
 
 def test_searches_that_no_kernel_supports_are_refused_before_any_work():
-    r = fp4kit.custom_recipe("mine", MX4, E8M0, 16)
-    with pytest.raises(NotImplementedError, match="mine has elements MX4, whose pairs share a bit"):
+    r = fp4kit.custom_recipe("mine", MX4, E8M0, 2)
+    with pytest.raises(NotImplementedError, match="mine has blocks of 2 columns, which no CUDA kernel supports"):
         fp4kit.search_scales(cupy.ones((2, 64), np.float32), r)

@@ -21,7 +21,7 @@ import fp4kit
 from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.formats import E2M1, E8M0, NF4
+from fp4kit.formats import E2M1, E8M0, MX4, NF4
 from fp4kit.recipes import RECIPES
 
 # Architectures for which only some kinds of kernels are compiled. All kinds are compiled for sm_90. Half of them, with
@@ -36,7 +36,10 @@ ALL = [call_of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [call_of(de
 ALL += [call_of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
 OWN = [fp4kit.custom_recipe("nf4", NF4, "bfloat16", 64), fp4kit.custom_recipe("powers", E2M1, E8M0, 32)]
 OWN += [fp4kit.custom_recipe("ue5m3", E2M1, UE5M3, 16, scale_rounding="up", tensor_scale=True)]
-ALL += [call_of(operation, r) for r in OWN for operation in (quantize, dequantize)] + [call_of(search_amaxes, OWN[2])]
+OWN += [fp4kit.custom_recipe("pairs", MX4, E8M0, 16)]
+ALL += [call_of(operation, r) for r in OWN for operation in (quantize, dequantize)] + [
+    call_of(search_amaxes, r) for r in OWN[2:]
+]
 ALL += [call_of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
 
 

@@ -32,15 +32,18 @@ from kernel_calls import (
     quantize_large_group,
     quantize_searched,
     quantize_with_scales,
+    search_amaxes,
     search_scales,
 )
 from on_gpu import differing
+from own_formats import pairs_at_bounds
 from searched import STATIC
 from variants import blocks_at_ties
 
 import fp4kit
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
+from fp4kit.formats import E8M0, MX4
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
 DIFFERS = "a result differs"
@@ -93,6 +96,13 @@ def negative_scales() -> None:
     )
 
 
+def pairs() -> None:
+    """Assert that GPU and CPU give equal codes for pairs that share a microexponent."""
+    x = pairs_at_bounds(F32)
+    found = fp4kit.quantize(cupy.asarray(x), PAIRS)
+    assert differing(found.packed, fp4kit.quantize(x, PAIRS).packed) == 0, DIFFERS
+
+
 def scale_of_nothing() -> None:
     """Assert that GPU and CPU give equal tensor scales for a group in which one tensor is empty."""
     xs = [ordinary(1, (16, 64), BF16), np.zeros((0, 64), BF16)]
@@ -126,6 +136,7 @@ GROUP = call_of(quantize_large_group, "nvfp4-te-2d")
 SCALED = call_of(quantize_with_scales, "nvfp4-flashinfer")
 SHARD = call_of(partial, "nvfp4-te-2d", F32)
 GROUP_AMAX = call_of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
+PAIRS = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
 MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = call_of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
 # {name of a fault: (file, text in it, replacement, call that finds the fault, part of the expected error)}
@@ -149,6 +160,18 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     ),
     "the last of equal errors": ("search_factors.cu", "error < least", "error <= least", MULTIPLES, DIFFERS),
     "a scale that is not tried": ("search_factors.cu", "code == last)", "code <= last)", MULTIPLES, DIFFERS),
+    # Pairs that share a microexponent.
+    "a pair of one element": ("exact_path.cuh", "return x[i ^ 1]; }", "return x[i]; }", pairs, DIFFERS),
+    "a small 1": ("codec.cuh", "magnitude_of(partner) < 1.0f", "magnitude_of(partner) <= 1.0f", pairs, DIFFERS),
+    "ties away from zero": ("codec.cuh", "rintf(steps)", "floorf(steps + 0.5f)", pairs, DIFFERS),
+    "scales of the largest value": (
+        *("codec.cuh", "float_of(F::kAmaxTargetBits)", "float_of(F::kMaxBits)"),
+        *(pairs, DIFFERS),
+    ),
+    "a searched pair of one element": (
+        *("search_amaxes.cu", "In::widen(x[j ^ 1])", "In::widen(x[j])"),
+        *(call_of(search_amaxes, PAIRS, F32), DIFFERS),
+    ),
     # Barriers.
     "no barriers": (
         "block_reduce.cuh",

@@ -70,9 +70,7 @@ def test_dequantize_refuses_too(case):
 FAR = ElementFormat("Far", 4, 3, -3, specials="none")
 CUSTOM = {  # maps a recipe for formats of one's own to a part of its error
     fp4kit.custom_recipe("powers", E2M1, ElementFormat("E5M0", 5, 0, 15, signed=False), 32): "scales E5M0 without mant",
-    fp4kit.custom_recipe(
-        "pairs", MX4, E8M0, 16
-    ): "elements MX4, whose pairs share a bit, which no CUDA kernel supports",
+    fp4kit.custom_recipe("pairs", MX4, E8M0, 2): "blocks of 2 columns, which no CUDA kernel supports; needs a multiple",
     fp4kit.custom_recipe("far", E2M1, FAR, 32): "scales Far with bias -3, which no CUDA kernel supports; needs a bias",
 }
 
@@ -89,14 +87,14 @@ def test_own_scale_formats_out_of_range_are_rejected(r):
         engine.dequantize(fp4kit.quantize(np.ones((2, 64), np.float32), r), np.dtype(np.float32))
 
 
-def test_searches_of_pairs_are_rejected():
-    x, r = np.ones((2, 64), np.float32), fp4kit.custom_recipe("pairs", MX4, E8M0, 16)
-    with pytest.raises(Declined, match=r"pairs has elements MX4, .* compute on the CPU"):
+def test_searches_of_narrow_blocks_are_rejected():
+    x, r = np.ones((2, 64), np.float32), fp4kit.custom_recipe("pairs", MX4, E8M0, 2)
+    with pytest.raises(Declined, match=r"pairs has blocks of 2 columns, .* compute on the CPU"):
         check_search(search_call("search_scales", x, r, -1, None, SearchRequest()))
 
 
 KEPT = [with_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]
-KEPT += [with_elements("mxfp4-ocp", E3M0)]
+KEPT += [with_elements("mxfp4-ocp", E3M0), fp4kit.custom_recipe("pairs", MX4, E8M0, 16)]
 
 
 @together("r", [*RECIPES.values(), *KEPT], ids=lambda r: r.id)

@@ -87,6 +87,22 @@ def drawn_microexponents(rng):
     return replace(r, amax_nan=str(rng.choice(["propagate", "ignore"])))
 
 
+def pairs_at_bounds(dtype):
+    """Return a matrix (57, 208) that tests MX4 in blocks of 16 with the scale 1.
+
+    Its pairs are all pairs of the numbers at which codes change, with both signs: the midpoints, 1, and the numbers of
+    `dtype` beside them.
+    """
+    at = np.array([0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 1.75], dtype)
+    numbers = np.concatenate([at, np.nextafter(at, at[:1]), np.nextafter(at, dtype.type(2))])
+    numbers = np.concatenate([numbers, -numbers])
+    pairs = np.stack(np.meshgrid(numbers, numbers), axis=-1).reshape(-1, 2)
+    x = np.zeros((57 * 13, 8, 2), dtype)
+    x[:, 0, 0] = 1  # the first pair keeps the block scale at 1, if scales are rounded down
+    x[:, 1:] = np.resize(pairs, (57 * 13, 7, 2))
+    return x.reshape(57, 208)
+
+
 def drawn_array(rng, r):
     """Return a random matrix. It may have rows of very different magnitudes, zeros, -0, ties, NaN and infinities."""
     dtype = FLOATS[rng.integers(3)]

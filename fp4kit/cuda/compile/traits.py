@@ -8,7 +8,17 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E5M2, INT4, Codebook, ElementFormat, IntegerOrFloat, is_same
+from fp4kit.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    INT4,
+    Codebook,
+    ElementFormat,
+    IntegerOrFloat,
+    PairedMicroexponents,
+    is_same,
+)
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.recipes.schema import then_encodes
@@ -48,23 +58,30 @@ def format_struct(f: ElementFormat, name: str) -> str:
     }
     members = [_constant(fact, value) for fact, value in facts.items()]
     if isinstance(f, Codebook):
-        members += _table_functions(f)
+        members += _table_members(f)
     return f"struct {name} {{ {' '.join(members)} }};"
 
 
-def _table_functions(f: Codebook) -> list[str]:
-    """Return the definitions of the C++ functions `nearest` and `value` of a Codebook (kernels/rules/codec.cuh)."""
+def _table_members(f: Codebook) -> list[str]:
+    """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh)."""
+    values = "".join(f"code == {code}u ? {_literal(value)} : " for code, value in enumerate(f.values[:-1]))
+    value = f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{_literal(f.values[-1])}; }}"
+    if not isinstance(f, PairedMicroexponents):
+        return [_nearest_function(f), value]
+    target = int(np.float32(f.amax_target).view(np.uint32))
+    return ["using HasPairs = void;", _constant("u32 kAmaxTargetBits", target), value]
 
-    def literal(x: np.float32) -> str:
-        return f"float_of({int(np.float32(x).view(np.uint32))}u)"
 
-    steps = " + ".join(["0u", *(f"(x > {literal(midpoint)})" for midpoint in f.midpoints)])
+def _nearest_function(f: Codebook) -> str:
+    """Return the definition of the C++ function `nearest` of a Codebook without pairs."""
+    steps = " + ".join(["0u", *(f"(x > {_literal(midpoint)})" for midpoint in f.midpoints)])
     codes = sum(int(code) << (4 * i) for i, code in enumerate(f.order))
-    values = "".join(f"code == {code}u ? {literal(value)} : " for code, value in enumerate(f.values[:-1]))
-    return [
-        f"FP4KIT_DEVICE u32 nearest(float x) {{ return static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u; }}",
-        f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{literal(f.values[-1])}; }}",
-    ]
+    return f"FP4KIT_DEVICE u32 nearest(float x) {{ return static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u; }}"
+
+
+def _literal(x: np.float32) -> str:
+    """Return a C++ expression for a float32 number, in every bit."""
+    return f"float_of({int(np.float32(x).view(np.uint32))}u)"
 
 
 def _constant(name: str, value: object) -> str:

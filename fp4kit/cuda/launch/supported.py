@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fp4kit.call.parse import Declined
-from fp4kit.formats import E2M1, ElementFormat, IntegerOrFloat, PairedMicroexponents, is_same
+from fp4kit.formats import E2M1, ElementFormat, IntegerOrFloat, is_same
 from fp4kit.recipes import Recipe
 
 MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
@@ -38,7 +38,6 @@ def unsupported(r: Recipe) -> str | None:
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e, s = r.element, r.scale
-    yield isinstance(e, PairedMicroexponents), f"elements {e}, whose pairs share a bit", "other elements"
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
     if r.is_custom and s is not None and s.has_zero:
         yield s.bias < 0, f"scales {s} with bias {s.bias}", "a bias of 0 or more"

@@ -90,9 +90,11 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
     const i64 block = column / R::kBlock;
     const TensorScale t = given_tensor_scale<R, In>(a, row, block, blocks);
     const int count = static_cast<int>(minimum<i64>(kRun, a.columns - column));
-    if (!R::kHasBlocks && !(even && count == kRun)) {
-      encode_elements<R, In>(a, first, count, t);
-      continue;
+    if constexpr (!R::kHasBlocks) {
+      if (!(even && count == kRun)) {
+        encode_elements<R, In>(a, first, count, t);
+        continue;
+      }
     }
     u32 code = 0u;
     if constexpr (R::kHasScales) code = a.scales[scale_offset<R::kLayout, i64>(row, block, blocks)];

@@ -27,6 +27,7 @@ struct SearchAmaxesArguments {
 // The rule that quantizes and decodes elements under a given amax, without a fake quantizer. with_amax returns the rule
 // for an amax. If the recipe has block scales, this is the amax of a block, under the tensor scale of `tensor_amax`.
 // Otherwise it is the amax from which the tensor scale is computed. value_of returns the value of an element.
+// exact_code_beside describes `partner`.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
@@ -41,8 +42,9 @@ struct Values {
     const TensorScale t = R::TensorRule::template scale<R, Float32>(amax);
     return {factor_of_code<R, Float32>(0u, t), R::DecodeRule::template scale<R>(0u, t)};
   }
-  FP4KIT_DEVICE_MEMBER float value_of(float x) const {
-    return exact_value<R>(exact_code<R, Float32>(x, factor, 0u), scale);
+  template <class Partner>
+  FP4KIT_DEVICE_MEMBER float value_of(float x, const Partner& partner) const {
+    return exact_value<R>(exact_code_beside<R, Float32>(x, partner, factor, 0u), scale);
   }
 };
 
@@ -54,7 +56,10 @@ struct Values<R, true> {
   FP4KIT_DEVICE Values with_amax(float amax, const float*) {
     return {R::FakeRule::template scale<R, Float32>(1.0f, amax)};
   }
-  FP4KIT_DEVICE_MEMBER float value_of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
+  template <class Partner>
+  FP4KIT_DEVICE_MEMBER float value_of(float x, const Partner&) const {
+    return R::FakeRule::template value<R, Float32>(x, scale);
+  }
 };
 
 // Return the combined loss of two sets of elements with the losses a and b: the larger loss for the objective
@@ -88,7 +93,8 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
     double total = 0.0;
     for (i64 j = 0; j < a.columns; ++j) {
       const float element = In::widen(x[j]);
-      const double residual = static_cast<double>(element) - static_cast<double>(values.value_of(element));
+      const auto partner = [=] { return In::widen(x[j ^ 1]); };
+      const double residual = static_cast<double>(element) - static_cast<double>(values.value_of(element, partner));
       const double loss = loss_of_element<kObjective, kWeighted>(residual, weights + j, a.power);
       total = j == 0 ? loss : combined_loss<kObjective>(total, loss);
     }

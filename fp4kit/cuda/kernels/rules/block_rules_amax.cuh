@@ -44,7 +44,7 @@ template <ScaleRounding kRounding>
 struct own_block_rule : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_own_scale<R, kRounding>(amax / max_of<typename R::Element>() * t.encode);
+    return encode_own_scale<R, kRounding>(amax / amax_target_of<typename R::Element>() * t.encode);
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {

@@ -3,8 +3,10 @@
 // A format F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits,
 // kMantissaBits, kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (the float32 bits
 // of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats for which there are special
-// instructions or faster functions. kIsTable says whether F is a table of values (Codebook); then F::nearest(x) returns
-// the code of a number that is not NaN, and F::value(code) the value of a code.
+// instructions or faster functions. kIsTable says whether F is a table of values (Codebook); then F::value(code)
+// returns the value of a code, and F::nearest(x) the code of a number that is not NaN. MX4 (PairedMicroexponents) is a
+// table with other members in place of F::nearest: the type F::HasPairs, which is void, and F::kAmaxTargetBits, the
+// float32 bits of its amax_target.
 //
 // The enum Rounding below says how elements are rounded.
 #pragma once
@@ -33,6 +35,19 @@ enum class Sign { signbit, negative, not_positive, unsigned_zero };
 template <class F>
 FP4KIT_DEVICE float max_of() {
   return float_of(F::kMaxBits);
+}
+
+// True if both codes of a pair of elements of the format F share a bit. Then only encode_beside encodes elements.
+template <class F, class HasPairs = void>
+constexpr bool kHasPairs = false;
+template <class F>
+constexpr bool kHasPairs<F, typename F::HasPairs> = true;
+
+// Return the number to which amax rules scale the amax of a block: 1 for MX4, and the largest value of other formats.
+template <class F>
+FP4KIT_DEVICE float amax_target_of() {
+  if constexpr (kHasPairs<F>) return float_of(F::kAmaxTargetBits);
+  return max_of<F>();
 }
 
 // Return the code of a >= 0, without sign. a must not be NaN. kRounding must not be `first`. Values above the largest
@@ -120,6 +135,19 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
     }
     return code | (has_sign<kSign>(x, code) ? F::kSignBit : 0u);
   }
+}
+
+// Return the code of x in a format with kHasPairs. `partner` is the other element of its pair. Return kNan for NaN.
+//   bit picture of a code: [microexponent] [sign] [mantissa 1] [mantissa 0]
+// The microexponent is 1 if both magnitudes are below 1, so it is 0 if one of them is NaN. It halves the step from 1/2
+// to 1/4. The magnitude is rounded to a number of steps, with ties to even, and saturates at 3 steps. It gives the
+// results of PairedMicroexponents in formats.py.
+template <u32 kNan>
+FP4KIT_DEVICE u32 encode_beside(float x, float partner) {
+  if (is_nan(x)) return kNan;
+  const bool is_small = magnitude_of(x) < 1.0f && magnitude_of(partner) < 1.0f;
+  const float steps = fminf(magnitude_of(x), 2.0f) * (is_small ? 4.0f : 2.0f);
+  return static_cast<u32>(fminf(rintf(steps), 3.0f)) | (sign_of(x) ? 4u : 0u) | (is_small ? 8u : 0u);
 }
 
 // Return the code of x with its sign, rounded to nearest even and saturated. x must not be NaN; callers pass elements

@@ -99,6 +99,17 @@ FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   return code;
 }
 
+// Return the code of element x, as exact_code does, for an element format with or without kHasPairs. partner() returns
+// the other element of the pair of x. It is called only if the format has kHasPairs.
+template <class R, class In, class Partner>
+FP4KIT_DEVICE u32 exact_code_beside(float x, const Partner& partner, Factor f, u32 byte) {
+  if constexpr (kHasPairs<typename R::Element>) {
+    return encode_beside<R::kNanCode>(scaled_element<R, In>(x, f), scaled_element<R, In>(partner(), f));
+  } else {
+    return exact_code<R, In>(x, f, byte);
+  }
+}
+
 // Return the value to which a code decodes in a block with the given Scale.
 template <class R>
 FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
@@ -117,7 +128,7 @@ FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
 }
 
 // Encode a run and pack its codes into words, the first code in the lowest bits. A 4-bit code takes half a byte, any
-// other code one byte. `bytes` holds one random byte per element.
+// other code one byte. `bytes` holds one random byte per element. If elements lie in pairs, kRun must be even.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f,
                                u32 (&words)[kCodeWords<R, kRun>]) {
@@ -127,12 +138,13 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
     words[w] = 0u;
 #pragma unroll
     for (int i = w * kPerWord; i < kRun && i < (w + 1) * kPerWord; ++i)
-      words[w] |= exact_code<R, In>(x[i], f, bytes[i]) << (kBits * (i % kPerWord));
+      words[w] |= exact_code_beside<R, In>(x[i], [&] { return x[i ^ 1]; }, f, bytes[i]) << (kBits * (i % kPerWord));
   }
 }
 
 // Encode the elements element_at(0) ... element_at(kRun - 1), which fill whole words, and pack their codes into
-// `words`. Rounding is not stochastic. The loop is not unrolled, which keeps the machine code of this rare case small.
+// `words`. Rounding is not stochastic, and elements do not lie in pairs. The loop is not unrolled, which keeps the
+// machine code of this rare case small.
 template <class R, class In, int kRun, class ElementAt>
 FP4KIT_DEVICE void exact_codes_of(const ElementAt& element_at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
