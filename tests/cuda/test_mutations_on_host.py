@@ -134,6 +134,8 @@ SQUARE_TABLE = call_of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(9
 UNKNOWN = call_of(dequantize_without_amax, "nvfp4-te")
 GROUP = call_of(quantize_large_group, "nvfp4-te-2d")
 SCALED = call_of(quantize_with_scales, "nvfp4-flashinfer")
+FORMATS = call_of(quantize, "if4-fouroversix", F32, tensor_amax=100.0)
+INTEGERS = call_of(dequantize, "if4-fouroversix", F32, tensor_amax=100.0)
 SHARD = call_of(partial, "nvfp4-te-2d", F32)
 GROUP_AMAX = call_of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
 PAIRS = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
@@ -151,6 +153,15 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         *(scales_at_ties, DIFFERS),
     ),
     "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", TABLE, DIFFERS),
+    "the other format of equal errors": (
+        *("quantize_tile.cuh", "errors[1] < errors[0] ? four : six;", "errors[1] <= errors[0] ? four : six;"),
+        *(FORMATS, DIFFERS),
+    ),
+    "codes of the other format": ("four_over_six.cuh", "? int4_code(scaled) :", "? 0u :", FORMATS, DIFFERS),
+    "integers that are not rounded": (
+        *("decode_rules.cuh", "s.scale.amax < 0.0f ? integer : round_to<Float16>(integer)", "integer"),
+        *(INTEGERS, DIFFERS),
+    ),
     "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", SQUARE_TABLE, SEEN),
     "another amax of the same scale": ("implied_amax.cuh", "last & ~below", "first", unknown_amaxes, DIFFERS),
     "a known amax that is wrong": ("implied_amax.cuh", "tensor_amax != nullptr && ", "true || ", UNKNOWN, SEEN),
