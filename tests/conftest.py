@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from exhaustive import USUAL, lot, seldom
@@ -94,18 +95,21 @@ ALWAYS = ("evidence/golden/test_check", "recipes/test_table", "recipes/test_vali
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--every-recipe", action="store_true", help="an exhaustive run takes every test's case of every recipe"
+        "--every-recipe",
+        action="store_true",
+        help="an exhaustive run takes every test's case of every recipe, and all"
+        " cases of GPU tests that run on the CPU",
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config, items):
-    """Select the cases with recipes that this run takes; see exhaustive.py.
+    """Select the cases that this run takes; see exhaustive.py.
 
     A usual run takes the common recipes and a sixteenth of the others. An exhaustive run takes another sixteenth.
     Recipes whose field values all occur in common ones run only in exhaustive runs, with a sixteenth of their cases.
     """
-    left_out = mark_recipes(items)
+    left_out = [*mark_recipes(items), *thin_emulated(items)]
     if left_out and not config.getoption("every_recipe"):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
@@ -139,6 +143,27 @@ def mark_recipes(items):
         elif names and others[_test_of(item)] > MANY and all(lots):
             item.add_marker(pytest.mark.exhaustive)
             left_out += [item] * (1 not in lots)
+    return left_out
+
+
+def thin_emulated(items):
+    """Divide the cases of GPU tests that run on the CPU, which is slow. Return the cases for --every-recipe alone.
+
+    Of each test, a third of the cases stay where they are. Of the others, half of the usual cases become exhaustive,
+    and the rest runs only with --every-recipe, and on a GPU. The first usual and the first exhaustive case always stay.
+    """
+    left_out, known = [], set()
+    for item in items:
+        if "played_gpu" not in item.fixturenames:
+            continue
+        is_usual = item.get_closest_marker("exhaustive") is None
+        test, third = (_test_of(item), is_usual), crc32(item.nodeid.encode()) % 3
+        if third and test in known:
+            if third == 1 and is_usual:
+                item.add_marker(pytest.mark.exhaustive)
+            else:
+                left_out.append(item)
+        known.add(test)
     return left_out
 
 

@@ -8,6 +8,7 @@ from itertools import cycle
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import every
 from together import together
 
 import fp4kit
@@ -43,8 +44,9 @@ def difference(found, assumed):
     return " and ".join(clauses)
 
 
-@pytest.mark.parametrize(("name", "outliers"), list(zip(NAMES, cycle([False, True, True]), strict=False)))
-def test_every_layout_is_found_and_told_from_every_other(name, outliers):
+@pytest.mark.parametrize("case", every(2, zip(NAMES, cycle([False, True, True]), strict=False)), ids=str)
+def test_every_layout_is_found_and_told_from_every_other(case):
+    name, outliers = case
     keys, values = drawn(2, outliers)
     scales = {"k_scale": np.abs(keys).max() / 2688, "v_scale": np.abs(values).max() / 2688}
     cache = stored(name, keys, values, **scales)
