@@ -56,15 +56,16 @@ static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   }
 }
 
-// Store the scale codes of `count` blocks in `codes`, by the block rule of R, from the blocks' amaxes and the tensor
-// scale t.
+// Compute the scale codes of `count` blocks by the block rule of R, from the amaxes of the blocks and the tensor scale
+// t, and store them in `codes`.
 template <class R, class In>
 static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 
-// Store the factors of `count` blocks, by the block rule of R, from their scale codes, their amaxes and the tensor
-// scale t. Elements are multiplied or divided by the factor of their block, as the recipe says.
+// Compute the factors of `count` blocks by the block rule of R, from their scale codes, their amaxes and the tensor
+// scale t, and store them in `factors`. Elements are multiplied or divided by the factor of their block, as the recipe
+// says.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

@@ -44,7 +44,8 @@ FP4KIT_EXPORT int fp4kit_tensor_rule(const char* key) {
   return kTensorRules.index_of(key);
 }
 
-// Return the index of an arithmetic of elements in kElements by its key, or -1 if no entry has this key.
+// Return the index of an element arithmetic (how elements become codes) in kElements by its key, or -1 if no entry has
+// this key.
 FP4KIT_EXPORT int fp4kit_element(const char* key) {
   return kElements.index_of(key);
 }
@@ -72,7 +73,8 @@ void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   });
 }
 
-// Return a copy of a prototype whose elements are at address x and which runs on at most `threads` threads.
+// Return the arguments of a call: a copy of a prototype with the address x of the elements and at most `threads`
+// threads.
 EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   EncodeCall call = prototype;
   call.x.data = x;
@@ -90,8 +92,8 @@ FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
-// Do the work of fp4kit_encode in a user-defined format (OwnFormat). block_rule says only whether scales are computed
-// (0) or not (-1).
+// Do the work of fp4kit_encode for a user-defined format (OwnFormat). The field block_rule of the call says only
+// whether scales are computed (0) or not (-1).
 FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   with_input_type(call->input, [&](auto in) {
@@ -124,8 +126,8 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
 }
 
 // Fake-quantize a matrix and store the values in `out`. Each tile is decoded right after it is encoded, so that the
-// codes and scales of the matrix are never stored. `values` is the prototype of the decoding. The other arguments and
-// the result are those of fp4kit_quantize.
+// codes and scales of the matrix are never stored. `values` is the prototype of the call that decodes. fp4kit_quantize
+// describes the other arguments and the result.
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
                                        const float* given, void* out, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
@@ -166,7 +168,7 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_tiles(tiles.count(), call->threads, work);
 }
 
-// Do the work of fp4kit_decode in a user-defined format (OwnFormat). call->decoder is not read.
+// Do the work of fp4kit_decode for a user-defined format (OwnFormat). call->decoder is not read.
 FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
   with_input_type(call->output, [&](auto out) {
@@ -255,7 +257,7 @@ FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 colu
   run_tiles(tiles.count(), threads, work);
 }
 
-// Rotate the blocks of a call, and store the result in call->out.
+// Rotate the blocks of call->x (by a Hadamard transform or by given matrices), and store the result in call->out.
 FP4KIT_EXPORT void fp4kit_rotate(const RotateCall* call) {
   with_input_type(call->input, [&](auto in) {
     const Rotator<decltype(in)> rotator{*call};
@@ -264,8 +266,8 @@ FP4KIT_EXPORT void fp4kit_rotate(const RotateCall* call) {
   });
 }
 
-// Compute the products C + A B^T of `count` calls as matrix units do (matmul.h), and store them in call.out of each. At
-// most `threads` threads share the tasks of all calls.
+// Compute the matrix products C + A B^T of `count` calls with the additions of matrix units (matmul.h), and store each
+// product in the `out` of its call. At most `threads` threads share the tasks of all calls.
 FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* calls, i64 count, i32 threads) {
   ProductTasks tasks;
   for (i64 i = 0; i < count; ++i) {

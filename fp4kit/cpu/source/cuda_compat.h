@@ -14,12 +14,11 @@
 struct NoIndex {
   unsigned x;
 };
-// Substitute for the type of threadIdx and similar variables of CUDA. Some functions of the rules mention these
+// A stand-in for the type of threadIdx and similar variables of CUDA. Some functions of the rules mention these
 // variables, so the compiler must find them, although the CPU engine never calls such functions.
 static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
-// Return the bits of a number as an integer, or the number with these bits, under the names that CUDA gives to these
-// casts.
+// Return the bits of a number as an integer, or the number that has these bits. CUDA has functions of these names.
 static __forceinline__ unsigned __float_as_uint(float x) {
   return __builtin_bit_cast(unsigned, x);
 }

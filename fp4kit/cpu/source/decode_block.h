@@ -1,5 +1,5 @@
-// Computation of the values of a block's codes by the decode rules. 4-bit codes are looked up in the sixteen values
-// that they have under a block scale. 8-bit codes are decoded by arithmetic.
+// Functions that decode the codes of a block by the decode rules. A 4-bit code is looked up in a table of the sixteen
+// values that codes have under the block scale. 8-bit codes are decoded by arithmetic.
 //
 // Value table: the sixteen values of a 4-bit format under one block scale and one tensor scale. It is stored as byte
 // planes: first byte 0 (the lowest) of all sixteen values, then byte 1 of all sixteen, and so on. So one byte shuffle
@@ -75,16 +75,16 @@ struct Decoder {
   };
   static constexpr bool kIsNibble = Element::kStoredBits == 4;
   static constexpr int kTableBytes = 16 * sizeof(Value);  // number of bytes of a value table
-  // True if the recipe has no block scales and its tensor scale comes from no amax (t.amax < 0). Then a value is the
-  // element times t.decode.
+  // True if the recipe has no block scales and its tensor scale was not computed from an amax (t.amax < 0). Then a
+  // value is the element times t.decode.
   const bool uses_decode_scale;
   const typename R::DecodeRule::Scale scale;
 
   // `code` is the scale code of the block. It is ignored if the recipe has no block scales.
   Decoder(u32 code, TensorScale t) : uses_decode_scale(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
-  // Return the Scale for a scale code and a tensor scale: the number or struct that the function `apply` of the decode
-  // rule takes. Without block scales, return t.decode if the amax is unknown (t.amax < 0).
+  // Return the Scale for a scale code and a tensor scale: the number or struct that the decode rule's function `apply`
+  // takes. For recipes without block scales, return t.decode if the amax is unknown (t.amax < 0).
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
       if (t.amax < 0.0f) return t.decode;
@@ -109,8 +109,8 @@ struct Decoder {
     }
   }
 
-  // Return true if no finite element gets a NaN value under this scale, which is the case if the scale is finite. Rules
-  // without block scales may divide by the scale, so the scale must also not be 0 for them.
+  // Return true if no finite element decodes to NaN under this scale, which holds if the scale is finite. For recipes
+  // without block scales, the scale must also not be 0, because their rules may divide by it.
   bool is_supported() const {
     if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;
     return is_finite(scale);
@@ -160,8 +160,8 @@ struct Decoder {
   // `min_bits` are the bits of the product for the smallest positive code (see min_product_bits). The code must not be
   // NaN or infinite. If kAllNormal, it must also be zero or normal.
   //
-  // From code 2^k on (k = 0 ... kMantissaBits), the bits grow by 2^(7 - k) per code. Each k gives a line, and the bits
-  // of a code are the smallest number on these lines. Normal codes are on the last line.
+  // Starting at code 2^k (k = 0 ... kMantissaBits), the bits grow by 2^(7 - k) per code. So each k defines a straight
+  // line, and the bits of a code are the smallest value of all lines at that code. Normal codes are on the last line.
   template <bool kAllNormal>
   static __forceinline__ u16 product_bits(u8 code, u16 min_bits) {
     constexpr int kLast = Element::kMantissaBits;

@@ -28,10 +28,9 @@ struct DecodeCall {
 
 namespace {
 
-// Fill `memory` with the value tables that all tiles of a call share, and return its address. Return nullptr if every
-// block makes its own table or needs none. That is so for one-byte codes, for recipes without block scales, for more
-// than one tensor scale, and for fewer than tables_from blocks. are_unsigned: no scale code has its sign bit set (see
-// fill_tables).
+// Fill `memory` with the value tables that all tiles of a call share, and return its address. Return nullptr if there
+// are no shared tables: for one-byte codes, for recipes without block scales, for more than one tensor scale, and for
+// fewer than tables_from blocks. are_unsigned: true if no scale code has its sign bit set (see fill_tables).
 const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, DecodeTables& memory) {
   const FillTablesFunction fill = kDecoders[call.decoder].fill_tables[call.output];
   if (!fill || call.tensors.row_step || call.tensors.block_step ||
@@ -65,8 +64,9 @@ bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTabl
 }
 
 // Fake-quantize a tile: encode it into scratch memory of the thread, and store the decoded values in values.out. Return
-// false if the tile needs the fallback. `values` holds the arguments of the decoding; the last three arguments are the
-// results of the first pass (FoundScales::known), of tables_of_call and of multipliers_of_call.
+// false if the tile needs the fallback. `values` holds the arguments of the call that decodes. The last three arguments
+// are the block amaxes of the first pass (FoundScales::known), and the results of tables_of_call and of
+// multipliers_of_call.
 template <class In>
 bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const Rectangle& tile,
                         const DecodeTables* tables, KnownAmaxes known, const Multipliers* multipliers) {

@@ -1,5 +1,5 @@
-// Computation of the values of a row of codes. There are three ways: by look-up in the value tables of all scale codes,
-// by integer arithmetic on bits, or block by block.
+// Functions that decode a row of codes in one of three ways: by look-up in the value tables of all scale codes, by
+// integer arithmetic on bits, or block by block.
 #pragma once
 
 #include "decode_block.h"
@@ -11,8 +11,8 @@ struct DecodeTables {
   bool needs_fallback[256];
 };
 
-// Store the value tables of `count` scale codes under the tensor scale t: that of codes[i] at planes + i * kTableBytes.
-// Set needs_fallback[i] to true if values under codes[i] need the fallback, and otherwise to false.
+// Store the value tables of `count` scale codes under the tensor scale t. The table of codes[i] is stored at planes + i
+// * kTableBytes. Set needs_fallback[i] to true if values under codes[i] need the fallback, and otherwise to false.
 template <class R, class Out>
 static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* planes, bool* needs_fallback) {
   for (i64 i = 0; i < count; ++i) {
@@ -23,9 +23,9 @@ static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* pla
 }
 using FillFunction = void (*)(const u8*, i64, TensorScale, u8*, bool*);  // fill_block_tables
 
-// Store the value tables of all scale codes under the tensor scale t. are_unsigned: no scale code has its sign bit set,
-// because a block rule has just made them. Codes with a sign bit then get no table and are marked in needs_fallback.
-// Bit 7 of the codes of IF4 is no sign, so they all get tables.
+// Store the value tables of all scale codes under the tensor scale t. are_unsigned: true if no scale code has its sign
+// bit set, because a block rule has just computed the codes. Codes with a sign bit then get no table and are marked in
+// needs_fallback. Bit 7 of the codes of IF4 is no sign, so they all get tables.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
   const u32 count = are_unsigned && R::Scale::kSignBit && !kHasTwoFormats<R> ? R::Scale::kSignBit : 256u;
@@ -50,8 +50,8 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
 }
 
 // Do the work of decode_row for 4-bit codes. All decoders share this function, because everything that depends on the
-// decode rule is in the value tables. If `tables` is nullptr, `fill` makes the tables of a few blocks at a time. The
-// other arguments are those of decode_row.
+// decode rule is in the value tables. If `tables` is nullptr, the function `fill` makes the tables of a few blocks at a
+// time. decode_row describes the other arguments.
 template <class Value>
 static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                               const TensorScales& tensors, i64 row, i64 block, Value* out, FillFunction fill) {
@@ -114,8 +114,8 @@ static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorSca
   return is_done;
 }
 
-// Store the values of `count` elements of row `row`, from block `block` of the row on. Return false if a value needs
-// the fallback; the stored values are then not valid.
+// Decode `count` elements of row `row`, starting at block `block` of the row, and store their values. Return false if a
+// value needs the fallback; the stored values are then not valid.
 //   codes    the codes of these elements
 //   scales   one code per `size` elements, or nullptr for a recipe without block scales
 //   tables   the tables that fill_tables stored, or nullptr to compute values without them
@@ -136,7 +136,7 @@ static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, c
       const BlockDecoder decoder(scales ? *scales++ : 0u, tensors.at(row, block));
       const i64 length = minimum(size, count - first);
       is_done &= decoder.is_supported();
-      // A length known at compile time lets the compiler unroll the loop.
+      // The constant length 32 lets the compiler unroll the loop.
       length == 32 ? decoder.decode_codes(codes + first, 32, out + first)
                    : decoder.decode_codes(codes + first, length, out + first);
     }

@@ -1,4 +1,5 @@
-// The tables through which calls find compiled rules: block rules, tensor rules, arithmetics of elements, and decoders.
+// The tables in which calls find compiled rules: block rules, tensor rules, element arithmetics (how elements become
+// codes), and decoders.
 //
 // An entry is the compiled code of one rule, for all input types. Python looks up the index of an entry by its key
 // (cpu/coverage.py) and puts the index into a call. The tables are defined in rules.cpp, elements.cpp and decoders.cpp,
@@ -44,7 +45,7 @@ using FillTablesFunction = void (*)(TensorScale, bool, DecodeTables&);          
 using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeTables*, const TensorScales&, i64, i64,
                                    void*);  // decode_row
 
-// The compiled code of one decode rule. Arrays are indexed by InputKind. A pointer of fill_tables is nullptr if the
+// The compiled code of one decode rule. Arrays are indexed by InputKind. The pointers in fill_tables are nullptr if the
 // codes are not looked up in tables.
 struct DecoderEntry {
   const char* key;
@@ -73,7 +74,7 @@ struct TensorRuleEntry {
   const TensorScaleFunction* scale;
 };
 
-// The compiled code of one arithmetic of elements, which turns elements into codes. Arrays are indexed by InputKind.
+// The compiled code of one element arithmetic, which turns elements into codes. Arrays are indexed by InputKind.
 //   encodes             [0]: functions that round to nearest; [1]: functions that round stochastically, or nullptr for
 //                       integer formats
 //   fast_below          results of fast_below (encode_elements.h): factors below this bound may take a fast method

@@ -1,12 +1,12 @@
-// This file defines the table of the arithmetics of elements. It has one entry for each arithmetic that the recipes of
-// recipes.inc need.
+// This file defines the table of element arithmetics (how elements become codes). It has one entry for each arithmetic
+// that the recipes of recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// The properties of an arithmetic of elements that affect stochastic rounding. Arithmetics that differ only in nearest
+// The properties of an element arithmetic that affect stochastic rounding. Arithmetics that differ only in nearest
 // rounding, or in how they treat signs, share one compiled function.
 template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes, bool in_float16>
 struct Stochastic {

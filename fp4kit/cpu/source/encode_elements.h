@@ -5,8 +5,9 @@
 // such blocks.
 //
 // Factor: the number by which the elements of a block are multiplied, or divided if E::kDivide. Method: the way in
-// which that is computed (enum Method). tensor_encode: the tensor's encode scale, with which some recipes multiply
-// after the factor. E: a struct of recipes.inc that describes the arithmetic of elements.
+// which elements are scaled by factors (enum Method). Run: 16 neighboring elements of a row, which share a factor.
+// tensor_encode: the tensor's encode scale, by which some recipes multiply elements after the factor. E: a struct of
+// recipes.inc that describes the element arithmetic (how elements become codes).
 #pragma once
 
 #include "blocks.h"
@@ -98,8 +99,8 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return min_bits(float_of(low), high);
 }
 
-// Return the scaled element, whose rounding gives the code of x. It is x multiplied or divided by the block's factor,
-// then rounded to In if E::kRoundScaled, and then multiplied with tensor_encode if E::kThenEncode.
+// Return the scaled element, which is rounded to give the code of x. It is x multiplied or divided by the block's
+// factor, then rounded to In if E::kRoundScaled, and then multiplied by tensor_encode if E::kThenEncode.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -192,8 +193,9 @@ struct Factors {
   }
 };
 
-// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. factors: those of the runs.
-// tensor_encode: the tensor's encode scale. random: one byte per element for stochastic rounding; not read otherwise.
+// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. factors: the factors of the
+// runs. tensor_encode: the tensor's encode scale. random: one byte per element for stochastic rounding; not read
+// otherwise.
 //
 // Two neighboring elements are computed in one 32-bit lane, and their codes are combined there. Combining the codes of
 // separate lanes would take as long as computing them.
@@ -215,8 +217,8 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
     const u32 second = code_of<E, In, kStochastic, kMethod>(high, factor, tensor_encode, bytes >> 8);
     return kIsNibble ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
   };
-  // Encode as many pairs as fit into `pairs`, from run `run` on, and store their codes. Every 16 pairs are two whole
-  // runs.
+  // Encode as many pairs of elements as fit into `pairs`, starting at run `run`, and store their codes. Every 16 pairs
+  // are two whole runs.
   const auto encode_whole_runs = [=](i64 run, auto& pairs) {
     for (int k = 0; k < static_cast<int>(sizeof pairs / sizeof(u32) / kRun); ++k) {
       const i64 first_run = run + 2 * k;

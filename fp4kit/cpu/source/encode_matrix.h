@@ -45,8 +45,8 @@ struct EncodeCall {
 
 namespace {
 
-// Return a pointer to the random bytes of `count` elements, from element `start` of the stream on. The bytes are stored
-// in `out`, which needs room for count + 31 bytes, because the stream is generated in groups of 16.
+// Return a pointer to the random bytes of `count` elements, starting at element `start` of the stream. The bytes are
+// stored in `out`, which needs room for count + 31 bytes, because the stream is generated in groups of 16.
 const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   const i64 first = start / 16, last = (start + count + 15) / 16;
   for (i64 counter = first; counter < last; ++counter) {
@@ -137,10 +137,10 @@ struct Encoder {
     return element.divides && !kHasSlowDivision ? Method::general : Method::fast;
   }
 
-  // Return an array with one factor per run of `count` blocks: block_factors itself if a block is one run, otherwise
-  // run_factors, which this function fills. Return nullptr if a factor is not usable or is outside of min_factor ...
-  // max_factor (see EncodeCall). After this check, subnormal numbers in block_factors are set to zero if the recipe
-  // flushes.
+  // Return an array with one factor per run (16 elements) of `count` blocks: block_factors itself if a block is one
+  // run, otherwise run_factors, which this function fills. Return nullptr if a factor is not usable or is outside of
+  // min_factor ... max_factor (see EncodeCall). After this check, subnormal numbers in block_factors are set to zero if
+  // the recipe flushes.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b)
@@ -185,8 +185,8 @@ struct Encoder {
     encode(x, factors, tensor(row).encode, panel.columns, random, out);
   }
 
-  // Store the factors of `count` blocks for which no block rule is used. They are the given factors from index `first`
-  // on, or the tensor scale if no factors are given.
+  // Store the factors of `count` blocks for which no block rule is used. They are the given factors, starting at index
+  // `first`, or the tensor scale if no factors are given.
   void fill_factors(const Rectangle& panel, i64 first, i64 count, float* factors) const {
     const TensorScale t = tensor(panel.row);
     const float tensor_factor = element.divides ? t.decode : t.encode;

@@ -1,6 +1,7 @@
-// Codes of quotients x / d without a division per element. The quotient is replaced by a number that has the same E2M1
-// code. That number comes from the reciprocal of the divisor and the error of the reciprocal. It can also be the
-// product with one multiplier, if there is a multiplier that gives the same codes for every x.
+// Functions that find the codes of quotients x / d without a division per element. The quotient is replaced by a number
+// that has the same E2M1 code. That number is computed from the reciprocal of the divisor and the error of the
+// reciprocal. It can also be the product of x and one multiplier, if there is a multiplier that gives the same codes
+// for every x.
 #pragma once
 
 #include "input_types.h"

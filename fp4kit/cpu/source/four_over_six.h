@@ -1,5 +1,5 @@
-// 4over6: each block gets that one of two scales which gives the smaller error. The functions also choose between the
-// two formats of IF4: "six" then stands for E2M1 and "four" for INT4, which have equal scales but for bit 7 of the
+// 4over6: each block gets the one of two scales that gives the smaller error. The functions also choose between the two
+// formats of IF4. In this case, "six" stands for E2M1 and "four" for INT4; their scales differ only in bit 7 of the
 // code.
 //
 // Candidates: the scale that maps the amax of the block to 6, and the scale that maps it to 4. kLanes blocks are
@@ -19,7 +19,7 @@ constexpr int kBlockColumns = 16;  // number of columns of a block
 constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MAX_BLOCK_ROWS of cpu/coverage.py
 typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Load kLanes floats from an address of any alignment.
+// Load kLanes floats from an address, which need not be aligned.
 static __forceinline__ LaneVector load_lanes(const float* from) {
   LaneVector lanes;
   std::memcpy(&lanes, from, sizeof lanes);
@@ -27,7 +27,7 @@ static __forceinline__ LaneVector load_lanes(const float* from) {
 }
 
 // Store the magnitudes of one row of `count` blocks as [column][lane], one block per lane. The row begins at element
-// `first` of `elements`. Lanes from `count` on are set to 0.
+// `first` of `elements`. The other lanes are set to 0.
 template <class In>
 static void load_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
   using Bits = typename Input<In>::Bits;
@@ -45,8 +45,8 @@ static void load_magnitudes(const void* elements, i64 first, i64 count, float* _
     out[i] = Input<In>::value(static_cast<Bits>(by_column[i] & Input<In>::kMagnitude));
 }
 
-// Upper bound of the arguments of rounded_magnitude if codes wrap. The function adds at most 1.5 * 2^24 to its
-// argument. Below the bound, the sum is below 2^25, up to where floats are at most 2 apart.
+// The upper bound of the arguments of rounded_magnitude if codes wrap. The function adds at most 1.5 * 2^24 to its
+// argument. Below the bound, the sum is below 2^25, so that neighboring floats are at most 2 apart.
 constexpr float kUnboundedBelow = 0x1p22f;
 
 // Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured. If codes wrap, values
@@ -170,9 +170,10 @@ struct BlockRows {
   void (*load)(const void*, i64, i64, float*);
 };
 
-// Store the scale codes and factors of up to kLanes blocks, from block `first` on. `candidates` holds both candidates
-// of every block. A block gets the candidate of 4 if its error is smaller, otherwise the candidate of 6. `find_terms`
-// has the function that finds the error terms of each candidate, and Sums combines them.
+// Store the scale codes and factors of up to kLanes blocks, starting at block `first`. `candidates` holds both
+// candidate scales of every block. A block gets the candidate that maps its amax to 4 if this gives the smaller error,
+// otherwise the candidate that maps it to 6. `find_terms` holds one function per candidate, which finds its error
+// terms, and Sums adds up these terms.
 template <class Sums>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
                          float* factors, const ErrorTermsFunction (&find_terms)[2]) {

@@ -48,7 +48,7 @@ static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
     }
 }
 
-// Store the transpose of `from` in `to`: to[j][i] = from[i][j]. Both are 16 x 16, because kLanes is 16.
+// Transpose `from` and store the result in `to`: to[j][i] = from[i][j]. Both are 16 x 16, because kLanes is 16.
 template <class Bits>
 static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits (&to)[16][kLanes]) {
   for (int i = 0; i < 16; i += kSide<Bits>)

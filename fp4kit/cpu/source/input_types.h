@@ -36,8 +36,8 @@ template <>
 struct Input<Float16> {
   using Bits = u16;
   static constexpr u16 kMagnitude = 0x7FFF, kInfinity = 0x7C00;
-  // Return the element with these bits, which must be finite. If its exponent and significand are shifted to their
-  // places in a float32, the float32 is the element times 2^-112.
+  // Return the element with these bits, which must be finite. Shifting its exponent and significand to the fields of a
+  // float32 gives the element times 2^-112.
   static __forceinline__ float value(u16 bits) {
     const u32 magnitude = static_cast<u32>(bits & 0x7FFFu) << 13, sign = static_cast<u32>(bits & 0x8000u) << 16;
     return float_of(bits_of(float_of(magnitude) * 0x1p112f) | sign);

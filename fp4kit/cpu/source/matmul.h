@@ -1,7 +1,12 @@
-// Matrix products as matrix units add them, and sums in other orders (fp4kit/reference/matmul.py is the specification).
+// Matrix products with the additions of GPU matrix units, or in other orders. The specification is
+// fp4kit/reference/matmul.py.
 //
-// A panel of kProductLanes columns of the result is computed at once, one lane per column. The arithmetic of terms is
-// that of the CUDA kernels (cuda/kernels/rules/matmul_terms.cuh).
+// Step: the elements along K whose products a matrix unit adds at once. Term: one summand of a step, which is a product
+// or the exact sum of 16 products. Power: 2^exponent of a number, as a double. Panel: kProductLanes neighboring columns
+// of the result, which are computed at once, one per vector lane. Chain: the steps whose products are added to one sum
+// before that sum is added to the total in float32 ("promotion").
+//
+// The arithmetic of terms is that of the CUDA kernels (cuda/kernels/rules/matmul_terms.cuh).
 #pragma once
 
 #include <algorithm>
@@ -34,14 +39,14 @@ struct ProductCall {
   void* out;                  // D, contiguous
   i64 rows, columns, length;  // the sizes of D, and K; elements beyond K count as zeros
   Adder adder;
-  i32 step;     // the number of elements of K per step
-  i32 promote;  // the number of elements of K per chain, whose sum is added in float32; 0 for one chain over all of K
-  // fraction_bits: the bits that a term keeps after the point of the largest term. output_bits: the bits after the
-  // point to which a sum is truncated; for floor, FloorDotAdd.sum_bits.
+  i32 step;     // the number of elements along K per step
+  i32 promote;  // the number of elements along K per chain; 0 for one chain over all of K
+  // fraction_bits: the number of fraction bits kept for each term after alignment to the largest exponent. output_bits:
+  // the number of fraction bits to which a sum is truncated; for floor, FloorDotAdd.sum_bits.
   i32 fraction_bits, output_bits;
   // zero_exponent: the exponent of a term that is zero. sums and c_vanishes are for floor only. sums: the number of
-  // sums over which products are distributed. c_vanishes: 1 if C counts as 0 when its exponent is far below the
-  // largest.
+  // partial sums to which the products of a step are dealt in turn. c_vanishes: 1 if C counts as 0 when its exponent is
+  // far below the largest.
   i32 zero_exponent, sums, c_vanishes;
   i32 output;  // the dtype of `out`, as an index of with_input_type
 };
@@ -50,11 +55,11 @@ namespace {
 
 constexpr int kProductLanes = 16;  // number of columns of a panel
 constexpr i64 kProductRows = 64;   // largest number of rows of a task
-// The largest number of elements of K that are decoded at once. It is a multiple of every block.
+// The largest number of elements along K that are decoded at once. It is a multiple of every block size.
 constexpr i64 kProductDepth = 512;
 
-// The decoded elements of a panel of columns, or of one row, for at most kProductDepth elements of K. A lane is one
-// column, or the row.
+// At most kProductDepth decoded elements along K, for a panel of columns or for one row. Each lane holds one column or,
+// if kLanes is 1, the row.
 template <int kLanes>
 struct ProductPanel {
   double values[kProductDepth][kLanes];   // each element times its block scale
@@ -64,8 +69,8 @@ struct ProductPanel {
   // block scales.
   double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];
 
-  // Decode `depth` elements from element `start` of K on, for `count` rows of an operand from row `first` on. `length`
-  // is the length of K. Lanes and elements beyond the operand count as zeros.
+  // Decode `depth` elements, starting at index `start` along K, for `count` rows of an operand, starting at row
+  // `first`. `length` is K. Lanes and elements beyond the operand count as zeros.
   void decode(const ProductOperand& x, i64 first, i64 count, i64 start, i64 depth, i64 length) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const i64 row = first + (lane < count ? lane : 0), end = lane < count ? std::min(depth, length - start) : 0;
@@ -91,7 +96,7 @@ struct ProductPanel {
     }
   }
 
-  // Return the code of element k of the row of codes at `codes`.
+  // Return code number k of the row that begins at `codes`.
   static unsigned code_at(const ProductOperand& x, const u8* codes, i64 k) {
     if (x.code_bits == 4) return codes[k >> 1] >> (k & 1 ? 4 : 0) & 15;
     return x.code_bits == 8 ? codes[k] : reinterpret_cast<const u16*>(codes)[k];
@@ -101,23 +106,23 @@ struct ProductPanel {
 using Columns = ProductPanel<kProductLanes>;
 using Row = ProductPanel<1>;
 
-// The functions that add one step to the sums of one row of a panel. Every function adds call.step products per lane,
-// from element i of the decoded K on, to the sums at c. A sum is a double for Adder::float64, and otherwise an exact
-// value of float32.
+// Functions that add one step to the sums of one row of a panel. Each function adds call.step products per lane,
+// starting at decoded element i, to the sums at c. A sum is any double for Adder::float64; for all other adders, it is
+// a double that float32 can represent.
 struct Adders {
   const ProductCall& call;
-  // The power of a term of zero, and the unit of terms relative to the largest power.
+  // zero_power: the power of a term that is zero. unit: the last bit that a term keeps, relative to the largest power.
   const double zero_power = double_power(call.zero_exponent);
   const double unit = double_power(-call.fraction_bits);
 
-  // Return the power of a term whose operands have the powers a and b. A power of 0 stands for a zero, so that the term
-  // is zero and has zero_power.
+  // Return the power of the product of two elements with the powers a and b. A power of 0 stands for an element of
+  // zero; the product is then zero and has zero_power.
   double power_of_term(double a, double b) const {
     const double power = a * b;
     return power == 0 ? zero_power : power;
   }
 
-  // Add the products of one step of a and b, from decoded element i on, to the sums c as NVIDIA's matrix units do.
+  // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's matrix units do.
   // Every product is a term.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
@@ -138,8 +143,8 @@ struct Adders {
     for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
   }
 
-  // Add the products of one step of a and b, from decoded element i on, to the sums c as NVIDIA's FP4 units do. Every
-  // exact sum of 16 products is a term.
+  // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's FP4 units do.
+  // Every exact sum of 16 products is a term.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
@@ -170,8 +175,8 @@ struct Adders {
     }
   }
 
-  // Add the products of one step of a and b, from decoded element i on, to the sums c as the matrix units of CDNA3 do
-  // (FloorDotAdd of fp4kit/units.py).
+  // Add the products of one step of a and b, starting at decoded element i, to the sums c as the matrix units of CDNA3
+  // do (FloorDotAdd of fp4kit/units.py).
   void floor(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) {
       double largest[2] = {0, 0}, sums[2] = {0, 0};
@@ -189,12 +194,13 @@ struct Adders {
     }
   }
 
-  // Add the products of element i of a and b to the sums c, in float64.
+  // Multiply element i of a and b, and add the products to the sums c, in float64.
   void add_float64(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) c[l] += a.values[i][0] * b.values[i][l];
   }
 
-  // Add the products of element i of a and b to the sums c, in float32. Both values are rounded to float32 first.
+  // Multiply element i of a and b, and add the products to the sums c, in float32. Both elements are rounded to float32
+  // first.
   void add_float32(const Row& a, const Columns& b, i64 i, double* c) const {
     const float value = static_cast<float>(a.values[i][0]);
     for (int l = 0; l < kProductLanes; ++l) {
@@ -203,8 +209,8 @@ struct Adders {
     }
   }
 
-  // Add the block of a and b that begins at element i to the sums c, in float32: the sum of the products of its
-  // elements, times the product of both scales.
+  // Multiply the blocks of a and b that begin at element i, and add the result to the sums c, in float32. The result is
+  // the sum of the products of elements, times the product of both block scales.
   void add_float32_blocks(const Row& a, const Columns& b, i64 i, double* c) const {
     float sum[kProductLanes] = {};
     for (i64 k = i; k < i + call.step; ++k) {
@@ -217,8 +223,8 @@ struct Adders {
     }
   }
 
-  // Add the products of one step of a and b, from decoded element i on, to the sums c by the adder of the call. Do
-  // nothing for Adder::exact, whose sums ProductTask::add_exact adds.
+  // Add the products of one step of a and b, starting at decoded element i, to the sums c by the adder of the call. Do
+  // nothing for Adder::exact, which ProductTask::add_exact handles.
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
@@ -256,8 +262,8 @@ struct ProductTask {
   const ProductCall& call;
   Adders adders{call};
 
-  // The memory of a task: the decoded elements, the sums of the current chains and, with promotion, the sums of the
-  // chains that ended.
+  // The memory of a task: the decoded elements, the sums of the current chains and, with promotion, the totals of the
+  // completed chains.
   struct Memory {
     Columns columns[kPanels];
     Row row;
@@ -298,8 +304,9 @@ struct ProductTask {
     finish(*memory, first_row, rows, first, columns, exact);
   }
 
-  // Set the first sums of a task, in m and `exact`, to C, or to zeros. With promotion, C is the first total instead.
-  // The task computes `rows` rows and `columns` columns of the results, from row first_row and column `first` on.
+  // Initialize the sums of a task, in m and `exact`, with C, or with zeros. With promotion, C initializes the totals
+  // instead. The task computes `rows` rows and `columns` columns of the result, starting at row first_row and column
+  // `first`.
   void start(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     std::memset(m.sums, 0, sizeof m.sums);
     std::memset(m.totals, 0, sizeof m.totals);
@@ -314,8 +321,8 @@ struct ProductTask {
     }
   }
 
-  // Add the products of one row to the exact sums of its `columns` columns, for the `depth` elements that are decoded
-  // in m.
+  // Add the products of the decoded row and columns in m to the exact sums of the row. There are `depth` decoded
+  // elements and `columns` columns.
   void add_exact(const Memory& m, i64 depth, i64 columns, ExactSum* sums) const {
     for (i64 j = 0; j < columns; ++j) {
       const Columns& b = m.columns[j / kProductLanes];
@@ -323,8 +330,8 @@ struct ProductTask {
     }
   }
 
-  // Add the products of the `depth` elements that are decoded in m, which begin at element k of K, to the sums of row r
-  // of panel p.
+  // Add the products of the `depth` decoded elements in m, which start at index k along K, to the sums of row r of
+  // panel p.
   void add_row(Memory& m, i64 r, int p, i64 k, i64 depth) const {
     double* c = m.sums[r][p];
     for (i64 i = 0; i < depth; i += call.step) {
@@ -350,7 +357,7 @@ struct ProductTask {
     store(call, row * call.columns + column, sum);
   }
 
-  // Multiply all sums of a task by the tensor scales, and store them. The arguments are those of `start`.
+  // Multiply all sums of a task by the tensor scales, and store them. `start` describes the arguments.
   void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     const auto& sums = call.promote ? m.totals : m.sums;
     for (i64 r = 0; r < rows; ++r) {

@@ -1,9 +1,10 @@
-// Products whose terms are single products (Adder::truncate), with AVX-512: FP8, FP6 and 16-bit floats on NVIDIA's
-// units, and MX formats. matmul.h computes them on other processors.
+// Matrix products with Adder::truncate, for which every term is a single product, with AVX-512. These are products of
+// FP8, FP6 and 16-bit floats on NVIDIA's units, and of MX formats. matmul.h computes them on processors without
+// AVX-512, and defines step, term, panel and chain.
 //
-// A term is an integer in units of the last bit that a step keeps, so the sum of a step is an integer sum. float32
-// holds the elements and the products of two elements exactly, unless exponents are extreme. Lanes with extreme
-// exponents, infinities or NaN are added term by term.
+// A term is an integer in units of the last bit that a step keeps, so a step is an integer sum. float32 holds the
+// elements and the products of two elements exactly, unless exponents are extreme. Lanes with extreme exponents,
+// infinities or NaN are computed term by term.
 #pragma once
 
 #include "matmul.h"
@@ -16,9 +17,9 @@ namespace {
 
 constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
 
-// ---- what matmul_vnni.h uses, too ----
+// ---- functions that matmul_vnni.h uses too ----
 
-// Return the lanes of the panel that begins at column `first` whose columns exist.
+// Return a mask of the lanes whose columns exist, for the panel that begins at column `first`.
 __mmask16 lanes_from(const ProductCall& call, i64 first) {
   const i64 count = std::min<i64>(kProductLanes, call.columns - first);
   return static_cast<__mmask16>((1u << count) - 1);
@@ -40,8 +41,9 @@ __m512 truncated(__m512d low, __m512d high) {
   return _mm512_insertf32x8(first, _mm512_cvt_roundpd_ps(high, kTowardZero), 1);
 }
 
-// Store in `sums` the first sums of `padded` rows from row `row` on, for the panel that begins at column `first`: C, or
-// zeros without C. Only `rows` of the rows exist; the sums of others, and of columns that do not exist, are zeros.
+// Initialize `sums`, for `padded` rows starting at row `row` in the panel that begins at column `first`, with C, or
+// with zeros if there is no C. Only the first `rows` rows exist. The sums of other rows, and of columns that do not
+// exist, are zeros.
 void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64 first, float (*sums)[kProductLanes]) {
   std::memset(sums, 0, static_cast<size_t>(padded) * sizeof *sums);
   if (!call.c) return;
@@ -51,7 +53,7 @@ void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64
   }
 }
 
-// Multiply the sums of a row of a panel by the tensor scales, and store them. first: the panel's first column.
+// Multiply the sums of one row of a panel by the tensor scales, and store the results. first: the panel's first column.
 void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   const float *fa = call.a.factors, *fb = call.b.factors;
   if (call.output != kFloat32 || (fb && call.b.factors_step)) {
@@ -67,9 +69,9 @@ void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   _mm512_mask_storeu_ps(static_cast<float*>(call.out) + row * call.columns + first, lanes_from(call, first), found);
 }
 
-// Replace the lanes `replaced` of `sums` by the sums that task.add_slowly finds. row, first: the row, and the first
-// column of the panel. k: the first element of the step. before: the sums of the row before the step. sums: the sums
-// after the step.
+// In the lanes `replaced`, compute the sums after a step again by task.add_slowly, and store them in `sums`. row: the
+// row. first: the first column of the panel. k: the index along K at which the step starts. before: the sums of the row
+// before the step.
 template <class Task>
 void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64 k, __m512 before, __m512& sums) {
   alignas(64) float old[kProductLanes], found[kProductLanes];
@@ -87,8 +89,8 @@ int exponent_of(double power) {
   return static_cast<int>(__double_as_longlong(power) >> 52) - 1023;
 }
 
-// Return the entries of a table of 256 entries for 32 codes. An instruction looks up six bits of a code in 64 entries;
-// bits 6 and 7 choose among the results. The table is aligned to 64 bytes.
+// Look up 32 codes in a table of 256 entries, which is aligned to 64 bytes. One instruction looks up the lower six bits
+// of the codes in 64 entries; bits 6 and 7 choose among four results.
 __m512i looked_up(const u16* table, __m512i codes) {
   __m512i quarters[4];
 #pragma GCC unroll 4
@@ -103,7 +105,7 @@ __m512i looked_up(const u16* table, __m512i codes) {
   return _mm512_mask_mov_epi16(low, upper, high);
 }
 
-// Store the transpose of 16 lines of 16 words: word i of line l becomes to[i][l]. T: a type of 4 bytes.
+// Transpose 16 lines of 16 words: word i of line l becomes to[i][l]. T: a type of 4 bytes.
 template <class T>
 void transpose(const __m512i* lines, T (*to)[kProductLanes]) {
   __m512i a[16], b[16];
@@ -134,33 +136,35 @@ void transpose(const __m512i* lines, T (*to)[kProductLanes]) {
   }
 }
 
-// ---- products whose terms are single products ----
+// ---- matrix products whose terms are single products ----
 
-constexpr i64 kLanesDepth = 256;  // largest number of elements of K that are decoded at once
+constexpr i64 kLanesDepth = 256;  // largest number of elements along K that are decoded at once
 constexpr i64 kLanesRows = 128;   // largest number of rows of a task
 constexpr int kLanesPanels = 16;  // largest number of panels of a task
 constexpr int kLanesBlock = 4;    // number of rows that are multiplied at once with a panel
 constexpr int kLanesChunk = 16;   // the most terms whose sum fits 32 bits
 
-// The largest exponents of a step for which float32 computes its terms. Elements of zero have kNoExponent. Infinities,
-// NaN and elements that float32 cannot hold have kSpecialExponent, so that even their products with zero are above
-// kHighest.
+// float32 computes the terms of a step if the largest exponent of the step is in kLowest ... kHighest. Elements of zero
+// have the exponent kNoExponent. Infinities, NaN and elements that float32 cannot hold have kSpecialExponent, so that
+// even their products with zero are above kHighest.
 constexpr int kLowest = -90, kHighest = 100;
 constexpr int16_t kNoExponent = -8000, kSpecialExponent = 20000;
 
-// The decoded elements of one row or column, for at most kLanesDepth elements of K: the values, times the block scales,
-// and their exponents.
+// At most kLanesDepth decoded elements of one row or column: their values times the block scales, and the exponents of
+// these values.
 struct LaneLine {
   alignas(64) float values[kLanesDepth];
   alignas(64) int16_t exponents[kLanesDepth];
 };
 
-// The lines of a panel of columns, transposed. A word of `pairs` holds the exponents of elements 2i and 2i + 1.
+// The decoded elements of a panel of columns, transposed. pairs[i] holds the exponents of elements 2i and 2i + 1 of
+// each column.
 struct LaneColumns {
   alignas(64) float values[kLanesDepth][kProductLanes];
   alignas(64) i32 pairs[kLanesDepth / 2][kProductLanes];
 
-  // Store the lines of a panel of columns: the first `depth` elements of each, and at most 28 more.
+  // Transpose the first `depth` elements of the lines (columns) of a panel. Up to 28 more elements per line may be
+  // stored.
   void transpose(const LaneLine* lines, i64 depth) {
     __m512i rows[kProductLanes];
     for (i64 i = 0; i < depth; i += 16) {
@@ -174,7 +178,7 @@ struct LaneColumns {
   }
 };
 
-// Decodes the elements of an operand, sixteen at a time.
+// Decoder of the elements of an operand, sixteen at a time.
 struct LaneDecoder {
   const ProductOperand& x;
   const bool is_bfloat16;
@@ -194,8 +198,8 @@ struct LaneDecoder {
     }
   }
 
-  // Decode `depth` elements of a row of the operand into `to`, from element k of K on. Elements from element `length`
-  // of K on are zeros. k and x.block are multiples of 16.
+  // Decode `depth` elements of a row of the operand into `to`, starting at index k along K. Elements at index `length`
+  // and beyond are zeros. k and x.block are multiples of 16.
   void decode(LaneLine& to, i64 row, i64 length, i64 k, i64 depth) const {
     const u8* codes = static_cast<const u8*>(x.codes) + row * x.codes_step;
     const __m512i absolute = _mm512_set1_epi32(0x7FFFFFFF);
@@ -215,7 +219,7 @@ struct LaneDecoder {
         values = _mm512_mul_ps(values, _mm512_set1_ps(static_cast<float>(x.scale_values[code])));
         exponents = _mm512_add_epi32(exponents, _mm512_set1_epi32(exponent_of(x.scale_powers[code])));
       }
-      // Numbers below 2^-126, which may have lost bits, and from 2^127 on are special.
+      // Numbers below 2^-126, which may have lost bits, and numbers of 2^127 and more are special.
       const __m512i bits = _mm512_and_si512(_mm512_castps_si512(values), absolute);
       const __mmask16 zeros = _mm512_cmpeq_epi32_mask(bits, _mm512_setzero_si512());
       const __m512i above = _mm512_sub_epi32(bits, _mm512_set1_epi32(1 << 23));
@@ -227,8 +231,8 @@ struct LaneDecoder {
     }
   }
 
-  // Return the values of elements k to k + 15 of the row of codes at `codes`, without block scales. Only `count`
-  // elements exist; the others are zeros.
+  // Return the values of elements k to k + 15, without block scales, of the row whose codes begin at `codes`. Only the
+  // first `count` of them exist; the others are zeros.
   __m512 sixteen(const u8* codes, i64 k, i64 count) const {
     const auto exist = static_cast<__mmask16>((1u << count) - 1);
     __m256i halves;
@@ -246,14 +250,14 @@ struct LaneDecoder {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
   }
 
-  // Return the entries of the table for sixteen codes.
+  // Look up sixteen codes in the table.
   __m256i looked_up_sixteen(__m128i codes) const {
     const __m512i index = _mm512_castsi256_si512(_mm256_cvtepu8_epi16(codes));
     return _mm512_castsi512_si256(looked_up(table, index));
   }
 };
 
-// Return true if LaneTask can compute a product.
+// Return true if LaneTask can compute a matrix product.
 bool uses_lanes(const ProductCall& call) {
   const auto fits = [](const ProductOperand& x) {
     return !x.scales || (x.block % 16 == 0 && kLanesDepth % x.block == 0);
@@ -269,7 +273,7 @@ struct LaneTask {
   const ProductCall& call;
 
   // The memory of a task: the decoded elements of a panel and of all rows, the sums of the current chains and, with
-  // promotion, the sums of the chains that ended.
+  // promotion, the totals of the completed chains.
   struct Memory {
     LaneColumns columns;
     LaneLine lines[kProductLanes], rows[kLanesRows];
@@ -317,9 +321,10 @@ struct LaneTask {
     }
   }
 
-  // Add products to the sums of kLanesBlock rows of A and one panel of columns of B. a and b are `depth` decoded
-  // elements of these rows and columns, from index k along K on. `row` is the index of the first row, and `first` that
-  // of the first column. With promotion, a chain that ends is added to `totals`, and its sums become 0.
+  // Multiply kLanesBlock rows of A by one panel of columns of B, and add the products to `sums`. a and b hold `depth`
+  // decoded elements of these rows and columns, starting at index k along K. `row` is the index of the first row, and
+  // `first` is the index of the first column. With promotion, the sums of a chain that ends are added to `totals` and
+  // set to 0.
   //
   // GCC keeps an array of vectors in registers only if every loop over it is unrolled.
   __attribute__((noinline)) void add_steps(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,
@@ -341,15 +346,15 @@ struct LaneTask {
     }
   }
 
-  // Return the number of products whose sum fits 32 bits: a step, or a part of it. A term is less than
-  // 4 * 2^fraction_bits.
+  // Return how many terms of a step are added in 32 bits at a time: all of them if their sum fits, otherwise at most
+  // kLanesChunk. A term is less than 4 * 2^fraction_bits.
   i64 chunk() const {
     return i64{4} * call.step << call.fraction_bits <= i64{1} << 31 ? call.step : std::min(call.step, kLanesChunk);
   }
 
-  // Add one step, which begins at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: true if
-  // the sum of a step, with C, fits 32 bits. exist[r]: the lanes of row r that exist. The other arguments mean what
-  // they mean in add_steps.
+  // Add one step, which starts at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: true if
+  // the sum of a step and C fits 32 bits. exist[r]: the lanes of row r that exist. add_steps describes the other
+  // arguments.
   template <bool kSmall>
   __attribute__((always_inline)) inline void add_step(const LaneLine* a, const LaneColumns& b, i64 row, i64 first,
                                                       i64 k, i64 i, const __mmask16* exist,
@@ -362,7 +367,7 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) {
       const __m512i above = above_lowest(exponents[r], c[r]);
       most = _mm512_mask_max_epu32(most, exist[r], most, above);
-      // 2^(fraction_bits - largest), by which terms become integers
+      // 2^(fraction_bits - largest), the factor that turns terms into integers
       const __m512i biased = _mm512_sub_epi32(_mm512_set1_epi32(127 + call.fraction_bits - kLowest), above);
       inverses[r] = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
       totals[r] = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(c[r]), inverses[r]));
@@ -385,9 +390,9 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) _mm512_store_ps(c[r], sums[r]);
   }
 
-  // Store in `sums` the sums of a step as integers, truncated toward zero to float32. They include C, whose terms are
-  // in `totals`, and may have more than 32 bits. inverses: the factors that turn terms into integers, by row. The other
-  // arguments are those of add_step.
+  // Compute the integer sums of a step, which may have more than 32 bits, and store them in `sums`, truncated toward
+  // zero to float32. `totals` holds the terms of C, which are included. inverses: one factor per row, which turns terms
+  // into integers. add_step describes the other arguments.
   __attribute__((always_inline)) inline void add_chunks(const LaneLine* a, const LaneColumns& b, i64 i,
                                                         const __m512* inverses, __m512i* totals, __m512* sums) const {
     __m512i wrong = _mm512_setzero_si512();  // the sign bit of a lane is set if a sum does not fit 32 bits
@@ -413,8 +418,8 @@ struct LaneTask {
     if (_mm512_movepi32_mask(wrong)) add_wide(a, b, i, inverses, own, sums);
   }
 
-  // Return how far the largest exponent of a step is above kLowest, for the sums c of a row. exponents: the largest
-  // exponents of the products.
+  // Return the largest exponent of a step minus kLowest, per lane. c: the sums of the row before the step. exponents:
+  // the largest exponents of the products.
   static __m512i above_lowest(__m512i exponents, const float* c) {
     const __m512i bits = _mm512_slli_epi32(_mm512_load_si512(c), 1);  // without the sign
     const __m512i products = _mm512_add_epi32(exponents, _mm512_set1_epi32(127));
@@ -422,15 +427,15 @@ struct LaneTask {
     return _mm512_sub_epi32(largest, _mm512_set1_epi32(127 + kLowest));
   }
 
-  // Return the lanes whose largest exponent is outside of kLowest ... kHighest, where float32 cannot compute the terms.
-  // above: the result of above_lowest.
+  // Return a mask of the lanes for which float32 cannot compute the terms, because their largest exponent is outside of
+  // kLowest ... kHighest. above: the result of above_lowest.
   static __mmask16 is_extreme(__m512i above) {
     return _mm512_cmpgt_epu32_mask(above, _mm512_set1_epi32(kHighest - kLowest));
   }
 
-  // Store in `sums` the sums of a step as integers, truncated toward zero to float32, for kLanesBlock rows. They may
-  // have more than 32 bits. own: the terms of C. inverses: the factors that turn terms into integers. The other
-  // arguments are those of add_step.
+  // Compute the integer sums of a step for kLanesBlock rows, which may have more than 32 bits, and store them in
+  // `sums`, truncated toward zero to float32. own: the terms of C. inverses: one factor per row, which turns terms into
+  // integers. add_step describes the other arguments.
   __attribute__((noinline)) void add_wide(const LaneLine* a, const LaneColumns& b, i64 i, const __m512* inverses,
                                           const __m512i* own, __m512* sums) const {
     const i64 count = chunk();
@@ -448,8 +453,8 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) sums[r] = truncated(totals[r][0], totals[r][1]);
   }
 
-  // Store in `exponents` the largest exponents of the products of a step, for kLanesBlock rows. The other arguments are
-  // those of add_step.
+  // Find the largest exponent of the products of a step, per lane of kLanesBlock rows, and store it in `exponents`.
+  // add_step describes the other arguments.
   __attribute__((always_inline)) inline void find_exponents(const LaneLine* a, const LaneColumns& b, i64 i,
                                                             __m512i* exponents) const {
     __m512i pairs[kLanesBlock];
@@ -474,8 +479,8 @@ struct LaneTask {
     }
   }
 
-  // Add to `totals` the terms of `count` products, from decoded element i on, as integers, for kLanesBlock rows. a, b:
-  // the decoded rows and panel. inverses: the factors that turn terms into integers, by row.
+  // Add `count` products as integer terms, starting at decoded element i, to the `totals` of kLanesBlock rows. a, b:
+  // the decoded rows and panel. inverses: one factor per row, which turns terms into integers.
   __attribute__((always_inline)) static inline void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count,
                                                               const __m512* inverses, __m512i* totals) {
     __m512i sums[kLanesBlock];
@@ -496,9 +501,9 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) totals[r] = sums[r];
   }
 
-  // Replace in `sums`, the sums after a step, the lanes whose exponents are extreme. If all products of a lane and its
-  // C are zero, its sum is +0; otherwise it is added term by term. c: the sums before the step. The other arguments are
-  // those of add_step.
+  // Correct `sums`, the sums after a step, in lanes whose exponents are extreme. If all products of a lane and its C
+  // are zero, the sum of the lane is +0. Otherwise the sum is computed term by term. c: the sums before the step.
+  // add_step describes the other arguments.
   __attribute__((noinline)) void add_slow_lanes(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,
                                                 i64 i, const float (*c)[kProductLanes], __m512* sums) const {
     __m512i exponents[kLanesBlock];
@@ -515,8 +520,8 @@ struct LaneTask {
     }
   }
 
-  // Return the sum of result (row, column) after the step that begins at element k of K, computed term by term. c is
-  // the sum before the step.
+  // Compute the sum of result (row, column) after the step that starts at index k along K, term by term. c is the sum
+  // before the step.
   float add_slowly(i64 row, i64 column, i64 k, float c) const {
     const double zero_power = double_power(call.zero_exponent);
     double terms[2 * kLanesChunk] = {}, largest = sum_power(c, zero_power);
@@ -533,7 +538,7 @@ struct LaneTask {
     return static_cast<float>(sum_of_terms(c, terms, call.step, largest, call.fraction_bits, call.output_bits));
   }
 
-  // Return element k of a row times its block scale, and 2^exponent of both together. The power of zero is 0.
+  // Return element k of a row times its block scale, and the power of this product, which is 0 if the product is 0.
   static std::pair<double, double> element(const ProductOperand& x, i64 row, i64 k) {
     const unsigned code = Row::code_at(x, static_cast<const u8*>(x.codes) + row * x.codes_step, k);
     double value = x.values[code], power = value == 0 ? 0 : x.powers[code];

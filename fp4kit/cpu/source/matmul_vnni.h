@@ -1,13 +1,14 @@
-// Products of block-scaled E2M1 matrices as Blackwell's FP4 instructions add them, with AVX-512 VNNI. matmul.h computes
-// them on other processors.
+// Matrix products of block-scaled E2M1 operands with the additions of Blackwell's FP4 instructions, with AVX-512 VNNI.
+// matmul.h computes them on other processors, and defines step, term and panel. Group: 16 elements along K. Line: a row
+// or a column.
 //
 // Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product. The scales of
-// a row or column in a step are integers, too, in units of a power of two. Usually no term of a step loses bits when it
-// is shifted to the largest exponent. Then the exact sum of the terms is added to C, and truncated once. If exponents
-// do not prove this for a lane, that lane is added term by term.
+// a line in a step are integers, too, in units of a power of two. Usually no term of a step loses bits when it is
+// shifted to the largest exponent. Then the exact sum of the terms is added to C, and truncated once. A lane for which
+// the exponents do not prove this is computed term by term.
 //
-// E8M0 scales of neighboring groups usually differ by a few powers of two. Then elements are shifted by the difference,
-// and all products of a step are one integer dot product.
+// E8M0 scales of neighboring groups usually differ by a few powers of two. Then elements are shifted left to make up
+// for the difference, and a step is one integer dot product.
 //
 // GCC keeps an array of vectors in registers only if every loop over it is unrolled.
 #pragma once
@@ -23,27 +24,29 @@ constexpr int kVnniPanels = 16;                        // largest number of pane
 constexpr int kVnniBlock = 4;                          // number of rows that are multiplied at once
 constexpr int kVnniWidth = 2;                          // number of panels that are multiplied at once
 constexpr i64 kVnniRows = 128;                         // largest number of rows of a task
-constexpr int kVnniStep = 64;                          // number of elements of K per step
+constexpr int kVnniStep = 64;                          // number of elements along K per step
 constexpr int kVnniSteps = kProductDepth / kVnniStep;  // largest number of steps that are decoded at once
 constexpr int kVnniGroups = kProductDepth / 16;        // largest number of groups that are decoded at once
 static_assert(kVnniGroups == 32 && kVnniSteps == 8);   // a vector holds the scales of a line as 16-bit integers
 
-// The largest difference of the exponents of a line's scales in a step that its elements can take over. Shifted by it,
-// elements are at most 96 in units of 1/2. Elements of columns are stored with the offset kOffset, as unsigned bytes.
+// kMostShift: the largest number of bits by which elements are shifted to make up for different scale exponents in a
+// step. Shifted elements are at most 96 in units of 1/2. kOffset: the number that is added to elements of columns, so
+// that they are unsigned bytes.
 constexpr int kMostShift = 3, kOffset = 96;
-// kLineSpread: the largest difference of the exponents of scales in a step for which 16 bits hold the scales of a line
-// as integers. kPairSpread: the largest sum of two such differences for which 16 bits hold the products of the
-// integers.
+// Spread: the largest minus the smallest scale exponent of a line in a step. kLineSpread: the largest spread for which
+// the integer scales of the line have 16 bits. kPairSpread: the largest sum of the spreads of a row and a column for
+// which the products of their integer scales have 16 bits.
 constexpr int kLineSpread = 11, kPairSpread = 7;
-// The limits for exponents of scales: 2^exponent / 32 is a normal float. Lines with scales beyond, and with NaN, have
-// kWideExponent as their highest exponent, so that they are added term by term. It is above kNoScale, because NaN times
-// zero is NaN.
+// Scale exponents must be in -kScaleLimit ... kScaleLimit, so that 2^exponent / 32 is a normal float. Lines with other
+// scales, with NaN, or with a spread above kLineSpread get kWideExponent as their highest exponent, so that they are
+// computed term by term. It is above kNoScale, because NaN times zero is NaN.
 constexpr int kScaleLimit = 110, kWideExponent = 30000;
-// The exponent of a group that does not count, because it is zero: as the lowest one, and negated as the highest.
+// The lowest exponent of a range without scales, and the negative of its highest exponent. Groups whose elements or
+// scale are zero do not count, unless the scale is NaN.
 constexpr int kNoScale = 10000;
 
-// The range of the exponents of scales in one step. Scales of groups that are zero do not count. If no scale counts,
-// lowest is larger than highest.
+// The range of the scale exponents in one step, over the groups that count (see kNoScale). If none counts, lowest is
+// larger than highest.
 struct ScaleRange {
   int lowest = kNoScale, highest = -kNoScale;
 
@@ -54,8 +57,9 @@ struct ScaleRange {
   }
 };
 
-// What every scale code of an operand means: (exponent + kBias) << 4 | significand, where the value is
-// significand * 2^(exponent - 3). The significand of zero is 0. Other values, such as NaN, have kSpecial.
+// A table with one entry per scale code of an operand: (exponent + kBias) << 4 | significand, where the value of the
+// scale is significand * 2^(exponent - 3). The entry of a zero scale is 0. Scales that cannot be written in this form,
+// such as NaN, have the entry kSpecial.
 struct ScaleTable {
   static constexpr int kBias = 256;
   static constexpr u16 kSpecial = (kBias + 2000) << 4 | 8;
@@ -75,8 +79,8 @@ struct ScaleTable {
   __m512i of(__m256i codes) const { return looked_up(entries, _mm512_cvtepu8_epi16(codes)); }
 };
 
-// The scales of one line (a row or a column) in at most kVnniSteps steps, in units of 2^(lowest - 3) of each step.
-// Groups that are zero have the scale 0.
+// The integer scales of one line (a row or a column) in at most kVnniSteps steps. The unit of a step is 2^(lowest - 3).
+// Groups whose elements are all zero have the scale 0.
 struct LineScales {
   alignas(64) int16_t integers[kVnniGroups];
   alignas(32) u8 shifts[kVnniGroups];  // the exponent of each scale minus the lowest one of the step
@@ -84,8 +88,9 @@ struct LineScales {
   alignas(32) float units[kVnniSteps];
   unsigned may_shift;  // a bit per step: whether its scales are powers of two, and its shifts are at most kMostShift
 
-  // Decode the scales of a line of an operand from element k of K on, whose codes begin at `elements`. `table` is the
-  // table of its scale codes. `length` is the number of elements from there on; no scale exists if it is 0 or less.
+  // Decode the scales of a line of an operand, starting at index k along K. The element codes of the line at k begin at
+  // `elements`. `table` is the table of the scale codes. `length` is the number of elements that remain; if it is 0 or
+  // less, there are no scales.
   void decode(const ProductOperand& x, const ScaleTable& table, i64 line, i64 k, i64 length, const u8* elements) {
     const int groups = static_cast<int>(std::min<i64>((std::max<i64>(length, 0) + 15) / 16, kVnniGroups));
     const int shift = __builtin_ctz(x.block) - 4;
@@ -109,7 +114,8 @@ struct LineScales {
     _mm256_store_si256(reinterpret_cast<__m256i*>(shifts), _mm512_cvtepi16_epi8(differences));
     const __mmask32 other = _mm512_mask_cmpneq_epi16_mask(counts, significands, _mm512_set1_epi16(8));
     const __mmask32 far = _mm512_mask_cmpgt_epi16_mask(counts, differences, _mm512_set1_epi16(kMostShift));
-    // Only a scale of 0 makes nonzero elements zero, and shifting keeps no scale of 0.
+    // A step with nonzero elements under a scale of 0 must not be shifted, because all groups of a shifted step have
+    // the scale 8.
     const __mmask32 fixed = other | far | (nonzero & ~scaled);
     may_shift = 0;
     for (int step = 0; step < kVnniSteps; ++step) may_shift |= (fixed >> 4 * step & 15 ? 0u : 1u) << step;
@@ -124,7 +130,7 @@ struct LineScales {
     _mm256_store_si256(reinterpret_cast<__m256i*>(lowest), lows);
     _mm256_store_si256(reinterpret_cast<__m256i*>(highest),
                        _mm256_mask_mov_epi32(highs, wide, _mm256_set1_epi32(kWideExponent)));
-    // Without scales and for lines that are added term by term, any finite unit will do.
+    // Steps without scales, and lines that are computed term by term, may have any finite unit.
     const __m256i above = _mm256_add_epi32(lows, _mm256_set1_epi32(kScaleLimit));
     const __mmask8 usual = _mm256_cmple_epu32_mask(above, _mm256_set1_epi32(2 * kScaleLimit));
     const __m256i fields = _mm256_add_epi32(_mm256_maskz_mov_epi32(usual, lows), _mm256_set1_epi32(127 - 3));
@@ -137,14 +143,13 @@ struct LineScales {
     return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(1)), 16));
   }
 
-  // Return, for every group, the least of the four integers of its step.
+  // Replace each integer by the smallest of the four integers that belong to its step. x has one integer per group.
   static __m512i least_of_step(__m512i x) {
     x = _mm512_min_epi16(x, _mm512_rol_epi64(x, 16));
     return _mm512_min_epi16(x, _mm512_rol_epi64(x, 32));
   }
 
-  // Return the groups that have an element other than zero, as a mask. The elements are the nibbles at `codes`, of
-  // which `length` exist.
+  // Return a mask of the groups that have a nonzero element. The elements are the `length` nibbles at `codes`.
   static __mmask32 nonzero_groups(const u8* codes, i64 length) {
     __mmask32 found = 0;
     for (int i = 0; i < 4; ++i) {
@@ -157,12 +162,12 @@ struct LineScales {
   }
 };
 
-// The decoded elements of a panel of columns, for at most kProductDepth elements of K. A word holds four elements of
-// one lane, in units of 1/2, each plus kOffset. A word of `pairs` holds the scales of groups 2i and 2i + 1, in units
-// of `units` of the step.
+// At most kProductDepth decoded elements along K, for a panel of columns. An entry of `words` holds four elements of
+// one lane, in units of 1/2, each plus kOffset. pairs[i] holds the integer scales of groups 2i and 2i + 1, in units of
+// `units` of their step.
 //
-// A step is shifted if LineScales::may_shift of all lanes. Then elements are shifted left by LineScales::shifts, and
-// the scales of all groups are 8.
+// A step is shifted if LineScales::may_shift allows it for all lanes. Then elements are shifted left by
+// LineScales::shifts, and the scales of all groups are 8.
 struct VnniColumns {
   alignas(64) u32 words[kProductDepth / 4][kVnniLanes];
   alignas(64) i32 pairs[kVnniGroups / 2][kVnniLanes];
@@ -173,12 +178,12 @@ struct VnniColumns {
   unsigned shifted;         // a bit per step
 };
 
-// The decoded elements of kVnniBlock rows, for at most kProductDepth elements of K. A word holds four elements, in
-// units of 1/2, as signed bytes. The other fields are like those of VnniColumns. Units are divided by 4, because
-// products are in units of 1/4.
+// At most kProductDepth decoded elements along K, for kVnniBlock rows. An entry of `words` holds four elements, in
+// units of 1/2, as signed bytes. The other fields are like those of VnniColumns, except that `units` are divided by 4,
+// because products of elements are in units of 1/4.
 struct VnniRows {
   alignas(64) i32 words[kVnniBlock][kProductDepth / 4];
-  i32 corrections[kVnniBlock][kVnniGroups];      // -kOffset times the sum of a group's elements
+  i32 corrections[kVnniBlock][kVnniGroups];      // -kOffset times the sum of a group's elements, to undo the offset
   i32 step_corrections[kVnniBlock][kVnniSteps];  // the sum of the corrections of a step
   i32 pairs[kVnniBlock][kVnniGroups / 2];
   float units[kVnniBlock][kVnniSteps];
@@ -188,9 +193,9 @@ struct VnniRows {
   unsigned shifted;
 };
 
-// Combine the scales of the `count` lines of a panel or of a block of rows. For each step, store in `to` the range of
-// their exponents, the largest spread of a line, and whether the step is shifted. Then set the scales of shifted steps
-// to 8, and the shifts of other steps to 0. To: VnniColumns or VnniRows.
+// Decide which steps are shifted, for the `count` lines of a panel or of a block of rows. For each step, store in `to`
+// the range of all scale exponents, the largest spread of a line (0 if shifted), and whether the step is shifted. Then
+// set the scales of shifted steps to 8, and the shifts of other steps to 0. To: VnniColumns or VnniRows.
 template <class To>
 void combine_scales(To& to, LineScales* lines, int count, int steps) {
   to.shifted = ~0u;
@@ -215,9 +220,8 @@ void combine_scales(To& to, LineScales* lines, int count, int steps) {
   }
 }
 
-// Decode 64 * `steps` elements, of which `bytes` bytes of codes exist, and store each in `to` as a byte: its value in
-// units of 1/2, shifted left by the entry of `shifts` for its group, plus `offset`. Elements beyond the codes are
-// zeros.
+// Decode 64 * `steps` elements and store them in `to`, one byte per element: its value in units of 1/2, shifted left by
+// the entry of `shifts` for its group, plus `offset`. `codes` has `bytes` bytes; elements beyond them are zeros.
 void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int offset, u8* to) {
   __m128i tables[kMostShift + 1];
   const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
@@ -230,7 +234,7 @@ void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int 
     const i64 left = std::min<i64>(std::max<i64>(bytes - 32 * i, 0), 32);
     const __mmask32 exist = left < 32 ? (1u << left) - 1 : ~0u;
     const __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(exist, codes + 32 * i));
-    // The first code of a pair in the low byte, the second in the high one.
+    // Spread each pair of codes to two bytes: the first code is in the low byte, and the second in the high byte.
     const __m512i apart = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(15));
     __m512i table = _mm512_broadcast_i32x4(tables[shifts[4 * i]]);
     table = _mm512_mask_broadcast_i32x4(table, 0x00F0, tables[shifts[4 * i + 1]]);
@@ -240,8 +244,8 @@ void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int 
   }
 }
 
-// Return true if this file can compute a product: if the processor has AVX-512 VNNI, and the product has 4-bit codes
-// and the step of Blackwell's FP4 instructions, without promotion.
+// Return true if this file can compute a matrix product: if the processor has AVX-512 VNNI, both operands have 4-bit
+// codes, and the additions are those of Blackwell's FP4 instructions, without promotion.
 bool uses_vnni(const ProductCall& call) {
   static const bool is_supported = __builtin_cpu_supports("avx512vnni");
   const auto is_power = [](i32 block) { return block >= 16 && (block & (block - 1)) == 0; };
@@ -300,8 +304,8 @@ struct VnniTask {
     }
   }
 
-  // Store in `to` the decoded elements of `steps` steps, from element k of K on, for the panel that begins at column
-  // `first`. `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
+  // Decode `steps` steps, starting at index k along K, of the panel whose first column is `first`, and store the
+  // elements and scales in `to`. `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
   void decode_columns(VnniColumns& to, const ScaleTable& table, i64 first, i64 k, int steps) const {
     LineScales scales[kVnniLanes];
     for (int lane = 0; lane < kVnniLanes; ++lane) {
@@ -331,13 +335,13 @@ struct VnniTask {
     }
   }
 
-  // Return the codes of a row of an operand, from element k of K on.
+  // Return the address of the codes of a row of an operand, starting at index k along K.
   static const u8* codes_of(const ProductOperand& x, i64 row, i64 k) {
     return static_cast<const u8*>(x.codes) + row * x.codes_step + k / 2;
   }
 
-  // Store in `to` the decoded elements of `steps` steps of kVnniBlock rows from row `first` on, from element k of K on.
-  // `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
+  // Decode `steps` steps, starting at index k along K, of the kVnniBlock rows whose first one is `first`, and store the
+  // elements and scales in `to`. `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
   __attribute__((target("avx512vnni"))) void decode_rows(VnniRows& to, const ScaleTable& table, i64 first, i64 k,
                                                          int steps) const {
     LineScales scales[kVnniBlock];
@@ -367,8 +371,9 @@ struct VnniTask {
     }
   }
 
-  // Add to `products` the products of kWords words, from word `first` on, for the kVnniBlock rows of a and kWidth
-  // panels b. Start from the corrections of entry `index`, of kVnniBlock rows of kCount entries each.
+  // Multiply kWords words of the kVnniBlock rows of a and the kWidth panels of b, starting at word `first`, and store
+  // the integer dot products in `products`. They are initialized with entry `index` of the corrections of each row,
+  // which undo kOffset.
   template <int kWords, int kWidth, int kCount>
   __attribute__((target("avx512vnni"), always_inline)) static inline void multiply(
       const VnniRows& a, const VnniColumns* b, int first, const i32 (&corrections)[kVnniBlock][kCount], int index,
@@ -392,9 +397,9 @@ struct VnniTask {
     }
   }
 
-  // Return true if it is certain, without a look at single lanes, that a step loses no bits: no term when it is shifted
-  // to the largest exponent, and not C. c: the sums before the step. The conditions are those of inexact_lanes, except
-  // that no sum may be zero.
+  // Return true if the ranges of all lanes together prove that a step loses no bits of its terms and of C when they are
+  // shifted to the largest exponent. If false, single lanes must be checked by inexact_lanes. c: the sums before the
+  // step. The conditions are those of inexact_lanes, except that no sum may be zero.
   template <int kWidth>
   static bool is_exact(const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
     int highest = -kNoScale, lowest = kNoScale;
@@ -405,7 +410,7 @@ struct VnniTask {
     highest += a.ranges[step].highest;
     lowest += a.ranges[step].lowest;
     if (highest - lowest > 27 || lowest < -80 || highest > 90 || highest < -80) return false;
-    // Bits of positive floats are ordered as the floats are. Without the sign, they are doubled.
+    // The bits of positive floats have the order of the floats. Doubling the bits drops the sign.
     const u32 least = static_cast<u32>(highest - 12 + 127) << 24, end = static_cast<u32>(lowest + 28 + 127) << 24;
     const __m512i first = _mm512_set1_epi32(static_cast<int>(least));
     __m512i most = _mm512_setzero_si512();
@@ -420,12 +425,13 @@ struct VnniTask {
     return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(static_cast<int>(end - least)));
   }
 
-  // Return the lanes of row r of a and of the panel b in which a step may lose bits. sums: the sums of the row before
-  // the step.
+  // Return a mask of the lanes in which a step may lose bits, for row r of a and the panel b. sums: the sums of the row
+  // before the step.
   static __mmask16 inexact_lanes(const VnniRows& a, int r, const VnniColumns& b, int step, __m512 sums) {
     const __m512i lowest = _mm512_add_epi32(_mm512_load_si512(b.lowest[step]), _mm512_set1_epi32(a.lowest[r][step]));
     const __m512i highest = _mm512_add_epi32(_mm512_load_si512(b.highest[step]), _mm512_set1_epi32(a.highest[r][step]));
-    // No term loses bits if the terms' exponents differ by at most F - 8, and C is neither far below nor far above.
+    // No term loses bits if the exponents of the terms differ by at most F - 8 = 27, and C is neither far below nor far
+    // above the terms. F is fraction_bits.
     unsigned inexact = _mm512_cmpgt_epi32_mask(_mm512_sub_epi32(highest, lowest), _mm512_set1_epi32(27));
     inexact |= _mm512_cmplt_epi32_mask(lowest, _mm512_set1_epi32(-80));
     inexact |= _mm512_cmpgt_epi32_mask(highest, _mm512_set1_epi32(90));
@@ -438,9 +444,9 @@ struct VnniTask {
     return static_cast<__mmask16>(inexact | (outside & _mm512_test_epi32_mask(bits, bits)));
   }
 
-  // Add the products of step number `step`, which must be a shifted one, to the sums c. a, b: the decoded rows and
-  // panels. The sum of all products has less than 24 bits, so a fused multiply-add toward zero adds it to C and
-  // truncates the result.
+  // Add the products of step number `step` to the sums c. The step must be shifted in a and b. a, b: the decoded rows
+  // and panels. The sum of all products has fewer than 24 bits, so one fused multiply-add that rounds toward zero adds
+  // it to C and truncates the result.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_shifted(
       const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -458,8 +464,8 @@ struct VnniTask {
     }
   }
 
-  // Add the products of step number `step` to the sums c. a, b: the decoded rows and panels. The scales of two groups
-  // are multiplied at once, as pairs of 16-bit integers.
+  // Add the products of step number `step` to the sums c, for steps that are not shifted. a, b: the decoded rows and
+  // panels. The scales of two groups are multiplied at once, as pairs of 16-bit integers.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_pairs(const VnniRows& a,
                                                                                     const VnniColumns* b, int step,
@@ -510,8 +516,8 @@ struct VnniTask {
     }
   }
 
-  // Add the products of step number `step` to the sums c, with terms as doubles. a, b: the decoded rows and panels.
-  // This is for scales whose exponents differ too much for add_pairs.
+  // Add the products of step number `step` to the sums c, with terms as doubles. This is used if the exponents of
+  // scales differ too much for add_pairs. a, b: the decoded rows and panels.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) static void add_doubles(const VnniRows& a, const VnniColumns* b,
                                                                           int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -520,7 +526,7 @@ struct VnniTask {
       __m512i products[kVnniBlock][kWidth];
       multiply<4>(a, b, 4 * g, a.corrections, g, products);
       for (int w = 0; w < kWidth; ++w) {
-        const int side = 16 * (g % 2);  // the bits of a pair before the scale of group g
+        const int side = 16 * (g % 2);  // the number of bits below the scale of group g in its pair
         const __m512i scales = _mm512_and_si512(
             _mm512_srl_epi32(_mm512_load_si512(b[w].pairs[g / 2]), _mm_cvtsi32_si128(side)), _mm512_set1_epi32(0xFFFF));
         for (int r = 0; r < kVnniBlock; ++r) {
@@ -545,7 +551,7 @@ struct VnniTask {
   }
 
   // Add the products of step number `step` to the sums c, in the fastest way that its scales allow. a, b: the decoded
-  // rows and panels. No sum may lose bits in this step.
+  // rows and panels. Lanes that may lose bits get wrong sums, which add_steps corrects.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_step(const VnniRows& a,
                                                                                    const VnniColumns* b, int step,
@@ -566,9 +572,9 @@ struct VnniTask {
     }
   }
 
-  // Add the products of `steps` steps, from element k of K on, to the sums of kVnniBlock rows and kWidth panels. a, b:
-  // the decoded rows and panels. `row` is the first of the rows, and `first` the first column of the panels. all_sums:
-  // the sums of the panels, from the first row of the task on.
+  // Add the products of `steps` steps, starting at index k along K, to the sums of kVnniBlock rows and kWidth panels.
+  // a, b: the decoded rows and panels. `row` is the index of the first row, and `first` is the index of the first
+  // column. all_sums: the sums of the panels, starting at the first row of the task.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) void add_steps(const VnniRows& a, const VnniColumns* b, i64 row,
                                                                  i64 first, i64 k, int steps,
@@ -592,8 +598,8 @@ struct VnniTask {
     }
   }
 
-  // Replace the sums in the lanes of `inexact` after the step that begins at element k of K. before: the sums before
-  // the step. The other arguments are those of add_steps.
+  // Correct the sums c in the lanes `inexact` after the step that starts at index k along K, by computing them term by
+  // term. before: the sums before the step. add_steps describes the other arguments.
   template <int kWidth>
   __attribute__((noinline)) void replace_inexact(const __mmask16 (*inexact)[kWidth], const __m512 (*before)[kWidth],
                                                  i64 row, i64 first, i64 k, float (*c)[kVnniRows][kVnniLanes]) const {
@@ -607,8 +613,8 @@ struct VnniTask {
     }
   }
 
-  // Return the sum of result (row, column) after the step that begins at element k of K, computed term by term. c is
-  // the sum before the step.
+  // Compute the sum of result (row, column) after the step that starts at index k along K, term by term. c is the sum
+  // before the step.
   float add_slowly(i64 row, i64 column, i64 k, float c) const {
     const double zero_power = double_power(call.zero_exponent);
     double terms[kVnniStep / 16] = {}, largest = sum_power(c, zero_power);

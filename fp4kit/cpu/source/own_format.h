@@ -51,13 +51,13 @@ __forceinline__ u32 piece_of_256(i32 key, const i32* bounds) {
   return piece;
 }
 
-// Return the factor by which elements under a scale are multiplied: its reciprocal, or that of kSmallestScale if the
-// magnitude of the scale is smaller.
+// Return the factor by which elements are multiplied: the reciprocal of the scale, or the reciprocal of kSmallestScale
+// if the magnitude of the scale is smaller.
 __forceinline__ float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < kSmallestScale ? kSmallestScale : scale);
 }
 
-// Store the codes, one per byte, of `count` elements multiplied by a factor. `own` must be a format whose pairs of
+// Multiply `count` elements by a factor, and store their codes, one per byte. `own` must be a format whose pairs of
 // elements share a bit (has_pairs).
 template <class In>
 void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
@@ -73,8 +73,8 @@ void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, co
   }
 }
 
-// Store the codes, one per byte, of `count` elements multiplied by a factor, by the tables of `own`. Elements have type
-// In.
+// Multiply `count` elements by a factor, and store their codes, one per byte, by the tables of `own`. Elements have
+// type In.
 template <class In>
 void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   if (own.has_pairs) {

@@ -10,7 +10,7 @@
 
 // The arguments of fp4kit_rotate. cpu/library.py mirrors this struct.
 //   x, out       outer x length x inner elements, contiguous; blocks of `size` elements lie along the middle axis
-//   signs        one per position along the middle axis, 1 if it is negative, else 0; nullptr without signs
+//   signs        one byte per position along the middle axis: 1 for the sign -1, else 0; nullptr without signs
 //   matrices     size x size float32 each, applied as out_j = sum_i x_i M_ij; nullptr for a Hadamard transform
 //   matrix_step  the distance of the matrices of neighboring blocks; 0 if all blocks have one matrix
 //   factor       the factor of a Hadamard transform
@@ -80,8 +80,8 @@ struct Rotator {
   // Return true if the blocks of group g are moved by transposes of 16 x kLanes elements.
   bool is_transposed(const LaneGroup& g) const { return !across() && g.lanes == kLanes && call.size % 16 == 0; }
 
-  // Load the elements of group g to y, as [element][lane], with signs if the call is not inverse. Absent blocks are
-  // zeros.
+  // Load the elements of group g into y, as [element][lane], multiplied by the signs if the call is not inverse. Lanes
+  // without a block get zeros.
   void load(const LaneGroup& g, float* y) const {
     const Number* x = static_cast<const Number*>(call.x) + g.first;
     if (is_transposed(g)) {
@@ -99,8 +99,8 @@ struct Rotator {
   }
   float load_sign(const LaneGroup& g, i64 i) const { return call.is_inverse ? 1.0f : sign(g.block, i); }
 
-  // Store in y one element of each of `lanes` blocks, times a sign. Lanes without a block get zeros. `x` points to the
-  // element of the first block, or to its bits, and `step` is the distance of neighboring blocks.
+  // Store in y one element of each of `lanes` blocks, multiplied by a sign. Lanes without a block get zeros. `x` points
+  // to the element of the first block, or to its bits, and `step` is the distance of neighboring blocks.
   template <class Element>
   static void widen_lanes(const Element* x, i64 lanes, i64 step, float sign, float* y) {
     Number elements[kLanes] = {};
@@ -112,7 +112,7 @@ struct Rotator {
     for (int lane = 0; lane < kLanes; ++lane) y[lane] = In::widen(elements[lane]) * sign;
   }
 
-  // Store y, the results of group g, times the factor of the call, and times signs if the call is inverse.
+  // Store y, the results of group g, multiplied by the factor of the call, and by the signs if the call is inverse.
   void store(const LaneGroup& g, const float* y) const {
     Number* out = static_cast<Number*>(call.out) + g.first;
     if (is_transposed(g)) {
@@ -141,8 +141,8 @@ struct Rotator {
   }
   float store_sign(const LaneGroup& g, i64 i) const { return call.is_inverse ? sign(g.block, i) : 1.0f; }
 
-  // Store the values y of kLanes blocks times the factor and times a sign, rounded to the type of elements. NaN becomes
-  // the positive quiet NaN.
+  // Multiply one value of each of kLanes blocks by the factor and a sign, round it to the type of elements, and store
+  // it in `elements`. NaN becomes the positive quiet NaN.
   void narrow_lanes(const float* y, float sign, Number (&elements)[kLanes]) const {
     for (int lane = 0; lane < kLanes; ++lane) {
       const float value = y[lane] * call.factor * sign;
@@ -162,8 +162,8 @@ struct Rotator {
         }
   }
 
-  // Store in `sums` the products of the elements y of group g with the matrix of its block. Four results are summed at
-  // a time.
+  // Multiply the elements y of group g by the matrix of their block, and store the results in `sums`. Four results are
+  // computed at a time.
   void multiply(const LaneGroup& g, const float* y, float* sums) const {
     const float* matrix = call.matrices + g.block * call.matrix_step;
     const i64 size = call.size;

@@ -6,8 +6,8 @@
 
 namespace {
 
-// A stand-in for the recipes whose block rules inherit the function `factor` from Base. With it they share one compiled
-// function, because Base::factor reads nothing else of a recipe.
+// A stand-in for the recipes whose block rules inherit the function `factor` from Base. With this stand-in, they share
+// one compiled function, because Base::factor reads nothing else of a recipe.
 template <class Base>
 struct FactorsOf {
   using BlockRule = Base;

@@ -3,8 +3,8 @@
 //
 // Factor: in this file, the number by which an amax is multiplied. Trial: the blocks of a row whose error is measured
 // under one factor. They are gathered, encoded, decoded and measured together. If factors_by_code, a block takes part
-// in a trial only if its scale code is new; otherwise all blocks do. Factors rise from the second one on. So a code
-// that is not new is the code of the previous trial or of the first trial.
+// in a trial only if its scale code was not tried before; otherwise all blocks do. Factors rise, starting at the second
+// one. So a code that was tried before is the code of the previous trial or of the first trial.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"

@@ -1,6 +1,6 @@
-// Losses of one row of a block under all candidates. Sixteen candidates are handled together, one per lane. The losses
-// are those of reference/search_scales.py, operation by operation. The loss of a block with several rows is the sum of
-// the losses of its rows, or the largest of them for Objective::largest.
+// Functions that compute the losses of one row of a block under all candidate scales. Sixteen candidates are handled
+// together, one per lane. The losses are those of reference/search_scales.py, operation by operation. The loss of a
+// block with several rows is the sum of the losses of its rows, or the largest of them for Objective::largest.
 #pragma once
 
 #include "search_pruned.h"
@@ -22,7 +22,7 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// Store in `losses` the sum of d^2, or of w d^2 if kWeighted, under every candidate, for one row of a block. d is the
+// For one row of a block and every candidate, store in `losses` the sum of d^2, or of w d^2 if kWeighted. d is the
 // error of an element, and w is the weight of its column, which is read only if kWeighted.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights,
@@ -37,10 +37,10 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// Store in `losses` the sum of |d|^power, or of w |d|^power if kWeighted, for one row of a block. There is one loss per
-// candidate, and kLanes candidates with these scales and reciprocals of scales. d is the error of an element, and w is
-// the weight of its column. For Objective::largest, store the largest |d| or w |d| instead. For Objective::magnitudes,
-// power is 1.
+// For one row of a block and kLanes candidates, store in `losses` the sum of |d|^power, or of w |d|^power if kWeighted.
+// `scales` and `reciprocals` hold the scales of the candidates and their reciprocals. d is the error of an element, and
+// w is the weight of its column. For Objective::largest, store the largest |d| or w |d| instead. For
+// Objective::magnitudes, power is 1.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -67,8 +67,9 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// Store d^T H d under kLanes candidates with these scales and reciprocals of scales, for one row of a block. d is the
-// vector of the errors of its 16 elements, and H is `hessian`, 16 x 16.
+// For one row of a block and kLanes candidates, store d^T H d in `losses`. d is the vector of the errors of the 16
+// elements, and H is `hessian`, 16 x 16. `scales` and `reciprocals` hold the scales of the candidates and their
+// reciprocals.
 //
 // The order of operations is: first d^T H by fused multiply-adds, then the terms of two columns (the second column
 // first), then these sums as a tree.

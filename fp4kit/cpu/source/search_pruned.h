@@ -1,5 +1,5 @@
-// The pruned search for the scale code of smallest loss, for kLanes blocks together. It is the search of
-// cuda/kernels/shared/search.cuh, where the proof is.
+// The pruned search for the scale code with the smallest loss, for kLanes blocks together.
+// cuda/kernels/shared/search.cuh has the same search for CUDA, and its proof.
 //
 // Candidate: one of the E4M3 codes 1 ... 126, with the block amax and the scale that belong to it. Loss: the sum of the
 // squared errors of a block under a candidate, weighted if there are weights. Lane: one block; loops over lanes
@@ -25,8 +25,8 @@ struct CandidateArrays {
   // Return true if all scales are in the range for which the bounds of the pruned search are proven.
   bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
 
-  // Return the factor f that gives the first upward code of a block: every code whose value is above amax * f has a
-  // scale above amax / 7. The last candidate is the code of 448.
+  // Return a factor f from which the first upward code of a block follows: every code whose value is above amax * f has
+  // a scale above amax / 7. The last candidate is the code of 448.
   float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
 };
 
@@ -53,9 +53,9 @@ struct LaneBlocks {
   }
 };
 
-// Store the loss of each block under its own candidate, whose scale and reciprocal are given per lane. If kAny,
-// magnitudes and scales may have any size; otherwise magnitudes must be below 7 scales. noinline: this function is
-// compiled once instead of once per call, which took a minute.
+// Store the loss of each block under the candidate in its lane, given by its scale and reciprocal. If kAny, magnitudes
+// and scales may have any size; otherwise magnitudes must be below 7 times the scale. noinline makes the compiler
+// compile this function once instead of once per call, which took a minute.
 template <bool kAny, bool kWeighted>
 __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
                                            const float* reciprocals, float* __restrict losses) {
@@ -164,10 +164,10 @@ struct PrunedSearch {
     }
   }
 
-  // Clear is_proven in lanes where `code` may not be the first code of smallest loss among all candidates. The loss of
-  // `code` must be smaller than that of the other upward codes by a safe margin. Twice the scale of `code` is a special
-  // case if it is not an upward code. Then either its loss must be larger by a safe margin too, or no element may be
-  // near a tie under `code`.
+  // Clear is_proven in lanes where `code` may not be the first code with the smallest loss among all candidates. The
+  // loss of `code` must be smaller than that of the other upward codes by a safe margin. Twice the scale of `code` is a
+  // special case if it is not an upward code. Then either its loss must be larger by a safe margin too, or no element
+  // may be near a tie under `code`.
   void prove() {
     u32 is_doubtful[kLanes], any_doubtful = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -196,8 +196,8 @@ struct PrunedSearch {
           is_doubtful[lane] && is_near_tie(blocks.block(lane), {scale[lane], reciprocal[lane]}) ? 0u : is_proven[lane];
   }
 
-  // Search all lanes. Afterwards, in each lane where is_proven is 1, `code` is the code of smallest loss; if several
-  // codes have that loss, it is the first of them. In all other lanes, `code` may be wrong.
+  // Search all lanes. Afterwards, in each lane where is_proven is 1, `code` is the code with the smallest loss; if
+  // several codes have that loss, it is the first of them. In all other lanes, `code` may be wrong.
   __attribute__((noinline)) void run() {
     begin();
     search_upward();

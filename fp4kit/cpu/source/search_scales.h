@@ -42,8 +42,8 @@ struct SearchScalesCall {
 
 namespace {
 
-// The place of a block in a tile: the first row of its row of blocks, its index in that row of blocks, and the number
-// `across` of blocks per row of blocks.
+// The position of a block in a tile. row: the first row of the block. block: its index in its row of blocks. across:
+// the number of blocks per row of blocks.
 struct BlockPlace {
   i64 row, block, across;
 
@@ -85,7 +85,7 @@ struct ScaleSearch {
   }
 
   // Store the losses of one row of a block under all candidates, for kObjective, which is not `squares`. `row` holds
-  // the 16 elements, and the block is at place `at` of the tile.
+  // the 16 elements, and the block is at position `at` of the tile.
   template <Objective kObjective>
   void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const CandidateArrays& all = call.candidates;
@@ -96,7 +96,7 @@ struct ScaleSearch {
   }
 
   // Store the losses of one row of a block under all candidates, for the objective of the call. `row` holds the 16
-  // elements, and the block is at place `at` of the tile.
+  // elements, and the block is at position `at` of the tile.
   void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const CandidateArrays& all = call.candidates;
     if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);
@@ -109,8 +109,8 @@ struct ScaleSearch {
       find_hessian_losses(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
   }
 
-  // Full search of one block: return the code in min_code ... max_code with the smallest loss, the first one if several
-  // have it. The block has `rows` rows and begins at place `at` of the tile.
+  // Full search of one block: return the code in min_code ... max_code with the smallest loss, or the first of several
+  // such codes. The block has `rows` rows and begins at position `at` of the tile.
   u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
                    u32 max_code) const {
     float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
@@ -137,9 +137,9 @@ struct ScaleSearch {
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
   }
 
-  // Search up to kLanes blocks of one row each, by the pruned search. They are the next min(count, kLanes) blocks from
-  // `at` on. Afterwards `at` is the place behind the last of them, or the last place itself if no blocks are left.
-  // Return the number of blocks that had a full search.
+  // Search min(count, kLanes) blocks of one row each, starting at position `at`, by the pruned search. Afterwards, `at`
+  // is the position of the next block, or still that of the last block if no block is left. Return the number of blocks
+  // that had a full search.
   template <bool kWeighted>
   u64 search_lanes(View<Bits> x, const Rectangle& tile, BlockPlace& at, i64 count) const {
     LaneBlocks<kWeighted> blocks;
@@ -175,7 +175,7 @@ struct ScaleSearch {
     return unproven;
   }
 
-  // Find the amax of the block at place `at` by a full search, and store it. The block has `rows` rows.
+  // Find the amax of the block at position `at` by a full search, and store it. The block has `rows` rows.
   void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
     float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 min_code[kLanes], max_code[kLanes], bits = 0;

@@ -25,8 +25,8 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Return the amax bits of a matrix, in the width of the input type, and store its block amaxes in call->out. NaN counts
-// as larger than infinity. The stored block amaxes are valid only if all elements are finite.
+// Return the amax of a matrix as bits, in the width of the input type, and store its block amaxes in call->out. NaN
+// counts as larger than infinity. The stored block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};
@@ -125,7 +125,7 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
 // or if a given amax is negative or -0. Store nothing, and return true, if tensor_rule is -1.
 //
 // The block amaxes are kept for the encoder if all of this holds:
-//   - They are computed here: there is one tensor scale, which is computed from the elements, and a block rule.
+// - This function computes them: there is a block rule, and one tensor scale, which is computed from the elements.
 //   - The matrix consists of whole blocks, and has at most 2^22 elements.
 //   - One thread does all work, or blocks have several rows.
 // Otherwise the encoder computes them again, because loading many of them from the cache of another core takes longer.

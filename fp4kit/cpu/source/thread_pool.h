@@ -1,5 +1,5 @@
 // The threads that share the tiles of a call. One call at a time owns them. A call that comes while they are owned does
-// its work alone. Otherwise a program with several threads of its own would run the product of both numbers of threads.
+// its work alone. Otherwise a program with n threads that make calls would run n times as many threads.
 //
 // Round: one use of the threads, from the start of for_each_index to its return. Owner: the thread that called
 // for_each_index. Helpers: the other threads that take part.
@@ -53,8 +53,8 @@ struct Pool {
 Pool* pool = new Pool;  // never destroyed, because threads may wait on it when the program ends
 
 // Claim indices of the current round and work on them until none is left. is_owner: true in the thread of the owner.
-// The owner claims indices from the first on, helpers from the last on. So a tile tends to be handled by the same
-// thread in successive rounds, and its elements are in the cache of that processor.
+// The owner claims indices upward from the first one, and helpers claim them downward from the last one. So a tile
+// tends to be handled by the same thread in successive rounds, and its elements are in the cache of that processor.
 void work_off(Pool& p, bool is_owner) {
   for (;;) {
     const uint64_t claimed = p.claimed.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
@@ -64,8 +64,8 @@ void work_off(Pool& p, bool is_owner) {
   }
 }
 
-// Wait actively until a condition is met, for at most 50 microseconds. Waking a thread takes about as long, and this
-// wait avoids it for a second round or the next call of a loop.
+// Wait actively until a condition is met, for at most 50 microseconds. Waking a thread takes about as long. If a second
+// round or the next call of a loop follows soon, this wait avoids waking threads.
 template <class Condition>
 void spin_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);

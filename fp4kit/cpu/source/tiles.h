@@ -1,5 +1,5 @@
-// The division of matrices into tiles, which threads take one by one, and of tiles into panels. Also functions that
-// return the elements of a tile as contiguous rows. README.md has a picture.
+// The division of matrices into tiles, which threads take one by one, and of tiles into panels (one row of blocks
+// each). Also functions that return the elements of a tile as contiguous rows. README.md has a picture.
 #pragma once
 
 #include <vector>
@@ -46,7 +46,7 @@ void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
 }
 
-// Return true if at least one tile is marked (1) as needing the fallback.
+// Return true if a tile is marked (1) because it needs the fallback.
 bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
 }
@@ -64,8 +64,8 @@ struct View {
   i64 step;
 };
 
-// Return the elements of a tile as contiguous rows: in place, or, if is_gathered, as a (transformed) copy in scratch
-// memory of the thread.
+// Return the elements of a tile as contiguous rows: in place or, if is_gathered(x), as a copy in scratch memory of the
+// thread, which is transformed if x.hadamard >= 0.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};

@@ -16,8 +16,8 @@ struct AmaxArguments {
   i64 rows, columns;
 };
 
-// Compute the largest magnitude of this thread block's part of the array. Raise *a.amax to it. `grid` says which part
-// that is.
+// Compute the largest magnitude of the part of the array that `grid` assigns to this thread block, and raise *a.amax to
+// it.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -26,8 +26,8 @@ FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
-// The number of elements of a row that a thread loads at a time. Rows consist of whole runs. If kAligned, each row
-// begins at a multiple of 16 bytes.
+// The number of elements of a row that a thread loads at a time (a run). Rows consist of whole runs. If kAligned, each
+// row begins at a multiple of 16 bytes.
 template <class In, bool kAligned>
 constexpr int kRowRun = Transform::kHadamard ? kRun
                         : kAligned           ? 16 / sizeof(typename In::Bits)

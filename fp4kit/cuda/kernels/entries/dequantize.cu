@@ -35,8 +35,8 @@ struct DequantizeTraits {
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;
   static constexpr bool kTable = R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale;
-  // The number of runs per thread and step: two, or four if finding scales is a large part of the work. With four, a
-  // table and a row's number are used for more runs.
+  // The number of runs per thread and step: two, or four if finding scales is a large part of the work. With four, each
+  // table and each row number serves more runs.
   static constexpr int kUnroll = kTable && !kFlat && sizeof(typename Out::Bits) == 2 ? 4 : 2;
 };
 
@@ -68,15 +68,15 @@ FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typ
   }
 }
 
-// Return the code of the element with number `index` in the matrix.
+// Return the code of element number `index` of the matrix.
 template <class R, class Out>
 FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   const u32 byte = a.packed[index / DequantizeTraits<R, Out>::kPerByte];
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// Decode and store `count` elements from element `first` on, one at a time. All have the Scale `scale`. This is used
-// for the end of a row that is not a whole run.
+// Decode and store `count` elements, starting at element `first`, one at a time. All have the Scale `scale`. This is
+// used for the end of a row that is not a whole run.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -135,8 +135,8 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Decode and store `count` elements from element `first` on, one at a time, under the tensor scale with number `index`,
-// for which no amax is known. scale_code is the code of their block scale.
+// Decode and store `count` elements, starting at element `first`, one at a time, under tensor scale number `index`, for
+// which no amax is known. scale_code is the code of their block scale.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};

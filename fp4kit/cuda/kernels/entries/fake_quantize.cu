@@ -158,7 +158,8 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
+// Fake-quantize the part of a matrix that `grid` assigns to this thread block. For a group of tensors, this is one
+// piece of a tensor.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {

@@ -8,9 +8,9 @@
 // us instead of 54 us (H200, 2026-11-21).
 using Members = GroupOf<AmaxArguments, kSmall>::Type;
 
-// Compute the amax of each tensor of the group, and raise *amax of its member to it. Used by fp4kit.amax_grouped, and
-// before the tensors of a group are quantized or their gradients are clipped. A thread block takes one piece at a time.
-// Launch with any grid.
+// Compute the amax of each tensor of the group, and raise *amax in the arguments of the tensor to it. Used by
+// fp4kit.amax_grouped, and before the tensors of a group are quantized or their gradients are clipped. A thread block
+// takes one piece (part of a tensor) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
@@ -21,9 +21,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Membe
   });
 }
 
-// Compute the amax of each row of each tensor of the group, and store it in the array `amax` of its member. Used for
-// recipes with one tensor scale per row, and for block amaxes. A thread block takes one piece at a time. Launch with
-// any grid.
+// Compute the amax of each row of each tensor of the group, and store it in the array `amax` of the tensor. Used for
+// recipes with one tensor scale per row, and for block amaxes. A thread block takes one piece (part of a tensor) at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_rows_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

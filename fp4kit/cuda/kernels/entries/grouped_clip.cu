@@ -6,7 +6,8 @@
 using Members = GroupOf<ClipArguments, kSmall>::Type;
 
 // Clip the gradient of each tensor of the group, as clip_kernel does for one tensor. Used by
-// fp4kit.fake_quantize_grouped_backward. A thread block takes one piece at a time. Launch with any grid.
+// fp4kit.fake_quantize_grouped_backward. A thread block takes one piece (part of a tensor) at a time. Launch with any
+// grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {
   for_each_piece(group, [](const ClipArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

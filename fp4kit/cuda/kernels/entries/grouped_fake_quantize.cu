@@ -6,8 +6,8 @@
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
 // Fake-quantize each tensor of the group, as fake_quantize_kernel does for one tensor. Used by
-// fp4kit.fake_quantize_grouped for recipes with a fake_rule. A thread block takes one piece at a time. Launch with any
-// grid.
+// fp4kit.fake_quantize_grouped for recipes with a fake_rule. A thread block takes one piece (part of a tensor) at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_quantize_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

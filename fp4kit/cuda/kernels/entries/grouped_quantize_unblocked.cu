@@ -6,8 +6,8 @@
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
 // Quantize each tensor of the group, as quantize_unblocked_kernel does for one tensor. Used by fp4kit.quantize_grouped
-// and, for recipes without a fake_rule, by fp4kit.fake_quantize_grouped. A thread block takes one piece at a time.
-// Launch with any grid.
+// and, for recipes without a fake_rule, by fp4kit.fake_quantize_grouped. A thread block takes one piece (part of a
+// tensor) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_unblocked_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& given, Grid grid, bool aligned) {
     __shared__ QuantizeArguments a;  // in shared memory, which takes 48 registers per thread instead of 64

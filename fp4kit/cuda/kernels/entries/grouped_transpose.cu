@@ -5,7 +5,7 @@
 
 using Members = GroupOf<TransposeArguments, kSmall>::Type;
 
-// The flags that this kernel stores in `aligned` of a member. kWholeCodes: its codes can be moved 16 bytes at a time.
+// The flags in `aligned` of a member (a matrix of the group). kWholeCodes: its codes can be moved 16 bytes at a time.
 // kWordScales: its scales can be moved four bytes at a time.
 constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
 
@@ -15,7 +15,8 @@ struct ByteScales : S {
 };
 
 // Transpose the codes and scales of each matrix of the group, as transpose_kernel does for one stack. Used to update
-// the columnwise copies of cast_master_weights. A thread block takes one piece at a time. Launch with any grid.
+// the columnwise copies of cast_master_weights. A thread block takes one piece (part of a matrix) at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grouped_transpose_kernel(Members group) {
   for_each_piece(group, [](const TransposeArguments& a, Grid grid, u32 aligned) {

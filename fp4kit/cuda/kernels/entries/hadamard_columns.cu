@@ -31,7 +31,7 @@ struct alignas(kCount * sizeof(float)) Widened {
   float values[kCount];
 };
 
-// The elements of a tile in shared memory, at place_of(row, column). Blocks of 16 elements need none.
+// The elements of a tile in shared memory, at place_of(row, column). Blocks of 16 elements need no shared memory.
 struct alignas(8) ColumnTileElements {
   float values[kLastRows == 1 ? 1 : kTile + kLastRows * kWide];
 };
@@ -66,8 +66,7 @@ FP4KIT_DEVICE u32 sign_bit(const HadamardColumnsArguments& a, const ColumnTile& 
   return kHasSigns ? static_cast<u32>(a.signs[tile.block * kSize + row]) << 31 : 0u;
 }
 
-// Replace the rows of y at the distances 1, 2, ..., kCount / 2 by their sums and differences, one distance after the
-// other.
+// Replace rows of y that are 1 apart by their sums and differences, then rows that are 2, 4, ..., kCount / 2 apart.
 template <int kCount, int kAcross>
 FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
 #pragma unroll
@@ -85,8 +84,8 @@ FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
   }
 }
 
-// Store the results y of a thread for one row of the tile, from column `column` on. They are multiplied by the factor,
-// and by the sign of the row if the call is inverse.
+// Store the results y of a thread for one row of the tile, starting at column `column`. They are multiplied by the
+// factor, and by the sign of the row if the call is inverse.
 template <int kAcross>
 FP4KIT_DEVICE void store_row(const HadamardColumnsArguments& a, const ColumnTile& tile, int row, int column,
                              const Widened<kAcross>& y) {
@@ -99,8 +98,8 @@ FP4KIT_DEVICE void store_row(const HadamardColumnsArguments& a, const ColumnTile
   *reinterpret_cast<Stored<kAcross>*>(static_cast<Bits*>(a.out) + tile.first + row * a.inner + column) = stored;
 }
 
-// Load 16 neighboring rows per thread, and add and subtract their elements. Store the results in `memory`, or in a.out
-// if a block has only 16 elements.
+// First part of the transform: each thread loads 16 neighboring rows, and adds and subtracts their elements. Store the
+// results in `memory`, or in a.out if a block has only 16 elements.
 FP4KIT_DEVICE void transform_neighbors(const HadamardColumnsArguments& a, const ColumnTile& tile, float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kRows / kColumns; unit += kThreads) {
     const int column = unit % (kWide / kColumns) * kColumns, first = unit / (kWide / kColumns) * kRows;
@@ -126,7 +125,8 @@ FP4KIT_DEVICE void transform_neighbors(const HadamardColumnsArguments& a, const 
   }
 }
 
-// Load the rows at distances of 16 per thread from `memory`, add and subtract their elements, and store the results.
+// Second part of the transform: each thread loads rows that are 16 apart from `memory`, adds and subtracts their
+// elements, and stores the results.
 FP4KIT_DEVICE void transform_rest(const HadamardColumnsArguments& a, const ColumnTile& tile, const float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kLastRows / kLastColumns; unit += kThreads) {
     const int column = unit % (kWide / kLastColumns) * kLastColumns, first = unit / (kWide / kLastColumns);

@@ -33,7 +33,7 @@ struct Elements {
   float values[16];
 };
 
-// Multiply the elements of a vector by their signs. `position` is the place of the first one in its row.
+// Multiply the elements of a vector by their signs. `position` is the index of the first element in its row.
 FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 position, float* values) {
   const Signs signs = *reinterpret_cast<const Signs*>(a.signs + position);
 #pragma unroll
@@ -42,8 +42,8 @@ FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 positio
   }
 }
 
-// Replace elements at the distances kDistance, 2 kDistance, ..., kSize / 2 in memory by their sums and differences, one
-// distance after the other.
+// Replace elements that are kDistance apart in memory by their sums and differences, then elements that are 2
+// kDistance, 4 kDistance, ..., kSize / 2 apart.
 template <int kDistance>
 FP4KIT_DEVICE void transform(Elements& y) {
   if constexpr (kDistance < kSize) {
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) hadamard_rows_kernel(Hada
   Vector* out = static_cast<Vector*>(a.out);
   const u32 length = static_cast<u32>(a.length), offset = threadIdx.x / 32 * kPerWarp + threadIdx.x % 32 * kVector;
   const i64 stride = static_cast<i64>(gridDim.x) * kPerBlock;
-  // The place in its row of the first element of the thread block, and how far a stride moves it.
+  // place: the position in its row of the first element of this thread block. move: the change of this position per
+  // iteration.
   u32 place = static_cast<u32>(static_cast<i64>(blockIdx.x) * kPerBlock % a.length);
   const u32 move = static_cast<u32>(stride % a.length);
   for (i64 first = static_cast<i64>(blockIdx.x) * kPerBlock; first < a.count; first += stride) {

@@ -1,8 +1,8 @@
 // matmul: compute matrix products of operands of every kind. The order of additions imitates a matrix unit, or is
 // another order that fp4kit defines.
 //
-// A thread block computes tiles of kTile x kTile results. It decodes kDepth elements of K at a time to shared memory.
-// kAdder, kGrouped and the type Output are defined by the instantiation.
+// A thread block computes tiles of kTile x kTile results. It decodes kDepth elements along K at a time to shared
+// memory. kAdder, kGrouped and the type Output are defined by the instantiation.
 #include "matmul.cuh"
 
 constexpr int kTile = 32;                        // number of rows, and of columns, of a tile
@@ -40,8 +40,8 @@ FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i6
   }
 }
 
-// Decode `depth` elements and their scales, from element `start` of K on, and store them in d. They belong to the tile
-// that begins at (row, column) of a matrix. All threads of a thread block must call this function.
+// Decode `depth` elements and their scales, starting at index `start` along K, and store them in d. They belong to the
+// tile that begins at (row, column) of a matrix. All threads of a thread block must call this function.
 FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column, i64 start,
                                int depth) {
   for (int i = threadIdx.x; i < kTile * depth; i += kThreads) {
@@ -59,7 +59,7 @@ FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix
 }
 
 // The sum of one result. Its functions add one step: the a.step products of row `row` and column `column` of the tile.
-// i is the first element of the step in the shared memory d, along K.
+// i is the index along K, in the shared memory d, at which the step starts.
 template <Adder kAdder>
 struct Sum {
   double value;  // the sum so far: a double for Adder::float64, and otherwise an exact value of float32
@@ -70,7 +70,7 @@ struct Sum {
   FP4KIT_DEVICE_MEMBER float end() { return static_cast<float>(value); }
 
   // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh): the a.step products of row `row` and
-  // column `column` of the tile, from element i of the shared memory d on.
+  // column `column` of the tile, starting at element i of the shared memory d.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     if constexpr (kAdder == Adder::truncate) {
       truncate(a, d, row, column, i);

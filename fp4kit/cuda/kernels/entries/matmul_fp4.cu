@@ -1,5 +1,5 @@
-// matmul_fp4: compute products of block-scaled E2M1 operands as Blackwell's FP4 instructions do, 64 elements of K at a
-// time. matmul.cu computes products with other steps, and products of operands at other addresses.
+// matmul_fp4: compute matrix products of block-scaled E2M1 operands as Blackwell's FP4 instructions do, in steps of 64
+// elements along K. matmul.cu computes products with other steps, and products of operands at other addresses.
 //
 // Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product, which integer
 // tensor cores compute. The terms of a step are integers, too. A term is a group sum times the integer scales of its
@@ -19,13 +19,13 @@ static_assert(kTile / kWarpRows * kWarpsAcross * 32 == kThreads, "the warps cove
 constexpr int kMostBits = 14;       // the largest difference of the exponents of a line's scales, if they are integers
 constexpr int kUnusable = -100000;  // the bottom of a line whose scales cannot be integers, so that the check fails
 
-// One word of each group of a step: sixteen elements in units of 1/2, as signed bytes.
+// Sixteen elements of a step, in units of 1/2, as signed bytes: one word (four elements) of each group.
 struct alignas(16) StepWords {
   i32 groups[kGroups];
 };
 
-// The exponents of a line's scales in one step, which a check of these scales needs. Scales of zero are left out. If
-// all scales are zero, top is -1000 and bottom is 1000.
+// The range of the scale exponents of a line (row or column) in one step, from which add_carefully and loses_no_bits
+// see whether bits are lost. Scales of zero are left out. If all scales are zero, top is -1000 and bottom is 1000.
 struct alignas(16) ScaleExponents {
   double unit;  // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
   i32 top;      // the largest exponent of a scale
@@ -50,8 +50,8 @@ struct Loaded {
   u32 scales;   // one scale code of a line per group
 };
 
-// Return the place of word `word` of a line. Neighbouring lines have other places, so that the threads of a warp access
-// different banks of shared memory.
+// Return the index at which word `word` of a line is stored. It differs for neighboring lines, so that the threads of a
+// warp access different banks of shared memory.
 FP4KIT_DEVICE int place_of(int line, int word) {
   return word ^ (line >> 1 & 3);
 }
@@ -65,8 +65,8 @@ FP4KIT_DEVICE u32 integers_of(u32 codes) {
   return (positive & ~mask) | (negative & mask);
 }
 
-// The place of a thread in its tile. Its results are in rows row + 8 i and columns column + 8 (j / 2) + j % 2, for i
-// and j from 0 to 3.
+// The position of the results of a thread in its tile: rows row + 8 i and columns column + 8 (j / 2) + j % 2, for i and
+// j from 0 to 3.
 struct Place {
   int row, column;
 
@@ -202,8 +202,8 @@ FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes&
   }
 }
 
-// Return the sum of one result after step `step`, computed term by term. c is the sum before the step. Return 0 for a
-// result outside of the matrix.
+// Compute the sum of one result after step `step`, term by term. c is the sum before the step. Return 0 for a result
+// outside of the matrix.
 FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 step, double c) {
   if (!is_inside(a, row, column)) return 0.0;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
@@ -238,8 +238,8 @@ struct Fp4Sums {
   double values[kSide][kSide];
 };
 
-// Return the sum of a result after a step, if no term loses bits: exact * unit + c, truncated. exact must be an integer
-// below 2^52.
+// Return the sum of a result after a step in which no term loses bits: exact * unit + c, truncated. exact must be an
+// integer below 2^52.
 FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
   return double_of(double_bits_of(fma_rn(exact, unit, c)) & ~((u64{1} << 29) - 1));
 }
@@ -253,7 +253,8 @@ FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& 
       const int m = place.row_of(i), n = place.column_of(j);
       const ScaleExponents x = s.rows.exponents[m], y = s.columns.exponents[n];
       const double c = sums.values[i][j];
-      // Exponents of C for which no bit is lost: from the largest of the terms - (F - 23) to the smallest + F - 8.
+      // No bit of C is lost if its exponent is in lowest ... highest: from the largest exponent of the terms - (F - 23)
+      // to the smallest + F - 8, where F is fraction_bits.
       const i32 lowest = x.top + y.top - 12, highest = x.bottom + y.bottom + 27;
       const i32 exponent = static_cast<i32>(double_bits_of(c) >> 52 & 0x7FFu) - 1023;
       if (highest - lowest >= 12 && (c == 0.0 || (lowest <= exponent && exponent <= highest))) {

@@ -1,6 +1,6 @@
-// matmul_fp8: compute products of E4M3 and E5M2 operands without block scales, for units whose terms keep at most 13
-// fraction bits (Hopper's and Ada's FP8 instructions). matmul.cu computes products for other units, and products of
-// operands at other addresses.
+// matmul_fp8: compute matrix products of E4M3 and E5M2 operands without block scales, for units whose terms keep at
+// most 13 fraction bits (Hopper's and Ada's FP8 instructions). matmul.cu computes products for other units, and
+// products of operands at other addresses.
 //
 // A term is a product, shifted to the largest exponent E of a step and truncated to an integer in units of 2^(E-F). To
 // truncate it, a thread adds |a| * |b| to 2^(E-F+23) and rounds toward zero: the term is the low bits of the float32.
@@ -25,7 +25,7 @@ struct alignas(8) QuadExponents {
   u32 words[2];
 };
 
-// kStep elements of each line (row or column) of a tile.
+// kStep elements along K of each line (row or column) of a tile.
 struct Fp8Lines {
   QuadMagnitudes magnitudes[kQuads][kTile];
   QuadExponents exponents[kQuads][kTile];
@@ -33,7 +33,7 @@ struct Fp8Lines {
   u32 special[2][kTile];     // one word per half of kStep: 1 if an element is infinite or NaN, else 0
 };
 
-// kStep elements of K of a tile, in shared memory.
+// kStep elements along K of the rows and columns of a tile, in shared memory.
 struct Fp8Step {
   Fp8Lines rows, columns;
 };
@@ -78,14 +78,14 @@ FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
 }
 
 // Return the exact magnitude of a finite code: E4M3 if kMantissaBits is 3, E5M2 if it is 2. Codes of infinity and NaN
-// give meaningless finite numbers.
+// give finite numbers without meaning.
 template <int kMantissaBits>
 FP4KIT_DEVICE float magnitude_of_code(u32 code) {
   return float_of((code & 0x7Fu) << (23 - kMantissaBits)) * (kMantissaBits == 3 ? 0x1p120f : 0x1p112f);
 }
 
-// Load the sixteen codes of a line, which is row `row` of an operand, from element `first` of K on. Return zeros beyond
-// the operand, whose K is `length`.
+// Load sixteen codes of a line, which is row `row` of an operand, starting at index `first` along K. Return zeros
+// beyond the operand, whose K is `length`.
 FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
   if (row >= x.rows || first >= length) return {};
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);
@@ -118,8 +118,8 @@ FP4KIT_DEVICE void store_line(Fp8Lines& lines, int line, int half, const Codes& 
   lines.special[half][line] = special;
 }
 
-// Return the sum of one result after a step of `count` elements from element `first` of K on, computed in double. c is
-// the sum before the step. Return 0 for a result outside of the matrix.
+// Compute the sum of one result after a step, in double. The step has `count` elements, starting at index `first` along
+// K. c is the sum before the step. Return 0 for a result outside of the matrix.
 FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 first, i64 count,
                                     float c) {
   if (!is_inside(a, row, column)) return 0.0f;
@@ -146,9 +146,9 @@ struct Fp8Sums {
   float values[kSide][kSide];
 };
 
-// Add one step to the sums of a thread: the kQuadsPerStep quads of s from quad `quad` on. `start` is the step's first
-// element of K. The tile begins at (row, column) of a matrix, and the first result of the thread is at (thread_row,
-// thread_column) of the tile.
+// Add one step to the sums of a thread: kQuadsPerStep quads (four elements each) of s, starting at quad `quad`. `start`
+// is the index along K at which the step starts. The tile begins at (row, column) of a matrix, and the first result of
+// the thread is at (thread_row, thread_column) of the tile.
 template <int kQuadsPerStep>
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp8Step& s, Fp8Sums& sums, int thread_row,
                             int thread_column, i64 matrix, i64 row, i64 column, int quad, i64 start) {

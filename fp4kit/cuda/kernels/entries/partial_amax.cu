@@ -1,5 +1,5 @@
-// partial_amax: compute the amax of each block and of the tensor over only the elements that a shard owns. A thread
-// takes one block at a time, row by row.
+// partial_amax: compute the amax of each block and of the tensor over only the elements of a shard, which is the part
+// of the flattened matrix that one process holds. A thread takes one block at a time, row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -61,15 +61,15 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-// Return the largest number `own` among the threads of a warp. All threads of the warp must call this function, and
-// each gets the result.
+// Return the largest `own` of all threads of a warp. All threads of the warp must call this function, and each gets the
+// result.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;
 }
 
-// Compute the amaxes of this thread's blocks, and store them in a.block_amax. Return the thread's part of the tensor's
-// amax.
+// Compute the amaxes of this thread's blocks, and store them in a.block_amax. Return the largest magnitude in these
+// blocks that counts for the tensor amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Parti
   partial_amax<R, Input>(a, whole_grid());
 }
 
-// Do the work of partial_amax_kernel for each shard of a group. A thread block takes one piece at a time. Launch with
-// any grid.
+// Do the work of partial_amax_kernel for each shard of a group. A thread block takes one piece (part of a shard) at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<PartialAmaxArguments> group) {
   for_each_piece(group, [](const PartialAmaxArguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

@@ -1,5 +1,6 @@
-// partial_cast: encode the elements that a shard owns, and store their codes in a matrix of codes without changing any
-// other bit. A thread takes one run of the matrix at a time.
+// partial_cast: encode the elements of a shard (the part of the flattened matrix that one process holds), and store
+// their codes in the matrix of codes without changing any other bit. A thread takes one run (kRun neighboring elements)
+// of the matrix at a time.
 #include "fast_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -9,7 +10,7 @@
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
   u8* packed;                // codes; run i of the matrix is run run_at + i of this array
-  const float* factors;      // the factors of all blocks from factor_at on, computed by partial_scales
+  const float* factors;      // the factors of all blocks, starting at factor_at, computed by partial_scales
   const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
   i64 start, end;
   i64 columns;  // columns of the matrix
@@ -109,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Parti
   partial_cast<R, Input>(a, whole_grid());
 }
 
-// Do the work of partial_cast_kernel for each shard of a group. A thread block takes one piece at a time. Launch with
-// any grid.
+// Do the work of partial_cast_kernel for each shard of a group. A thread block takes one piece (part of a shard) at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
   for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

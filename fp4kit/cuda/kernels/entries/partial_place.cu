@@ -1,6 +1,6 @@
-// partial_place: copy codes that other processes have computed from the gathered messages to the matrices of codes.
-// Only the codes that each sender owns are copied. A thread copies one run (kRun codes) at a time. R may be any recipe
-// with the right number of bits per code.
+// partial_place: copy codes from the gathered messages of other processes, which have computed them, to the matrices of
+// codes. Only the codes that each sender owns are copied. A thread copies one run (kRun codes) at a time. R may be any
+// recipe with the right number of bits per code.
 #include "grouped.cuh"
 #include "partial.cuh"
 
@@ -12,7 +12,7 @@ struct PartialPlaceArguments {
   i64 from_at, to_at;
 };
 
-// Copy the codes of one sender. A run has kWords words of codes.
+// Copy the codes that one process has sent to their matrix. A run has kWords words of codes.
 template <int kWords>
 FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));

@@ -1,6 +1,6 @@
 // partial_scales: compute the tensor scale, block scales and block factors of a matrix from its amaxes, after all
-// processes have combined these. A thread takes one block at a time. The scale of a block of several rows is stored
-// once per row. Scales are stored in the layout kLayout, and its padding is not written.
+// processes have combined their amaxes. A thread takes one block at a time. The scale of a block of several rows is
+// stored once per row. Scales are stored in the layout kLayout, and its padding is not written.
 #include "block.cuh"
 #include "grouped.cuh"
 #include "scale_layout.cuh"
@@ -8,10 +8,10 @@
 // The arguments of partial_scales_kernel, and of each member of grouped_partial_scales_kernel. Arrays are shared by
 // several matrices; the fields whose names end in `_at` are the indices at which this matrix begins.
 struct PartialScalesArguments {
-  const float* block_amax;   // the block amaxes of this matrix, from index block_at on
+  const float* block_amax;   // the block amaxes of this matrix, starting at index block_at
   const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
-  float* factors;            // output: one factor per block, from index factor_at on
-  u8* scales;                // output: rows x columns / kBlock scales, from index scale_at on (null: not wanted)
+  float* factors;            // output: one factor per block, starting at index factor_at
+  u8* scales;                // output: rows x columns / kBlock scales, starting at index scale_at (null: not wanted)
   float* tensor_scale;       // output: the decode scale, at index tensor_at (null: not wanted)
   i64 rows, columns;         // rows and columns of the matrix
   i64 block_at, factor_at, scale_at, tensor_at;

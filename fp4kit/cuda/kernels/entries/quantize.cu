@@ -13,7 +13,7 @@
 // The sizes of runs and steps, and the order of runs, for a recipe R and an element type In.
 template <class R, class In>
 struct QuantizeTraits {
-  // With 16 bytes of values per thread, a warp stores whole lines.
+  // With 16 bytes of values per thread, a warp stores whole cache lines.
   static constexpr int kRun = !R::kFake ? 16 : R::kBlock > 128 ? 8 : 16 / static_cast<int>(sizeof(typename In::Bits));
   static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
   static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : 64 / (kRun * sizeof(typename In::Bits));
@@ -58,7 +58,7 @@ FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   return x;
 }
 
-// The order in which thread blocks take the runs of a matrix, one step of runs at a time.
+// The order in which thread blocks take the runs of a matrix. A thread block takes one step of runs per iteration.
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
