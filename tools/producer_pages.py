@@ -50,8 +50,9 @@ def overview() -> str:
     """Return the Markdown page that lists all producers, with their numbers of recipes and the versions checked."""
     rows = [(f"[{PRODUCER_NAMES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
     text = (
-        "This section has one page per producer. It lists the recipes that reproduce the producer, their formulas, and"
-        " how many recorded outputs of the producer were compared.\n\n"
+        "A *producer* is a library that quantizes, and a *recipe* is the arithmetic of one producer. This section has"
+        " one page per producer. Each page lists the recipes that reproduce the producer, their formulas, and the number of"
+        " recorded outputs that were compared.\n\n"
     )
     return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
 
@@ -64,9 +65,9 @@ def page(name: str, recipes: list[Recipe]) -> str:
     """
     equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
     recorded = (
-        f"{equal:,} of {compared:,} recorded outputs of this producer are equal to fp4kit's in every bit."
+        f"fp4kit's results equal {equal:,} of {compared:,} recorded outputs of this producer in every bit."
         if compared
-        else "No outputs of this producer are recorded; the recipes were written from its source code."
+        else "No outputs of this producer are recorded. The recipes were derived from the producer's source code."
     )
     about = (
         f"This page lists the recipes that reproduce {PRODUCER_NAMES[name]}, and the formulas that they use. {recorded}"
@@ -74,7 +75,12 @@ def page(name: str, recipes: list[Recipe]) -> str:
     lines = [f"# {PRODUCER_NAMES[name]}", "", about, ""]
     lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
     lines += [*(_entry(r) for r in recipes), ""]
-    lines += ["## Formulas", "", "The NumPy code below defines each rule. All engines of fp4kit give equal bits.", ""]
+    lines += [
+        "## Formulas",
+        "",
+        "The NumPy code below defines each rule. The compiled CPU engine and the CUDA kernels give equal bits.",
+        "",
+    ]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
     lines += _rules("Choice of each block", {r.block_rule for r in recipes if r.block_rule in _CHOICES}, _choice_source)
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
@@ -180,15 +186,16 @@ def _relative(r: Recipe) -> list[str]:
     if alike:
         lines += [
             f"For one matrix of random bfloat16 weights, `{r.id}` gives the same bytes as"
-            f" {', '.join(f'`{id}`' for id in alike)}. For other matrices these recipes may differ"
+            f" {', '.join(f'`{id}`' for id in alike)}. For other matrices, these recipes may differ"
             " ([recipes that agree on more data](../recipes.md#what-equals-what)).",
             "",
         ]
     if parted:
         other = min(parted, key=parted.__getitem__)
         lines += [
-            f"Among the recipes that give other bytes for this matrix, `{other}` differs least from `{r.id}`. In this"
-            " block, the two recipes differ:",
+            f"Other recipes give different bytes for this matrix. Among them, `{other}` differs least from `{r.id}`."
+            " The table shows the block in which the two recipes differ most. It lists the scale byte of the block, and"
+            " the quantized value of each element before scaling. An arrow marks differences:",
             "",
         ]
         lines += [_worked(r, other, mine, candidates[other]), ""]
