@@ -51,8 +51,8 @@ def overview() -> str:
     rows = [(f"[{PRODUCER_NAMES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
     text = (
         "A *producer* is a library that quantizes, and a *recipe* is the arithmetic of one producer. This section has"
-        " one page per producer. Each page lists the recipes that reproduce the producer, their formulas, and the number of"
-        " recorded outputs that were compared.\n\n"
+        " one page per producer. Each page lists the recipes that reproduce the producer, their formulas, and the"
+        " number of recorded outputs that were compared.\n\n"
     )
     return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
 
