@@ -665,6 +665,8 @@ class IntegerOrFloat(ElementFormat):
 
         INT4 codes are two's complement. Quantizing gives integers from -7 to 7, and code 8 decodes to -8 * 6/7.
 
+        Bit 7 is the sign of E4M3. So fp4kit.explain shows the block scale of an INT4 block as a negative number.
+
     Examples:
         >>> from fp4kit.formats import IF4
         >>> IF4.values_under(False)[[1, 7, 15]].tolist()

@@ -146,8 +146,17 @@ def not_searched(r: Recipe) -> str | None:
     return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
 
 
+def not_encoded_under_scales(r: Recipe) -> str | None:
+    """Return the reason why the engine cannot encode under given block scales, though it can compute scales itself.
+
+    Return None if it can.
+    """
+    return "elements IF4, whose given scales may select INT4" if isinstance(r.element, IntegerOrFloat) else None
+
+
 COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
     "quantize, and other operations that compute codes": not_encoded,
+    "quantize with given block scales": not_encoded_under_scales,
     "fake_quantize": not_faked,
     "the search of block amaxes": not_searched,
 }

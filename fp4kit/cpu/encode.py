@@ -20,10 +20,18 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.coverage import PANEL_COLUMNS, SEGMENT, element_key, kept_factors, not_encoded, rule_key
+from fp4kit.cpu.coverage import (
+    PANEL_COLUMNS,
+    SEGMENT,
+    element_key,
+    kept_factors,
+    not_encoded,
+    not_encoded_under_scales,
+    rule_key,
+)
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMatrix, address, functions, threads_for
 from fp4kit.cpu.own_format import Tables, tables_of
-from fp4kit.formats import IntegerOrFloat, Packing
+from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import with_row_blocks
 from fp4kit.reference import four_over_six
@@ -243,8 +251,8 @@ def encode_matrix(
     The arguments and the result are the same as for reference.quantize.encode_matrix. tensor: the tensor scale. scales:
     the codes of the block scales; None for a recipe without block scales.
     """
-    if isinstance(recipe.element, IntegerOrFloat):
-        raise Declined(f"the CPU engine has no INT4 blocks under given scales, which {recipe.id} may have")
+    if (reason := not_encoded_under_scales(recipe)) is not None:
+        raise Declined(f"{recipe.id} has {reason}")
     kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
     for rows in _row_slices(x.shape, recipe.block_rows):
         part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
