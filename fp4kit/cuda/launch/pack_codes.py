@@ -17,7 +17,7 @@ _BYTES_PER_THREAD = 32  # bytes of packed codes; a thread loads them in four par
 
 
 def source(aligned_runs: bool = True) -> str:
-    """Return the C++ text of the instantiation. aligned_runs: True if both arrays begin at multiples of 16 bytes."""
+    """Return the C++ text for both kernels. aligned_runs: True if both arrays begin at multiples of 16 bytes."""
     return instantiation("pack_codes", kAligned=aligned_runs)
 
 

@@ -1,9 +1,9 @@
 // quantize: compute codes and block scales from elements, for blocks in a row (1 x kBlock). If R::kFake, it stores the
 // values to which these codes decode instead (fake_quantize).
 //
-// A thread takes a run of elements, and neighboring threads take the runs of one block. A thread loads several runs
-// before it uses the first one. If the factor of an E4M3 scale follows from its code (R::kHasTable), each thread block
-// first fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
+// A thread processes a run of elements, and neighboring threads process the runs of one block. A thread loads several
+// runs before it uses the first one. If the factor of an E4M3 scale follows from its code (R::kHasTable), each thread
+// block first fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
 //
 // Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
 // all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
@@ -24,7 +24,7 @@ struct QuantizeTraits {
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
   static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // RunPosition needs no row
-  // True if threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and
+  // True if threads process runs in the order of their swizzled scales. A warp then fills 32-byte sectors of scales and
   // still loads whole lines of x. The runs of a thread are in neighboring scale tiles, and so in one row. For nvfp4-te
   // on 16384 x 16384 bfloat16, swizzled scales take 1.02 of the time of linear scales. In the order of x they would
   // take 1.09 of it (H200, 2026-11-21).
@@ -58,7 +58,8 @@ FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   return x;
 }
 
-// The order in which thread blocks take the runs of a matrix. A thread block takes one step of runs per iteration.
+// The order in which thread blocks process the runs of a matrix. A thread block processes one step of runs (several
+// runs per thread) per iteration.
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
@@ -81,15 +82,16 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
           Traits::kFlat ? IntegerDivisor{} : integer_divisor_of(row_runs)};
 }
 
-// The position of a run. If a thread has no run because it is beyond the last one, it gets the position of a run that
-// another thread also has. It then stores nothing or the same bits.
+// The position of a run, the neighboring elements that one thread quantizes together. A thread beyond the last run gets
+// the position of a run of another thread. It then stores nothing, or the same bits as that thread.
 struct RunPosition {
   u32 run, row, block;  // number of the run in the matrix; its row, and its block in the row (both 0 if kFlat)
   u64 scale;            // offset of the block's scale
   bool inside;
 };
 
-// Return the number of the 32-byte sector of swizzled scales that holds the scales of a warp's k-th runs in a step.
+// Return the index of the 32-byte sector of swizzled scales that holds the scales for the k-th runs of a warp in a
+// step.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -97,8 +99,8 @@ FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   return part * Traits::kSectors + threadIdx.x / Traits::kSector;
 }
 
-// Return true if all runs of this warp in a step are padding, so that the warp can skip the step. The later runs of a
-// warp are never in earlier rows than its first ones.
+// Return true if all runs of this warp in a step are padding, so that the warp can skip the step. It suffices to check
+// the first runs, because the later ones are never in earlier rows.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   if constexpr (QuantizeTraits<R, In>::kInSectors)
@@ -106,7 +108,7 @@ FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   return false;
 }
 
-// Return the position of this thread's k-th run in a step.
+// Return the position of the k-th run (k = 0 ... kUnroll - 1) that this thread quantizes in a step.
 template <class R, class In>
 FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -150,9 +152,9 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Quantize a run by the fast path, store it if place.inside, and return true. Return false, and store nothing, if the
-// run must take the exact path. `own` is largest_bits_of(x). The threads of a block exchange their amaxes, so all
-// threads of a warp must call this function.
+// Quantize a run of elements by the fast path, store it if place.inside, and return true. Return false, and store
+// nothing, if the run must take the exact path. `own` is largest_bits_of(x). The threads of a block exchange their
+// amaxes, so all threads of a warp must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
@@ -204,7 +206,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
-// Quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
+// Quantize a matrix, or one piece of a tensor in a group. `grid` says which part of it this thread block processes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -253,9 +255,9 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread takes kUnroll runs
-// per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks,
-// which also find the tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread processes kUnroll
+// runs (see RunPosition) per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of
+// R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());

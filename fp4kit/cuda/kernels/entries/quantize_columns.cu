@@ -1,12 +1,12 @@
-// quantize_columns: quantize along the columns of a matrix, or along its rows and its columns while it is read only
-// once. It also quantizes blocks of several rows (16x16, 32x32) in either direction.
+// quantize_columns: quantize a matrix along its columns, or along both rows and columns in one read. It also quantizes
+// blocks of several rows (16x16, 32x32) in either direction.
 //
-// A thread block takes a tile of 128 rows. A thread holds a patch of the tile in registers, and loads the patch while
-// the table of factors is filled. For blocks in a column, a patch is 16 rows of 8 bytes. Finding the amax of a block
-// then takes at most one shuffle, for two 16-bit columns at once. Codes along columns are collected in shared memory,
-// where the columns of a tile are long enough to be stored as whole sectors.
+// A thread block processes a tile of 128 rows. A thread holds a patch (a small rectangle) of the tile in registers, and
+// loads the patch while the table of factors is filled. For blocks in a column, a patch is 16 rows of 8 bytes. Finding
+// the amax of a block then needs at most one shuffle, for two 16-bit columns at once. Codes along columns are collected
+// in shared memory, because the columns of a whole tile are long enough to be stored as whole sectors.
 //
-// For blocks in a row, the tile is also kept in shared memory, and a thread takes runs of it.
+// For blocks in a row, the tile is also kept in shared memory, and a thread processes runs of 16 neighboring elements.
 //
 // Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
 // all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
@@ -14,7 +14,8 @@
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"
 
-// The runs of 16 elements that a thread takes of a tile: kCount runs that are kStep rows apart.
+// The runs (16 neighboring elements of a row) of a tile that one thread processes: kCount runs that are kStep rows
+// apart.
 template <class P>
 struct TileRuns {
   static constexpr int kAcross = P::kTileColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;
@@ -29,7 +30,7 @@ struct TileRuns {
   }
 };
 
-// Store the codes of run k at `out`. If the run begins a block, also store the scale code of the block.
+// Store the codes of this thread's run k at `out`. If the run begins a block, also store the scale code of the block.
 template <class R, class P>
 FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, int k, u8* out,
                              const u32 (&words)[16 / P::kPerWord], u32 code) {
@@ -97,7 +98,7 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
   if (pending) quantize_pending_runs<R, In>(a, runs, out, pending, t, table);
 }
 
-// Quantize the tiles of a matrix that this thread block takes, one after the other.
+// Quantize the tiles of a matrix that this thread block processes, one after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   using P = PatchTraits<R, In>;
@@ -155,7 +156,7 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
 
 // Quantize a.x along columns and store a.column_packed and a.column_scales. Also quantize a.x along rows and store
 // a.packed and a.scales. An output that is nullptr is left out. If R::kFake, store a.values instead (square blocks
-// only). A thread block takes one tile at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a
+// only). A thread block processes one tile at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a
 // multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {

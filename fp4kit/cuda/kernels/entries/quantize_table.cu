@@ -1,5 +1,6 @@
-// quantize_table: quantize a large bfloat16 matrix by 4over6, with tables (four_over_six_table.cuh). Blocks for which
-// the tables do not decide are quantized by the functions of quantize_tile.cuh.
+// quantize_table: quantize a large bfloat16 matrix by 4over6 (each block gets the better of two scales), with lookup
+// tables (four_over_six_table.cuh). Blocks for which the tables do not prove which scale is better are quantized by the
+// functions of quantize_tile.cuh.
 //
 // Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
 //
@@ -10,15 +11,16 @@
 
 constexpr int kTableThreads = 1024;  // number of threads per thread block
 
-// The result of looking up the elements of one thread: the scale codes of the block's two candidates, the entries of
-// the elements, and the sum of the entries.
+// The result of looking up the elements of one thread in the table: the codes of the two candidate scales of the block,
+// the table entries of the elements, and the sum of the entries.
 template <class R>
 struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// Look up the elements of one row of a block, and store the result in `found`. `amax` is the amax of the block. If the
-// table is not valid for the block, store only found.six and found.four, and return false. Otherwise return true.
+// Look up the elements of one row of a block in the table, and store the result in `found`. `amax` is the amax of the
+// block. Return true, or false if the table is not valid for the block. In that case, only found.six and found.four are
+// stored.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -29,15 +31,15 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Return true if a sum of differences is farther than `slack` from zero, which proves that one of the two scales is
-// better.
+// Return true if `sum`, a sum of error differences, is farther than `slack` from zero. That proves that one of the two
+// scales is better.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }
 
-// Store the codes and the scale code of one row of a block for which the table decides. `run` is the number of the row
-// of the block in the matrix, and `scale_at` is the offset of its scale. `found` is the result of look_up_block.
-// is_four says which scale is better.
+// Store the codes and the scale code of one row of a block for which the table proves the better scale. `run` is the
+// index of this row of R::kBlock elements in the matrix, and `scale_at` is the offset of its scale. `found` is the
+// result of look_up_block. is_four says which scale is better.
 template <class R, class In>
 FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
@@ -56,8 +58,8 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
   a.scales[scale_at] = static_cast<u8>(scale);
 }
 
-// Quantize a matrix whose blocks have one row. A thread takes one block at a time. has_table is false if the table is
-// not valid under the tensor scale t.
+// Quantize a matrix whose blocks have one row. A thread processes one block at a time. has_table is false if the table
+// is not valid for the tensor scale t.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
@@ -103,9 +105,9 @@ struct Team {
   FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
   FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
-  // Return the combined values of all rows of this thread's block. The order in which they are combined is unspecified.
-  // All threads of the team must call this function. It uses words 32 kHalf ... 32 kHalf + 31 of `parts`. These words
-  // may be used again after two more barriers.
+  // Combine the values of all rows of this thread's block by Operation, in any order, and return the result. All
+  // threads of the team must call this function. It uses words 32 kHalf ... 32 kHalf + 31 of `parts`, which may be used
+  // again after two more barriers.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
@@ -116,8 +118,8 @@ struct Team {
     return Operation::combine(Operation::combine(chunk.w[0], chunk.w[1]), Operation::combine(chunk.w[2], chunk.w[3]));
   }
 
-  // Return the sum of the values of all rows of this thread's block, added as a tree: row i and row i + 8, then rows i
-  // and i + 4, i + 2 and i + 1. All threads of the team must call this function.
+  // Return the sum of the values of all rows of this thread's block, added as a tree: row i + 8 to row i, then i + 4 to
+  // i, i + 2 to i, and i + 1 to i. All threads of the team must call this function.
   FP4KIT_DEVICE_MEMBER float sum_in_order(float value) const {
     float* sums = reinterpret_cast<float*>(parts);
     sync();
@@ -170,8 +172,8 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
   a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
-// Quantize a matrix of square blocks. A team takes eight blocks at a time. has_table is false if the table is not valid
-// under the tensor scale t.
+// Quantize a matrix of square blocks. A team of four warps processes eight blocks at a time. has_table is false if the
+// table is not valid for the tensor scale t.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {
@@ -216,8 +218,9 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale. A thread takes one block of one row at a time, or a
-// team takes eight square blocks at a time. Launch with any grid; one thread block per multiprocessor suffices.
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale. A thread processes one block of one row at a time, or a
+// team of four warps processes eight square blocks at a time. Launch with any grid; one thread block per multiprocessor
+// suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);

@@ -1,13 +1,13 @@
-// quantize_tile: quantize blocks of several rows, and any blocks by 4over6, for any type of elements and any size of
-// the matrix.
+// quantize_tile: quantize blocks of several rows, or blocks of any shape by 4over6 (each block gets the better of two
+// scales). The elements may have any type, and the matrix any size.
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 
 constexpr int kBlocksPerMultiprocessor =
     R::kBlock > 16 || R::kFinders ? 2 : 4;  // the largest numbers for which no registers are spilled
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread takes one row of one
-// block at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread processes one row of
+// one block at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
 // blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_tile_kernel(QuantizeArguments a) {

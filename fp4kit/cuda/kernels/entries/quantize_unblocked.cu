@@ -1,8 +1,8 @@
 // quantize_unblocked: quantize without block scales, with one float32 scale per tensor or per row (FP8, INT8, INT4 by
 // tensor or channel).
 //
-// Rows may have any length. A thread takes runs of neighboring elements of one row, and loads several runs before it
-// uses the first one. Elements after the last whole run of a row are quantized one at a time.
+// Rows may have any length. A thread processes runs (16 bytes of neighboring elements of one row), and loads several
+// runs before it uses the first one. Elements after the last whole run of a row are quantized one at a time.
 //
 // Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
 // all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
@@ -17,7 +17,7 @@ struct UnblockedTraits {
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
-// Quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
+// Quantize a matrix, or one piece of a tensor in a group. `grid` says which part of it this thread block processes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   using Traits = UnblockedTraits<R, In>;
@@ -68,9 +68,9 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed and a.tensor_scale, or a.values if R::kFake. A thread takes several runs per step.
-// Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also
-// find the tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed and a.tensor_scale, or a.values if R::kFake. A thread processes several runs per
+// step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which
+// also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());

@@ -1,9 +1,10 @@
-// quantize_with_scales: encode elements under block scales and tensor scales that the caller gives. So a.scales (in R's
+// quantize_with_scales: encode elements with block scales and tensor scales that the caller gives. So a.scales (in R's
 // layout) and a.tensor_scale are inputs of this kernel. If the recipe multiplies elements by the tensor's encode scale,
-// a.tensor_amax holds the amaxes that the tensor scales imply. Otherwise a.tensor_amax is nullptr.
+// a.tensor_amax holds the amaxes from which the recipe would compute the tensor scales. Otherwise a.tensor_amax is
+// nullptr.
 //
-// A thread takes a run of 16 elements of a row, and computes the factor of its block from the given scale code by the
-// recipe's rule. The whole block is read only if its factor or its codes depend on its amax (kReadsBlock).
+// A thread processes a run of 16 neighboring elements of a row. It computes the block's factor from the given scale
+// code by the recipe's rule. The whole block is read only if its factor or its codes depend on its amax (kReadsBlock).
 //
 // Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
 // all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
@@ -69,8 +70,8 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
   }
 }
 
-// Encode and store `count` elements (at most kRun), which begin at element `first`, under the tensor scale t alone.
-// Call it for a run that is not whole or whose codes are not aligned; only recipes without blocks have such runs. If
+// Encode and store `count` elements (at most kRun), which begin at element `first`, with the tensor scale t alone. Call
+// it for a run that is not whole or whose codes are not aligned; only recipes without blocks have such runs. If
 // R::kHadamard, all kRun elements of the run must exist.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
@@ -80,7 +81,7 @@ FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int co
   quantize_elements<R, In>(a, first, count, from, factor_of_code<R, In>(0u, t), t);
 }
 
-// Quantize a matrix under its given scales. `grid` says which part of it this thread block takes.
+// Quantize a matrix with given scales. `grid` says which part of the matrix this thread block processes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;
@@ -104,8 +105,8 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Encode a.x under the given a.scales and a.tensor_scale, and store the codes in a.packed. A thread takes one run of 16
-// elements at a time. Launch with any grid.
+// Encode a.x with the given a.scales and a.tensor_scale, and store the codes in a.packed. A thread processes 16
+// neighboring elements at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

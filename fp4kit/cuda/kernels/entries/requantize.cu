@@ -1,5 +1,5 @@
-// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m. The codes of a block
-// are kept if E4M3 can represent its scale (ops/requantize.py).
+// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales and a tensor scale 2^m. The codes of a block
+// are kept if E4M3 can represent the scale of the block divided by 2^m (ops/requantize.py).
 //
 // There are three launches:
 //   1. requantize_range_kernel finds the range of the source's scales. From that range, every thread of the later
@@ -37,8 +37,8 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   return any != 0u;
 }
 
-// Raise *maximum_address to the largest `own` among the threads of the warp. All threads of the warp must call this
-// function.
+// Set *maximum_address to its maximum with the largest `own` among the threads of the warp, atomically. All threads of
+// the warp must call this function.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
@@ -79,8 +79,8 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
 
 // Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. Store the
 // exponent in `m`, and the amax that gives 2^m in `amax`. m is chosen such that the largest scale becomes as large as
-// E4M3 allows. The tensor rule must give 2^m for `amax`. If some blocks are out of range, it must do so for Float32
-// too, the type of the values that are quantized.
+// E4M3 allows. The tensor rule must give 2^m for `amax`. If some blocks are out of range, their values are quantized as
+// Float32, so the rule must give 2^m for that type too.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;
@@ -92,8 +92,8 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, Float32>(amax, m));
 }
 
-// If can_keep, store the codes of the source's blocks that are in range, their scales as E4M3, the tensor scale and its
-// amax in the result. Otherwise do nothing. If kUnsignedZero, zeros lose their signs.
+// If can_keep returns true, copy the source's blocks that are in range to the result: the codes, and the scales as
+// E4M3. Also store the tensor scale and its amax. Otherwise do nothing. If kUnsignedZero, -0 becomes +0.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -120,7 +120,8 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
 }
 
 // Store in a.extent the largest and the smallest scale code among the blocks with nonzero values. Also store whether a
-// scale is NaN. This is the first launch of a requantization. A thread takes one block at a time. Launch with any grid.
+// scale is NaN. This is the first launch of a requantization. A thread processes one block at a time. Launch with any
+// grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(Re
 }
 
 // Store the blocks whose codes can be kept in a.packed and a.scales if 2^m can be the tensor scale. This is the third
-// launch. A thread takes one block at a time. Launch with any grid.
+// launch. A thread processes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

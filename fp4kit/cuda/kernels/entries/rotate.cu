@@ -3,9 +3,9 @@
 // hadamard_columns.cu.
 //
 // The axes of x are (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block
-// takes kLanes blocks at a time and keeps their elements as float32 in shared memory (the tile). If inner is 1
-// (kContiguous), the elements of a block are neighbors, in memory and in the tile. Otherwise the lanes are neighbors in
-// both.
+// processes kLanes blocks at a time (each is a lane) and keeps their elements as float32 in shared memory (the tile).
+// If inner is 1 (kContiguous), the elements of a block are neighbors, in memory and in the tile. Otherwise elements of
+// neighboring lanes are neighbors in both.
 #include "rotate.cuh"
 
 // The arguments of rotate_kernel.
@@ -34,9 +34,9 @@ struct alignas(16) RotateTile {
   float elements[padded(kCount)];
 };
 
-// Up to kLanes blocks, one per lane, which have one position along the middle axis:
+// Up to kLanes blocks that a thread block processes together, one per lane, at one position along the middle axis:
 //   first                    the offset of the first element of the first block
-//   element_step, lane_step  the distances of neighboring elements of a block, and of neighboring lanes
+//   element_step, lane_step  distances between neighboring elements of a block, and between neighboring lanes
 //   lanes                    the number of lanes
 //   block                    the index of the blocks along the middle axis
 struct RotateBlocks {
@@ -74,8 +74,8 @@ FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) 
   return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
 }
 
-// Load the tile of b, with signs if the call is not inverse. Absent lanes repeat the last one, so that no load waits
-// for a branch; their results are not stored.
+// Load the elements of b into the tile, multiplied by signs if the call is not inverse. Lanes beyond the last one load
+// the last lane's elements, so that no load waits for a branch; results of such lanes are not stored.
 FP4KIT_DEVICE void load_tile(const RotateArguments& a, const RotateBlocks& b, float* tile) {
   Bits loaded[kPerThread];
 #pragma unroll
@@ -126,8 +126,8 @@ FP4KIT_DEVICE void add_and_subtract(float* tile) {
   __syncthreads();
 }
 
-// Transform the blocks of the tile in place, without the factor: call add_and_subtract for the distances kDistance to
-// kSize / 2 of a block, at most four of them at a time.
+// Transform the blocks of the tile in place, without the final factor: call add_and_subtract for the distances
+// kDistance to kSize / 2, at most four of them at a time.
 template <int kDistance>
 FP4KIT_DEVICE void transform_tile(float* tile) {
   if constexpr (kDistance < kSize) {
@@ -142,9 +142,9 @@ struct alignas(16) Quad {
   float values[4];
 };
 
-// Store the products of the blocks of the tile with the matrix of b, for sizes of 16, 32, 64 and 128. A thread computes
-// one column of the products of 16 lanes, or 16 columns of one lane, so that it reads most numbers four at a time.
-// Sums begin with -0, which changes no number that is added to it.
+// Multiply the blocks of the tile by the matrix of b and store the results, for sizes of 16, 32, 64 and 128. A thread
+// computes one column of the results for 16 lanes, or 16 columns for one lane, so that it reads most numbers four at a
+// time. Sums start at -0, because -0 + x is x for every x.
 FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
@@ -183,7 +183,7 @@ FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlo
   }
 }
 
-// Store the products of the blocks of the tile with the matrix of b, for any size.
+// Multiply the blocks of the tile by the matrix of b and store the results, for any size.
 FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];

@@ -1,5 +1,5 @@
-// search: for each block of 16 elements, find the amax whose scale gives the smallest loss. Only these amaxes are
-// stored.
+// search: for each block of 16 elements, find the amax whose scale gives the smallest loss. Only amaxes are stored, no
+// codes.
 //
 // Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
 // all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
@@ -31,7 +31,7 @@ struct SearchMemory {
   WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
 };
 
-// Return the code with the smallest loss among all codes of a block's range, or the first one if several have it. The
+// Return the scale code with the smallest loss among all codes of a block's range (the first one in case of ties). The
 // threads of a warp share the work, and all of them must call this function.
 template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
@@ -50,8 +50,8 @@ FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, c
   return best.code;
 }
 
-// Return the magnitudes of block number i, after the Hadamard transform if R::kHadamard, and the weights of its columns
-// if kWeighted. `blocks` is the number of blocks per row.
+// Load block number i: the magnitudes of its elements, after the Hadamard transform if R::kHadamard, and the weights of
+// its columns if kWeighted. `blocks` is the number of blocks per row.
 template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   SearchBlock<kWeighted> block;
@@ -67,8 +67,8 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   return block;
 }
 
-// Search all blocks of the matrix, and store the amax of each block's best code in a.block_amax. The candidates are the
-// codes from a.lower to a.upper relative to the block's own code, which is the code of its amax. Three cases are
+// Search all blocks of the matrix, and store the amax of each block's best scale code in a.block_amax. The candidates
+// are the scale codes from a.lower to a.upper, relative to the block's own code (the code of its amax). Three cases are
 // compiled:
 //
 //   kAll           all codes 1 ... kLastCandidate are candidates, whatever a.lower and a.upper are
@@ -136,7 +136,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
 }
 
 // Find the best amax of each block of a.x, and store it in a.block_amax. It is launched for pruned scale searches by
-// squared errors, with or without weights per column. A thread takes one block at a time. Launch with any grid.
+// squared errors, with or without weights per column. A thread processes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;

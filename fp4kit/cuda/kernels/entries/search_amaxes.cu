@@ -1,10 +1,10 @@
 // search_amaxes: for each amax of a tensor, an expert, a row or a block, find the multiple of the amax that gives the
-// smallest loss. If there is one amax per block, the blocks are the rows of the kernels.
+// smallest loss. If there is one amax per block, the kernels treat each block as a row.
 //
 // The losses of elements are added in float64, as in reference/search_amaxes.py: from the first element of a row to the
-// last, and then from the first row to the last. Therefore one thread goes along a row with one multiple, and its
-// neighbors go along the same row with the next multiples. Then a warp adds the losses of all rows that share an amax,
-// with one multiple per thread.
+// last, and then from the first row to the last. Therefore one thread sums a whole row for one multiple, and
+// neighboring threads sum the same row for the next multiples. Then a warp sums the losses of all rows that share an
+// amax, with one multiple per thread.
 #include "exact_path.cuh"
 #include "fake.cuh"
 #include "search_losses.cuh"
@@ -16,7 +16,7 @@ struct SearchAmaxesArguments {
   const float* tensor_amax;  // the amaxes of the tensor scale, one per rows_of_tensor rows, if the recipe has both
                              // block scales and a tensor scale
   const float* weights;      // one weight per column of `parts` consecutive rows (null without weights)
-  const float* multiples;    // the candidates: the amax is multiplied with them
+  const float* multiples;    // the candidates: the amax is multiplied by them
   double* losses;            // rows x count losses, for the multiples first ... first + count - 1
   double* least;             // for each amax: the smallest loss of the multiples tried so far
   float* out;                // for each amax: the amax times the multiple with that loss
@@ -24,10 +24,10 @@ struct SearchAmaxesArguments {
   double power;  // the exponent p of losses |d|^p
 };
 
-// The rule that quantizes and decodes elements under a given amax, without a fake quantizer. with_amax returns the rule
-// for an amax. If the recipe has block scales, this is the amax of a block, under the tensor scale of `tensor_amax`.
-// Otherwise it is the amax from which the tensor scale is computed. value_of returns the value of an element.
-// exact_code_beside describes `partner`.
+// The rule that quantizes and decodes elements for a given amax, in recipes without a fake quantizer of their own.
+// with_amax returns the rule for an amax. If the recipe has block scales, this is the amax of a block, and
+// `tensor_amax` gives the tensor scale. Otherwise it is the amax from which the tensor scale is computed. value_of
+// returns the value of an element. exact_code_beside describes `partner`.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
@@ -48,7 +48,7 @@ struct Values {
   }
 };
 
-// The rule that quantizes and decodes elements under a given amax, by the recipe's own fake quantizer.
+// The rule that quantizes and decodes elements for a given amax, by the recipe's own fake quantizer.
 template <class R>
 struct Values<R, true> {
   FakeScale scale;
@@ -81,7 +81,7 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
-// Compute the loss of each row under each multiple, and store it in a.losses.
+// Compute the loss of each row for each multiple of the amax, and store it in a.losses.
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
 FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
@@ -144,13 +144,13 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
-// Compute the loss of each row of a.x under a.count multiples, and store it in a.losses. This is the first launch. A
-// thread takes one row under one multiple at a time. Launch with any grid.
+// Compute the loss of each row of a.x for a.count multiples of the amax, and store it in a.losses. This is the first
+// launch. A thread processes one row with one multiple at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
-// Add a.losses over the rows of each amax. Store the best multiple of the amax in a.out, and its loss in a.least. This
-// is the second launch. A warp takes one amax at a time. Launch with any grid.
+// Sum a.losses over the rows that share an amax. Store the best multiple of the amax in a.out, and its loss in a.least.
+// This is the second launch. A warp processes one amax at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

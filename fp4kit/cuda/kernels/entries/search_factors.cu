@@ -22,8 +22,8 @@ struct SearchFactorsArguments {
 
 constexpr int kRun = 16, kVector = 8;  // elements that are loaded together; errors that are added together
 
-// Return the squared error of a block under a scale code and its Factor. load(0, j, values) stores elements j ... j +
-// kRun - 1 of the block in `values`.
+// Return the sum of squared errors of a block for a scale code and its Factor. load(0, j, values) stores elements j ...
+// j + kRun - 1 of the block in `values`.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const Load& load) {
   static_assert(R::kBlock % kRun == 0);
@@ -66,7 +66,7 @@ FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   return chosen;
 }
 
-// Search all blocks of a matrix, and store the results in a.block_amax. A thread takes one block at a time.
+// Search all blocks of a matrix, and store the results in a.block_amax. A thread processes one block at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
@@ -83,8 +83,8 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   }
 }
 
-// Find the best multiple of each block amax of a.x, and store it in a.block_amax. A thread takes one block at a time.
-// Launch with any grid.
+// Find the best multiple of each block amax of a.x, and store it in a.block_amax. A thread processes one block at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);
 }

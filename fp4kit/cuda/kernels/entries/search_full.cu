@@ -1,5 +1,5 @@
-// search_full: for each block, try all candidates, and store the amax whose scale gives the smallest loss. For a block
-// of several rows, the amax is stored once per row.
+// search_full: for each block, try all candidate scales, and store the amax whose scale gives the smallest loss. For a
+// block of several rows, the amax is stored once per row.
 #include "search_full.cuh"
 
 // Search all blocks of a matrix, and store their amaxes. Set::kLanes neighboring threads share a block.
@@ -26,7 +26,7 @@ FP4KIT_DEVICE void search_full(const FullSearchArguments& a) {
   if (a.unproven && done) atomicAdd(a.unproven, done);
 }
 
-// SetOf<...>::Type is the set of a recipe's candidates: E4M3 codes, or powers of two if kHasPowers.
+// SetOf<...>::Type is the set of candidate scales for a recipe: E4M3 codes, or powers of two if kHasPowers.
 template <class R, class In, bool kHessian, bool kFromFloor, bool kHasPowers>
 struct SetOf {
   using Type = ScaleCodes<R, kHessian>;
@@ -40,7 +40,7 @@ using Set = SetOf<R, Input, kHessian, kFromFloor, R::Scale::kMantissaBits == 0>:
 constexpr Objective kObjective = kHessian ? Objective::hessian : objective_of(kMagnitudes, kLargest, kPowers);
 
 // Find the best amax of each block of a.x, and store it in a.block_amax. It is launched for scale searches that cannot
-// be pruned (engine/search_scales.py). Set::kLanes threads take one block at a time. Launch with any grid.
+// be pruned (engine/search_scales.py). Set::kLanes threads process one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_full_kernel(FullSearchArguments a) {
   search_full<R, Input, Set, kObjective, kAligned, kWeighted>(a);
 }

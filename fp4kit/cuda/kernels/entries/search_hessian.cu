@@ -1,5 +1,5 @@
 // search_hessian: for each block of 16 elements, find the amax whose scale gives the smallest loss d^T H d. d is the
-// error of the block, and H is the Hessian of its 16 columns. A thread block takes the blocks of one Hessian.
+// error of the block, and H is the Hessian of its 16 columns. A thread block processes the blocks of one Hessian.
 #include "search_hessian.cuh"
 
 // Search the blocks in the columns of one Hessian. The number of thread blocks must be a multiple of the number of
@@ -45,8 +45,8 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   if (a.unproven && unproven) atomicAdd(a.unproven, unproven);
 }
 
-// Find the best amax of each block of a.x under the Hessians a.column_weights, and store it in a.block_amax. It is
-// launched for pruned scale searches with Hessians. A thread takes one block at a time. Launch with a multiple of
+// Find the best amax of each block of a.x by the Hessians a.column_weights, and store it in a.block_amax. It is
+// launched for pruned scale searches with Hessians. A thread processes one block at a time. Launch with a multiple of
 // columns / 16 thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) search_hessian_kernel(SearchArguments a) {
   search_hessian<R, Input, kAligned>(a);

@@ -1,5 +1,5 @@
-// search_quest: for each block, compute the amax that FP-Quant's method quest gives, and store it. The operations and
-// results equal those of search_quest in reference/search_factors.py.
+// search_quest: for each block, compute the amax by FP-Quant's method "quest" (from the standard deviation), and store
+// it. The operations and results equal those of search_quest in reference/search_factors.py.
 #include "exact_path.cuh"
 #include "hadamard.cuh"
 #include "quest.cuh"
@@ -38,8 +38,8 @@ FP4KIT_DEVICE float quest_amax_at(const typename In::Bits* x) {
   return quest_amax<R>(sum.result(), squares.result(), static_cast<float>(R::kBlock));
 }
 
-// Compute the amaxes of all blocks of a.x, and store them in a.block_amax. A thread takes one block at a time. Launch
-// with any grid.
+// Compute the amaxes of all blocks of a.x, and store them in a.block_amax. A thread processes one block at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_quest_kernel(SearchQuestArguments a) {
   const i64 count = a.rows * (a.columns / R::kBlock);
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid()))

@@ -1,8 +1,8 @@
 // swizzle: convert the block scales of a stack of matrices from layout kFrom to layout kTo, and set padding to zero.
 //
 // 16 contiguous bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4, and consecutive
-// in 8x4. Four such chunks hold 16 columns of these rows. A thread moves these 64 bytes. Reordering them takes no
-// instruction, because they are in registers.
+// in 8x4. Four such chunks hold 16 columns of the four rows. A thread moves these 64 bytes. Reordering the bytes needs
+// no instruction, because whole words change places in registers.
 #include "scale_layout.cuh"
 #include "runs.cuh"
 
@@ -51,8 +51,8 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
 }
 
 // Convert 64 bytes per thread and step: four rows (a quad) of 16 columns. The number of columns and the addresses must
-// be multiples of 16. Threads go down kHigh quads and then along the chunks of 16 columns, so that a warp loads and
-// stores whole sectors. kHigh = 8 and kHigh = 2 were the fastest of 1 to 32 (H200, 2026-11-21).
+// be multiples of 16. Consecutive threads process kHigh quads below each other, then the next 16 columns, so that a
+// warp loads and stores whole sectors. kHigh = 8 and kHigh = 2 were the fastest of 1 to 32 (H200, 2026-11-21).
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;

@@ -49,8 +49,8 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __syncthreads();
 }
 
-// Transpose linear scales. A thread takes the scales of 4 x 4 blocks (a square), and a thread block takes kThreads
-// squares, from square item * kThreads on. `squares` is the number of squares of all matrices.
+// Transpose linear scales. A thread processes the scales of 4 x 4 blocks (a square). A thread block processes kThreads
+// squares, starting at square item * kThreads. `squares` is the number of squares of all matrices.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -61,10 +61,10 @@ FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 
   transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
-// Transpose large tile number `item` of `items`, which consists of 8x4 scales. A matrix has `tall` large tiles below
-// each other and `wide` beside each other. For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2 us,
-// and 79.4 us if scales are transposed with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so
-// those are transposed with the codes.
+// Transpose large tile number `item` of `items`, for scales in the layout swizzled_8x4. A matrix has `tall` large tiles
+// below each other and `wide` beside each other. For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2
+// us, and 79.4 us if scales are transposed with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4
+// us, so those are transposed with the codes.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
@@ -79,8 +79,8 @@ FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i
 // Transpose a stack of matrices, or one piece of a member of a group, tile by tile down the columns. Thread blocks that
 // run at the same time then store neighboring lines.
 //
-// The order of addresses limits the speed. Copying tiles to their transposed places, without transposing them, reaches
-// 0.87 to 0.91 of the speed of a copy (H200, 2026-11-21).
+// The order of memory accesses limits the speed. Copying tiles to their transposed positions, without transposing the
+// codes in them, already reaches only 0.87 to 0.91 of the speed of a plain copy (H200, 2026-11-21).
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
@@ -107,8 +107,8 @@ FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   }
 }
 
-// Transpose a.codes and a.scales, and store the results in a.codes_out and a.scales_out. A thread block takes one tile
-// at a time. Launch with any grid.
+// Transpose a.codes and a.scales, and store the results in a.codes_out and a.scales_out. A thread block processes one
+// tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());

@@ -29,14 +29,15 @@ FP4KIT_DEVICE float larger(float a, float b) {
   return fmaxf(a, b);
 }
 
-// The amax of a block whose elements are added run by run. It is 0 if no element was added. For AmaxNan::lanes, even
-// and odd elements have separate amaxes, and the result is that of the odd ones unless that of the even ones is larger.
+// The amax of a block, accumulated over groups of elements. It is 0 if no element was added. For AmaxNan::lanes, even
+// and odd elements have separate amaxes. The result is then the amax of the even elements if it is larger, otherwise
+// the amax of the odd elements.
 template <AmaxNan kNan>
 struct BlockAmax {
   float even = 0.0f, odd = 0.0f;
   bool is_empty = true;
 
-  // Add the elements of a run to the amax.
+  // Include kCount further elements in the amax.
   template <int kCount>
   FP4KIT_DEVICE_MEMBER void add(const float (&x)[kCount]) {
     if constexpr (kNan == AmaxNan::lanes) {
@@ -54,11 +55,11 @@ struct BlockAmax {
     }
   }
 
-  // Return the amax of all elements that were added.
+  // Return the amax of all elements so far.
   FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
 };
 
-// Return the amax of the elements of one run.
+// Return the amax of kCount elements.
 template <AmaxNan kNan, int kCount>
 FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   BlockAmax<kNan> amax;
@@ -81,10 +82,10 @@ FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
 }
 
-// The factor of a block. Elements are multiplied with `value`, or divided by it if R::kDivide. `reciprocal` is the
-// rounded 1 / value if R::kDivide, and otherwise equals `value`. If R::kThenEncode, elements are also multiplied with
-// the tensor's encode scale afterwards. Then `reciprocal` is that encode scale, because such recipes have no path that
-// needs the reciprocal.
+// The factor that scales the elements of a block before they are rounded. Elements are multiplied by `value`, or
+// divided by it if R::kDivide. `reciprocal` is the rounded 1 / value if R::kDivide, and otherwise equals `value`. If
+// R::kThenEncode, elements are afterwards multiplied by the tensor's encode scale. Then `reciprocal` stores that encode
+// scale, because no code path for such recipes needs the reciprocal.
 struct Factor {
   float value, reciprocal;
 };

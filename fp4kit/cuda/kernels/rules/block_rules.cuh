@@ -1,5 +1,5 @@
-// Block rules: a struct block_<rule> computes the scale of a block and the factor of its elements. It gives the results
-// of the functions of the same name in reference/block_rules.py. A rule has these members:
+// Block rules: a struct block_<rule> computes the scale of a block and the factor of its elements. It gives the same
+// results as the function with this name in reference/block_rules.py. A rule has these members:
 //
 //   code(amax, tensor)          return the bits of the block scale
 //   factor(code, amax, tensor)  return the number by which elements are multiplied or divided
@@ -8,20 +8,20 @@
 //   kReadsAmax                  true if the factor depends on the amax in addition to the code
 //   kReadsInput                 true if the code depends on the type of the elements
 //
-// For rules whose factor follows from the code (by_code and by_code_or_zero below), one table of factors, indexed by
-// scale code, serves all blocks: block_factor adapts an entry to the amax of the block. Other rules, such as those with
-// the base by_unrounded_scale, have no table (has_table in cuda/compile/traits.py).
+// For rules whose factor follows from the scale code (by_code and by_code_or_zero below), all blocks share one table of
+// factors, indexed by scale code: block_factor adapts an entry to the amax of the block. Other rules, such as those
+// with the base by_unrounded_scale, have no table (has_table in cuda/compile/traits.py).
 #pragma once
 
 #include "tensor_rules.cuh"
 
-// Base of the rules whose factor follows from the code alone.
+// Base of the rules that compute the factor of elements from the scale code alone.
 struct by_code {
   static constexpr bool kReadsAmax = false, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
-// Base of the rules whose factor follows from the code, except for blocks of zeros, whose factor is 0. An amax that is
-// subnormal counts as zero, as in arithmetic that flushes subnormals to zero (ftz).
+// Base of the rules that compute the factor of elements from the scale code, except that blocks of zeros have the
+// factor 0. An amax that is subnormal counts as zero, as in arithmetic that flushes subnormals to zero (ftz).
 struct by_code_or_zero {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }

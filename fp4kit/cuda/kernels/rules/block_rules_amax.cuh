@@ -1,4 +1,4 @@
-// The amax rules: block rules for formats of one's own (reference/block_rules_amax.py).
+// The amax rules: block rules for user-defined formats (custom_recipe; reference/block_rules_amax.py).
 #pragma once
 
 #include "block_rules.cuh"
@@ -27,7 +27,8 @@ FP4KIT_DEVICE u32 encode_magnitude_up(float a) {
 // Round scales to nearest (rn), up (rp) or down (rz).
 enum class ScaleRounding { rn, rp, rz };
 
-// Return the code of a scale x >= 0, in the scale format of R. Numbers above the largest value become that value.
+// Return the code of a scale x >= 0, in the scale format of R, rounded as kRounding says. Numbers above the largest
+// value saturate.
 template <class R, ScaleRounding kRounding>
 FP4KIT_DEVICE u32 encode_own_scale(float x) {
   using F = typename R::Scale;

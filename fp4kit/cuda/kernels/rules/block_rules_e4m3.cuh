@@ -1,4 +1,4 @@
-// Block rules that write E4M3 scales. They give the results of the functions of the same names in
+// Block rules that write E4M3 scales. They give the same results as the functions with these names in
 // reference/block_rules.py.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Block rules of serving engines and quantizers that write E4M3 scales. They give the results of the functions of the
-// same names in reference/block_rules_e4m3_serving.py.
+// Block rules of serving engines and quantizers that write E4M3 scales. They give the same results as the functions
+// with these names in reference/block_rules_e4m3_serving.py.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
@@ -69,7 +69,7 @@ struct block_quark_file : by_code {
   }
 };
 
-// Return a block scale before it is rounded: `ratio` as the rule computed it, or 0 if the tensor's amax is 0.
+// Return an unrounded block scale: `ratio` as the rule computed it, or 0 if the tensor's amax is 0.
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
@@ -82,7 +82,8 @@ FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
-// Base of fouroversix's rules that map the amax of a block to kTop, or to the largest element value if kTop is 0.
+// Base of fouroversix's rules that scale elements so that the amax of a block becomes kTop, or the largest element
+// value if kTop is 0.
 template <int kTop>
 struct fouroversix_static : by_code {
   template <class R, class In>
@@ -190,12 +191,12 @@ struct block_mslk_power : block_mslk {
   }
 };
 
-// Base of the rules that multiply elements by the reciprocal of a scale before it is rounded to the scale format.
+// Base of the rules that multiply elements by the reciprocal of the unrounded block scale, not of the stored one.
 struct by_unrounded_scale {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
-  // Return the number whose reciprocal multiplies elements. It is `scale`, the scale that the rule computes, not
-  // rounded, if its code is `code`. Otherwise the caller chose the code, and the number is the value of the code.
+  // Return the number whose reciprocal multiplies elements. If `code` is the code of `scale`, the unrounded scale that
+  // the rule computes, return `scale`. Otherwise the caller chose the code, so return the value of the code.
   template <class R>
   FP4KIT_DEVICE float scale_or_given(u32 code, float scale) {
     return encode_scale<R>(scale) == code ? scale : decode_scale<R>(code);

@@ -1,4 +1,4 @@
-// Block rules that write E8M0 scales. They give the results of the functions of the same names in
+// Block rules that write E8M0 scales. They give the same results as the functions with these names in
 // reference/block_rules.py.
 #pragma once
 
@@ -12,8 +12,9 @@ struct inverse_factor : by_code {
   }
 };
 
-// Return, as an E8M0 code, the exponent field of `bits` plus `up` minus the exponent of the largest element value. The
-// code is clamped to 0 ... 255. Return 255 if the exponent field is full, as it is for infinity and NaN.
+// Return the E8M0 code of a block scale from the float32 bits of an amax: the exponent field of `bits`, plus `up`,
+// minus the exponent of the largest element value. The code is clamped to 0 ... 255. Return 255 if the exponent field
+// is all ones, that is, for infinity and NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
   const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
@@ -91,8 +92,8 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
-// Return ceilf(float32_log2(x)) without a logarithm, for x > 0. The result equals that of the float64 logarithm for all
-// positive finite float32 values. Infinity gives 128.
+// Return ceilf(float32_log2(x)) for x > 0, computed without a logarithm. The result equals that of the float64
+// logarithm for all positive finite float32 values. Infinity gives 128.
 //
 // Let x = 2^e * (1 + m / 2^23). The rounded logarithm is e, rather than above e, if log2(1 + m / 2^23) is at most half
 // an ulp at e. Let 2^k be the largest power of two that is at most |e|; k is one less if e = -2^k, where the ulp is

@@ -1,5 +1,5 @@
-// Block rules of serving engines and quantizers that write E8M0 scales. They give the results of the functions of the
-// same names in reference/block_rules_e8m0_serving.py.
+// Block rules of serving engines and quantizers that write E8M0 scales. They give the same results as the functions
+// with these names in reference/block_rules_e8m0_serving.py.
 #pragma once
 
 #include "block_rules_e8m0.cuh"

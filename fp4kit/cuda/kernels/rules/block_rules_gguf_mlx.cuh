@@ -1,4 +1,4 @@
-// Block rules of llama.cpp and MLX. They give the results of the functions of the same names in
+// Block rules of llama.cpp and MLX. They give the same results as the functions with these names in
 // reference/block_rules_gguf_mlx.py.
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "block_rules_e8m0.cuh"
 
 // llama.cpp's rule with E4M3 scales. Significands halfway between two codes are rounded up, whereas rounding to nearest
-// even would round half of them down. Scales from 248 on become 448.
+// even would round half of them down. Scales of 248 and more become 448.
 struct block_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {

@@ -1,4 +1,4 @@
-// Block rules of torchao 0.18, which write E8M0 scales. They give the results of the functions of the same names in
+// Block rules of torchao 0.18, which write E8M0 scales. They give the same results as the functions with these names in
 // reference/block_rules_torchao.py.
 #pragma once
 
@@ -13,8 +13,8 @@ struct divided_by_normal : by_code {
   }
 };
 
-// Add `addend` to the bits of amax. Return, as an E8M0 code, the exponent field of the sum plus `up` minus the exponent
-// of the largest element value. The code is clamped to the range of E8M0. Return 255 if amax is NaN.
+// Return an E8M0 code: the exponent field of (bits of amax + addend), plus `up`, minus the exponent of the largest
+// element value. The code is clamped to the range of E8M0. Return 255 if amax is NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
   if (is_nan(amax)) return 255u;

@@ -1,4 +1,4 @@
-// Functions that encode and decode one value, for any element format. They give the results of reference/codec.py.
+// Functions that encode and decode one value, for any element format. They give the same results as reference/codec.py.
 //
 // A format F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits,
 // kMantissaBits, kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (the float32 bits
@@ -80,7 +80,7 @@ template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
 // Return the code that minimizes |value * step - a|, or the first one if several do. a must be at least 0 and not NaN;
-// infinity gives code 0. It gives the results of first_of_least in reference/codec.py.
+// infinity gives code 0. It gives the same results as first_of_least in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -105,8 +105,8 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   return !(x > 0.0f);
 }
 
-// Return y with the sign bit that the code of y gets. For unsigned_zero, the sign bit is right only if the code of y is
-// not zero.
+// Return y with its sign bit changed to the sign bit of its code. For unsigned_zero, the sign bit is right only if the
+// code of y is not zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
@@ -115,9 +115,9 @@ FP4KIT_DEVICE float with_code_sign(float y) {
 }
 
 // Return the code of x. Return kNan for NaN, and for infinity if kRounding is rnw. For Rounding::first, the value of
-// each code is multiplied with `step` before it is compared with x; other roundings ignore `step`. For a table of
-// values, return the code of the nearest value. Integers are rounded to nearest even and clamped to [-max - 1, max], or
-// to [-max, max] if kNarrow.
+// each code is multiplied by `step` before it is compared with x; other roundings ignore `step`. For a table of values,
+// return the code of the nearest value. Integers are rounded to nearest even and clamped to [-max - 1, max], or to
+// [-max, max] if kNarrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -140,8 +140,8 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
 // Return the code of x in a format with kHasPairs. `partner` is the other element of its pair. Return kNan for NaN.
 //   bit picture of a code: [microexponent] [sign] [mantissa 1] [mantissa 0]
 // The microexponent is 1 if both magnitudes are below 1, so it is 0 if one of them is NaN. It halves the step from 1/2
-// to 1/4. The magnitude is rounded to a number of steps, with ties to even, and saturates at 3 steps. It gives the
-// results of PairedMicroexponents in formats.py.
+// to 1/4. The magnitude is rounded to a number of steps, with ties to even, and saturates at 3 steps. It gives the same
+// results as PairedMicroexponents in formats.py.
 template <u32 kNan>
 FP4KIT_DEVICE u32 encode_beside(float x, float partner) {
   if (is_nan(x)) return kNan;
@@ -166,7 +166,7 @@ FP4KIT_DEVICE u32 encode_finite_rn(float x) {
 // Return the code of x, rounded stochastically with a random byte. It is the code of |x| + random / 256 * step(|x|),
 // rounded toward zero, with the sign of x. So |x| is rounded up with a probability that equals its distance, in steps,
 // from the value below. Values above the largest value of the format, and infinity, saturate. NaN gives the NaN code of
-// the format. It gives the results of reference/stochastic.py.
+// the format. It gives the same results as reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;
@@ -260,8 +260,8 @@ FP4KIT_DEVICE float float32_log2(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }
 
-// Return the code of x, rounded stochastically with a random byte by arithmetic in float16. It gives the results of
-// encode_stochastic_float16 in reference/stochastic.py.
+// Return the code of x, rounded stochastically with a random byte by arithmetic in float16. It gives the same results
+// as encode_stochastic_float16 in reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic_float16(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;

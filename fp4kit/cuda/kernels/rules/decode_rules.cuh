@@ -1,7 +1,7 @@
 // Decode rules: a struct decode_<rule> turns the value of a code into an element, by the scales of its block. It gives
-// the results of the function of the same name in reference/dequantize.py. A rule has these members:
+// the same results as the function with this name in reference/dequantize.py. A rule has these members:
 //
-//   scale<R>(code, tensor)     return the Scale of a block: what `apply` needs of the scale code and the tensor scale
+//   scale<R>(code, tensor)     return the Scale of a block: the numbers that `apply` multiplies by, from both scales
 //   product_scale(scale)       return the Scale for value * scale; only in rules with block scales that need an amax
 //   apply(value, scale)        return the element whose code has the value `value`
 //   apply_pair(values, scale)  return `apply` of two bfloat16 values; valid only for scales that are a power of two,
@@ -102,8 +102,9 @@ struct fp8_comfy_kitchen_narrow : decode_tensor {
 };
 struct decode_fp8_comfy_kitchen_float16 : fp8_comfy_kitchen_narrow<Float16> {};
 struct decode_fp8_comfy_kitchen_bfloat16 : fp8_comfy_kitchen_narrow<Bfloat16> {};
-// A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. An element is value * scale, rounded
-// to float16, times amax / range. If `amax` is negative, the amax is unknown, and an element is value * scale.
+// A block scale, the tensor's amax, and the amax that a tensor scale of 1 covers (`range`). An element is value *
+// scale, rounded to float16, times amax / range. If `amax` is negative, the amax is unknown, and an element is value *
+// scale.
 struct ScaleOfAmax {
   float scale, amax, range;
 };
@@ -184,8 +185,8 @@ struct decode_e8m0_flashinfer_api : decode_product {
     return float_of(code << 23);
   }
 };
-// An element is ldexp(value, code - 127), so code 255 means 2^128. Because 2^128 is not a float, the Scale is half of
-// the block scale, and `apply` doubles the value.
+// An element is ldexp(value, code - 127), so scale code 255 means 2^128. Because 2^128 is not a float32, the Scale is
+// half of the block scale, and `apply` doubles the value.
 struct decode_e8m0_unbounded : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -249,7 +250,7 @@ struct decode_int_modelopt {
   FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
 };
 
-// The Scale of a block of IF4: that of another rule, and whether the codes of the block are INT4.
+// The Scale of an IF4 block: the Scale of the base decode rule, and whether the codes of the block are INT4.
 template <class BaseScale>
 struct ScaleAndFormat {
   BaseScale scale;

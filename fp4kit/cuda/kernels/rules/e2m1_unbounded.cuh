@@ -1,5 +1,5 @@
 // E2M1 without a largest value: the values to which fouroversix's PyTorch back end rounds, and the codes that it packs.
-// The functions give the results of reference/codec.py.
+// The functions give the same results as reference/codec.py.
 #pragma once
 
 #include "ptx_convert.cuh"

@@ -1,16 +1,16 @@
-// The exact path: it computes the amax, the scale, the factor, the codes and the values of a block, operation by
-// operation as in the reference. It is valid for every block.
+// The exact path computes the amax, the scale, the factor, the codes and the values of a block, operation by operation
+// as in the reference. It is valid for every block.
 //
-// Kernels encode most blocks by a fast path (fast_path.cuh) and all others by the exact path. They pass a function that
-// loads elements: load(i, j, x) loads elements from column j on of row i of a block into x, and element_at(i) returns
-// element i of a run.
+// Kernels encode most blocks by a fast path (fast_path.cuh) and all others by the exact path. Kernels pass a function
+// that loads elements. load(i, j, x) loads elements of row i of a block, starting at column j, into x. element_at(i)
+// returns element i of a run.
 #pragma once
 
 #include "block.cuh"
 
 constexpr int kTableSize = 128;  // entries of a table of factors, one per scale code without sign
 
-// Return the Factor of a block with this scale code and amax, under the tensor scale t.
+// Return the Factor of a block from its scale code, its amax and the tensor scale t.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   const float factor = R::BlockRule::template factor<R, In>(code, amax, t);
@@ -41,15 +41,15 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   return code;
 }
 
-// Return the larger one of the amaxes of two rows of a block. The amax of a row may be NaN although some of its
-// elements are not. NaN propagates from a row to the block only if it propagates in the recipe.
+// Return the larger of the amaxes of two rows of a block. A NaN amax of a row makes the result NaN only if NaN
+// propagates in the recipe. (The amax of a row may be NaN although some of the row's elements are not.)
 template <class R>
 FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
 }
 
-// Return the amax of a block of `rows` rows, loaded kCount elements at a time: load(i, j, x) loads the elements from
-// column j on of row i into x.
+// Return the amax of a block of `rows` rows, loaded kCount elements at a time. load(i, j, x) loads elements of row i,
+// starting at column j, into x.
 template <class R, int kCount, class Load>
 FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   float largest = 0.0f;
@@ -70,10 +70,11 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
-// Return the code of an element after the producer packs it a second time. `code` is the code of the first time and
-// `scaled` the number that was rounded to it. The code is decoded: its value is multiplied by the block scale,
-// 1 / factor, and rounded to the type of the elements. This value is scaled and encoded like an element. If `scaled` is
-// NaN, NaN is encoded again. It gives the result of _repacked in reference/quantize.py.
+// Return the code of an element in recipes whose producer decodes codes and encodes the values again when it packs
+// them. `code` is the first code, and `scaled` is the number that was rounded to it. The code is decoded: its value is
+// multiplied by the block scale, 1 / factor, and rounded to the type of the elements. This value is scaled and encoded
+// like an element. If `scaled` is NaN, NaN is encoded again. It gives the same results as _repacked in
+// reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;

@@ -1,6 +1,7 @@
-// The fake quantizers that producers implement themselves, one struct per quantizer. They give the results of the
-// functions of the same names in reference/fake.py. In this file, `amax` is the amax of a block, or 1 without blocks.
-// tensor_amax is the amax of the tensor, the row or the block, by R::kTensorScaling. A rule has these members:
+// Fake quantizers (quantize and dequantize in one step) as producers implement them, one struct per quantizer. They
+// give the same results as the functions with these names in reference/fake.py. In this file, `amax` is the amax of a
+// block, or 1 without blocks. tensor_amax is the amax of the tensor, the row or the block, by R::kTensorScaling. A rule
+// has these members:
 //
 //   scale<R, In>(amax, tensor_amax)   return the FakeScale of a block; only if kHasCodes is false
 //   code<R>(amax, tensor_amax)        return the E4M3 code of a block's scale; only if kHasCodes is true

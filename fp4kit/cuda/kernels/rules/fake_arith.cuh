@@ -4,9 +4,10 @@
 
 #include "block.cuh"
 
-// The scale of a fake quantizer. Elements are multiplied with `encode` before rounding and with `decode` after it. If a
-// rule divides, one of the two is the divisor and the other one its rounded reciprocal. The reciprocal is NaN if
-// quotient_by could give a wrong quotient with it. Rules that never use a reciprocal store the divisor in both.
+// The scale of a fake quantizer. Elements are multiplied by `encode` before rounding and by `decode` after it. If a
+// rule divides, one of the two fields is the divisor, and the other is the rounded reciprocal of the divisor. The
+// reciprocal is NaN if quotient_by could give a wrong quotient with it. Rules that never use a reciprocal store the
+// divisor in both fields.
 struct FakeScale {
   float encode, decode;
 };
@@ -63,14 +64,14 @@ FP4KIT_DEVICE float nearest_finite(float x) {
   return (x + magic) - magic;
 }
 
-// Return the bound below which numbers need no clamp before they are rounded: half a step above the largest value, less
-// a margin for the rounding of the number that is compared with the bound.
+// Return the bound below which a number need not be clamped before it is rounded: half a step above the largest value,
+// minus a margin for rounding errors of the number.
 template <class F>
 FP4KIT_DEVICE float saturation() {
   return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * (1.0f - 0x1p-10f);
 }
 
-// Return true if the products of s.encode with elements whose magnitude has at most the bits `largest` need no clamp.
+// Return true if elements times s.encode need no clamp, for elements whose magnitude is at most float_of(largest).
 // Return false if such a product is NaN. If R::kStatic, the caller gave the amax and nearest_finite clamps, so the
 // products must only be far from overflow. (There, the given amax is often smaller than the largest element.)
 template <class R>

@@ -17,7 +17,7 @@ struct FastPath {
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
   // True if elements times the factor are exact: the factor is a power of two, so the products have 8 or 11 bits. If
-  // such a product is multiplied with 1 - 2^-20 or 1 + 2^-20, ties are rounded toward or away from zero, and no other
+  // such a product is multiplied by 1 - 2^-20 or 1 + 2^-20, ties are rounded toward or away from zero, and no other
   // rounding changes. No product is the float just below 0.5, which has 24 bits. All this is false if a product is
   // flushed, or rounded to 8 or 11 bits again.
   static constexpr bool kExactProducts = kIs16Bit && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
@@ -50,7 +50,7 @@ struct FastPath {
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
-// Return true if packing a second time (R::kRepacked), that is, encoding the values of codes once more, leaves the
+// Return true if packing (R::kRepacked), in which the producer decodes codes and encodes the values again, leaves the
 // codes unchanged. No value may overflow the type of the elements. For E8M0 scales, the type must also represent the
 // scale. For other scales, the error of the type must be less than half of the smallest step between codes.
 template <class R, class In>
@@ -103,8 +103,8 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   return y;
 }
 
-// Return y = scaled_finite(x) with the sign bit that the code of x gets. If R divides, the sign is taken from x,
-// because the fused multiply-add of quotient_by turns -0 into 0.
+// Return y = scaled_finite(x) with its sign bit changed to the sign bit of the code of x. If R divides, the sign is
+// taken from x, because the fused multiply-add of quotient_by turns -0 into 0.
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));

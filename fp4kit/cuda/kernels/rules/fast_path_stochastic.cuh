@@ -6,8 +6,8 @@
 // Return the code of encode_stochastic for a magnitude a, without sign. `byte` is 2^23 + the random byte. a must not
 // exceed the largest value of the format. For E2M1, a may be up to 7 (exclusive), and the code may then be 8.
 //
-// Multiplying with 2^(-126 - emin) moves the smallest normal exponent of the format, and its subnormals, to those of
-// float32. The bits from 23 - M on are then the code, rounded toward zero. M is the number of mantissa bits.
+// Multiplying by 2^(-126 - emin) moves the smallest normal exponent of the format, and its subnormals, to those of
+// float32. The bits from bit 23 - M upward are then the code, rounded toward zero. M is the number of mantissa bits.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   constexpr float kStep = 1.0f / (256 << F::kMantissaBits);

@@ -1,6 +1,6 @@
-// 4over6: the two scales that a block may have, and the error that an element contributes under each of them. The
-// functions give the results of reference/four_over_six.py. "six" is the scale that maps the amax to the value 6,
-// "four" the scale that maps it to 4.
+// 4over6: the two scales that a block may have, and the error of an element for each of them. The functions give the
+// same results as reference/four_over_six.py. The scale "six" maps the amax to the value 6, and the scale "four" maps
+// the amax to 4.
 #pragma once
 
 #include "block_rules_e4m3_serving.cuh"
@@ -17,8 +17,9 @@ FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Store the codes of the two scales of a block in `six` and `four`. `sixth` is a sixth of the block's amax. For IF4,
-// the two codes are those of one scale, for E2M1 and for INT4.
+// Store the codes of a block's two candidate scales in `six` (amax becomes 6) and `four` (amax becomes 4). `sixth` is a
+// sixth of the block's amax. For IF4, both codes stand for one scale: `six` selects E2M1 elements, and `four` selects
+// INT4 elements.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -38,23 +39,24 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// Return `scaled`, the product of a code's value and the block scale, converted to the units of the elements.
+// Return the decoded element: `scaled`, a code's value times the block scale, multiplied by the tensor scale (t.decode,
+// or t.amax / full_range).
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
   return scaled * t.amax / full_range<R>();
 }
 
-// Return the number with which an element is compared: the value of its code times the block scale. It is in the units
-// of the elements, or, if R::kFastError, in the units of the codes.
+// Return the number with which an element is compared to get its error: the decoded element or, if R::kFastError, the
+// value of its code times the block scale.
 template <class R>
 FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   const float scaled = value * scale;
   return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 holds its six bits, from 2^-10 to 2688
 }
 
-// Return the term that element x adds to the error of its block. `compared` is the result of the function `compared`
-// for its code.
+// Return the contribution of element x to the error of its block. `compared` is the result of the function `compared`
+// for the element's code.
 template <class R>
 FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);
@@ -62,7 +64,7 @@ FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   return R::kSquaredError ? difference * difference : fabsf(difference);
 }
 
-// Return the term that element x adds to the error of its block if it gets an INT4 code of IF4. `scaled` is the element
+// Return the contribution of element x to the error of its block if x gets an INT4 code of IF4. `scaled` is the element
 // times the factor of the block, and `scale` the block scale.
 template <class R>
 FP4KIT_DEVICE float integer_error_of(float x, float scaled, float scale, TensorScale t) {

@@ -110,8 +110,8 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   return differ == 0u;
 }
 
-// Return true if the float32 sums y are conclusive, that is, if they give the right bits. `largest` is the float32 bits
-// of the largest |y|. `smallest` is the bits of the smallest nonzero |x|, in the type In, minus 1.
+// Return true if the results y, computed with float32 sums, are conclusive: proven to have the right bits. `largest` is
+// the float32 bits of the largest |y|. `smallest` is the bits of the smallest nonzero |x|, in the type In, minus 1.
 template <class In>
 FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 smallest) {
   if (largest >= kInfinityBits) return false;
@@ -119,8 +119,8 @@ FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 sm
          is_rounding_certain<In>(y, float_of(largest));
 }
 
-// Store in y the transform of x by float32 sums, and return true if y has the right bits. Store the float32 bits of the
-// largest |y| in `largest`.
+// Store in y the Hadamard transform of x, computed with float32 sums. Return true if y provably has the right bits.
+// Store the float32 bits of the largest |y| in `largest`.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];

@@ -1,5 +1,5 @@
-// The amax that a stored tensor scale implies, and the TensorScale by which the stored scale decodes. The functions
-// give the results of reference/implied_amax.py, step by step.
+// The amax that a stored tensor scale implies (from which the recipe computes exactly this scale), and the TensorScale
+// for decoding with the stored scale. The functions give the same results as reference/implied_amax.py, step by step.
 #pragma once
 
 #include "decode_rules.cuh"
@@ -7,7 +7,7 @@
 // The value that stands for an unknown amax, which means that no amax gives the stored scale. Elements are then
 // decode(code) * (block_scale * tensor_scale).
 constexpr float kUnknownAmax = -1.0f;
-// kNearSteps and kFarSteps are the numbers of floats on each side of the estimate that the first and the second search
+// kNearSteps and kFarSteps are how many floats on each side of the estimated amax the first and the second search
 // cover. kLargestBits is the bits of the largest finite float.
 constexpr u32 kNearSteps = 8u, kFarSteps = 1u << 20, kLargestBits = kInfinityBits - 1u;
 // If an amax gives at least kJumpRatio times the wanted scale, order_of treats the amax as too small. The reason is
@@ -72,7 +72,7 @@ FP4KIT_DEVICE float amax_near(float scale) {
   }
 }
 
-// Return the amax that a stored tensor scale implies, or kUnknownAmax if there is none. It gives the results of
+// Return the amax that a stored tensor scale implies, or kUnknownAmax if there is none. It gives the same results as
 // implied_amax in reference/implied_amax.py. The amaxes 0, infinity and NaN are tried last.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
@@ -104,9 +104,9 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
   }
 }
 
-// Return the TensorScale to encode with if elements shall decode with the scale `decode`. `amax` is the amax that this
-// scale implies, or kUnknownAmax. If the amax is unknown, the encode scale is 1 / decode. It gives the results of
-// encoding_scale in reference/implied_amax.py.
+// Return the TensorScale for encoding elements that will be decoded with the scale `decode`. `amax` is the amax that
+// this scale implies, or kUnknownAmax. If the amax is unknown, the encode scale is 1 / decode. It gives the same
+// results as encoding_scale in reference/implied_amax.py.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
@@ -119,8 +119,9 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// Return the Scale of a block from its scale code. The decode rule of R computes it, or decode_product if the rule
-// needs an amax and the amax is unknown. If R has block scales, the `apply` of the rule accepts both results.
+// Return the Scale of a block (see decode_rules.cuh) from its scale code. The decode rule of R computes it, or
+// decode_product if the rule needs an amax and the amax is unknown. If R has block scales, the `apply` of the rule
+// accepts both results.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
@@ -128,9 +129,9 @@ FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t
   return R::DecodeRule::template scale<R>(code, t);
 }
 
-// Return the element of a code that decodes to `value`, in a block with the scale code `code` under the tensor scale t.
-// Recipes without block scales ignore `code`. For them, the element is value * t.decode if the amax is unknown (t.amax
-// < 0).
+// Return the decoded element for a code with the value `value`, in a block with the scale code `code` and the tensor
+// scale t. Recipes without block scales ignore `code`. For them, the element is value * t.decode if the amax is unknown
+// (t.amax < 0).
 template <class R>
 FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {
   if (!R::kHasScales && t.amax < 0.0f) return value * t.decode;

@@ -1,5 +1,5 @@
-// IF4: elements whose codes are E2M1 or INT4, as bit 7 of their block's scale code says. The functions give the results
-// of reference/integer_or_float.py.
+// IF4: elements whose codes are E2M1 or INT4, as bit 7 of their block's scale code says. The functions give the same
+// results as reference/integer_or_float.py.
 //
 // INT4 values are multiplied by 6/7, so that the largest integer, 7, has the value of E2M1's 6. In a recipe R of IF4,
 // R::FloatElement is E2M1. R::Element stands for IF4: its codes decode to integers, and its largest value is 6.
@@ -46,7 +46,7 @@ FP4KIT_DEVICE float nearest_int4(float scaled) {
   return is_nan(scaled) ? scaled : (limited + magic) - magic;
 }
 
-// Return the INT4 code of an element. `scaled` is that of nearest_int4. NaN gives 0.
+// Return the INT4 code of an element. nearest_int4 describes `scaled`. NaN gives 0.
 FP4KIT_DEVICE u32 int4_code(float scaled) {
   const float value = nearest_int4(scaled);
   return is_nan(value) ? 0u : static_cast<u32>(static_cast<i32>(value)) & 15u;

@@ -1,15 +1,16 @@
-// Arithmetic of matrix products, shared by the CUDA kernels and the CPU engine: how terms are cut and added
-// (fp4kit/reference/matmul.py is the specification).
+// Arithmetic of matrix products, shared by the CUDA kernels and the CPU engine: how terms are aligned, truncated and
+// summed (fp4kit/reference/matmul.py is the specification).
 //
-// Every term is an exact double, and exponents are kept as powers of two. Truncating a term to F bits after the point
-// of the largest exponent 2^E is truncating term * 2^(F-E) to an integer.
+// Every term is an exact double, and exponents are stored as powers of two. Let 2^E be the power of two of the largest
+// term. Aligning a term to it and keeping F fraction bits means truncating term * 2^(F-E) to an integer.
 #pragma once
 
 #include "types.cuh"
 
-// How the products of a step are added to a sum. The order is that of ADDERS in fp4kit/call/matmul.py.
-//   truncate         every product is a term; terms are truncated to the point of the largest one and added
-//   truncate_groups  as truncate, but the exact sum of 16 products is a term
+// How the products of a step (a group that the unit sums at once) are added to a sum. The order is that of ADDERS in
+// fp4kit/call/matmul.py.
+//   truncate         every product is a term; terms are aligned to the largest exponent, truncated and added
+//   truncate_groups  as truncate, but a term is the exact sum of 16 products
 //   floor            as CDNA3 does it (FloorDotAdd of fp4kit/units.py)
 //   exact            exactly; the sum is rounded once, at the end
 //   float64          products are added one by one in float64
@@ -58,17 +59,17 @@ FP4KIT_DEVICE double over(i64 shift, double power) {
   return double_of((static_cast<u64>(2046 + shift) << 52) - double_bits_of(power));
 }
 
-// Round `sum`, an exact sum held in a double, as an NVIDIA unit does: truncate its significand to `bits` bits after the
-// binary point. Below 2^-126, truncate to a multiple of 2^(-126 - bits). Return +0 for zero, and infinity of the same
-// sign from 2^128 on.
+// Round `sum`, an exact sum in a double, as an NVIDIA matrix unit does: truncate its significand to `bits` bits after
+// the binary point. Below 2^-126, truncate to a multiple of 2^(-126 - bits). Return +0 for zero, and infinity of the
+// same sign from 2^128 on.
 FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
   const double normal = double_of(double_bits_of(sum) & ~((u64{1} << (52 - bits)) - 1));
   const double tiny = toward_zero(sum * double_power(126 + bits)) * double_power(-126 - bits);
   return static_cast<float>(fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;
 }
 
-// Return the sum of c and `count` terms as an NVIDIA unit adds them. `largest` is the largest power of c and the terms.
-// fraction_bits and output_bits are those of DotAdd of fp4kit/units.py.
+// Return the sum of c and `count` terms as an NVIDIA matrix unit computes it. `largest` is the largest power of two
+// among those of c and the terms. fraction_bits and output_bits are fields of DotAdd in fp4kit/units.py.
 FP4KIT_DEVICE double sum_of_terms(double c, const double* terms, int count, double largest, i64 fraction_bits,
                                   i64 output_bits) {
   const double inverse = over(fraction_bits, largest);
@@ -77,8 +78,8 @@ FP4KIT_DEVICE double sum_of_terms(double c, const double* terms, int count, doub
   return truncated_sum(sum * (largest * double_power(-fraction_bits)), output_bits);
 }
 
-// Return the sum of c and one or two sums of products as CDNA3 adds them, rounded to float32. The sums are integers in
-// units of 2^-fraction_bits times their powers in `largest`. The other arguments are fields of FloorDotAdd of
+// Return the sum of c and one or two sums of products as a CDNA3 matrix unit computes it, rounded to float32. Sum i is
+// an integer in units of 2^-fraction_bits * largest[i]. The other arguments are fields of FloorDotAdd in
 // fp4kit/units.py. If c_vanishes, a finite c counts as 0 when its power is below 2^(-fraction_bits - 1) times the
 // largest power.
 FP4KIT_DEVICE float floored_sum(double c, const double* sums, const double* largest, int count, i64 fraction_bits,
@@ -97,7 +98,8 @@ FP4KIT_DEVICE float floored_sum(double c, const double* sums, const double* larg
   return static_cast<float>(toward_minus(total * over(sum_bits, power)) * (power * 2.0 / fine));
 }
 
-// An exact sum of doubles with exponents from -400 to 400: an integer in units of 2^-kUnit, in digits of 32 bits.
+// An exact sum of doubles with exponents from -400 to 400, stored as an integer in units of 2^-kUnit, with digits of 32
+// bits.
 struct ExactSum {
   static constexpr int kDigits = 30, kUnit = 480;
   i64 digits[kDigits];  // the lowest digit comes first; between carries, a digit may exceed 32 bits or be negative
@@ -149,7 +151,7 @@ struct ExactSum {
     }
     int top = kDigits - 1;
     while (top > 1 && digits[top] == 0) --top;
-    // The 64 bits from the highest digit on, and whether a lower bit is set.
+    // The 64 bits that begin with the highest nonzero digit, and whether a lower bit is set.
     u64 head = static_cast<u64>(digits[top]) << 32 | static_cast<u64>(digits[top - 1]);
     bool rest = false;
     for (int i = 0; i < top - 1; ++i) rest = rest || digits[i] != 0;

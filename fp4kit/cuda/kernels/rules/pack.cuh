@@ -8,7 +8,7 @@
 #include "runs.cuh"
 
 // The signs of eight values, in two words of four bytes: `even` for values 0, 2, 4 and 6, and `odd` for values 1, 3, 5
-// and 7. Bits 3 and 7 of each byte are the sign of its value.
+// and 7. Bits 3 and 7 of a byte are both the sign bit of its value.
 struct NibbleSigns {
   u32 even, odd;
 };
@@ -56,7 +56,7 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   return prmt(low, high, 0x5410u) | signs;  // drop the upper halves, which hold the rest of 2^23
 }
 
-// Return the float bits of 2^23 + 256 times the fractional code of a, rounded toward zero, for a = 8 x in [0, 8]. The
+// Return the float bits of 2^23 + floor(256 c), where c is the fractional code of a = 8 x, for a in [0, 8]. The
 // fractional code interpolates linearly between the codes of neighboring E2M1 values.
 FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
   const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
@@ -135,8 +135,8 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
-// Return a word of codes whose signs are as R::kSign requires. For unsigned_zero, the signs of zero codes are removed.
-// For other values of kSign, the word is returned unchanged, because its signs are right already.
+// Return a word of codes with the signs that R::kSign requires. For unsigned_zero, the signs of zero codes are removed.
+// For other values of kSign, the word is returned unchanged, because the signs are right already.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   if constexpr (R::kSign == Sign::unsigned_zero) {

@@ -1,5 +1,5 @@
 // Powers |d|^p of errors in float64. Only +, -, *, / (each rounded once) and operations on bits are used. The functions
-// give the results of reference/pow.py, operation by operation.
+// give the same results as reference/pow.py, operation by operation.
 #pragma once
 
 #include "types.cuh"

@@ -63,7 +63,7 @@ FP4KIT_DEVICE float division_scaling(float divisor) {
   return divisor < kFltMin ? 0x1p24f : divisor > 0x1p126f ? 0.25f : 1.0f;
 }
 
-// Return a / b as div.full.f32 computes it on sm_90, for b >= 0. Triton divides so.
+// Return a / b as div.full.f32 computes it on sm_90, for b >= 0. Triton's division compiles to this instruction.
 FP4KIT_DEVICE float divide_full(float a, float b) {
   const float scaling = division_scaling(b);
   return a * scaling * rcp_approx_ftz(b * scaling);

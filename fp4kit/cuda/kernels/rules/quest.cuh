@@ -1,5 +1,5 @@
 // The search "quest" of FP-Quant, which computes the amax of a block from the standard deviation of its elements. The
-// functions give the results of search_quest in reference/search_factors.py.
+// functions give the same results as search_quest in reference/search_factors.py.
 #pragma once
 
 #include "block_rules_e8m0.cuh"

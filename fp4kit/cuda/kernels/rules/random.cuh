@@ -1,10 +1,10 @@
 // The random generator Philox4x32-10, and the stream of random bytes for stochastic rounding. The functions give the
-// results of reference/stochastic.py.
+// same results as reference/stochastic.py.
 #pragma once
 
 #include "ptx.cuh"
 
-// 128 random bits of the stream: one output of the generator.
+// 128 random bits of the stream, which the generator produces at a time.
 struct Words {
   u32 w[4];
 };

@@ -1,5 +1,5 @@
-// The places of block scales in memory: row-major (linear), or in scale tiles of 128 x 4 or 8 x 4 scales (swizzled).
-// The functions give the results of fp4kit/layouts/scales.py.
+// The positions of block scales in memory: row-major (linear), or in scale tiles of 128 x 4 or 8 x 4 scales (swizzled).
+// The functions give the same results as fp4kit/layouts/scales.py.
 #pragma once
 
 #include "types.cuh"
@@ -16,7 +16,7 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   return r * columns + c;
 }
 
-// A divisor n and floor((2^32 - 1) / n), so that one division serves many quotients by n.
+// A divisor n and floor((2^32 - 1) / n), so that many quotients by n are computed with a single division.
 struct IntegerDivisor {
   u32 n, inverse;
 };

@@ -1,5 +1,5 @@
-// Lower bounds of the losses of a block under eight neighboring E4M3 codes at once. They are sums of table entries. An
-// entry of the table says how much an element adds at least to the loss under each of the codes.
+// Lower bounds of a block's losses for eight neighboring E4M3 scale codes at once. The bounds are sums of table
+// entries. An entry is the smallest contribution that an element can make to the loss for each of the codes.
 //
 // Let u be an element divided by the scale of the first code, which is a normal code, with amax <= 7 scales. The ratios
 // of the scales of the eight codes depend only on the mantissa of the first code, so there are eight tables. Row r of a
@@ -19,22 +19,22 @@ constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
 constexpr float kUnits = 85.0f;   // units per 1, and the most units per element, so that three elements fit in a byte
 constexpr u32 kClosed = 0x4000u;  // added to the sum of a code that is not a candidate; more than eight times any sum
 
-// The eight tables, and the numbers j of the codes as EightBounds stores them.
+// The eight tables, and the numbers j of the codes in the form in which EightBounds stores them.
 struct LossBounds {
   HalfChunk rows[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
   Chunk codes[9];  // by the number of candidates: codes 0 to 7 in the order of EightBounds, plus kClosed for a code
-                   // that is no candidate
+                   // that is not a candidate
 };
 
-// Lower bounds of the losses of a block under eight codes: first + 0 ... first + 7. A 16-bit half of a word holds
+// Lower bounds of a block's losses for eight scale codes: first + 0 ... first + 7. A 16-bit half of a word holds
 //   bound * 8 + j   where the bound is in units (see kUnits), and j (0 ... 7) stands for code first + j
 // Word i holds j = i in its low half and j = i + 4 in its high half.
 struct EightBounds {
   u32 pairs[4];
 };
 
-// Return how many units (kUnits per 1) an element adds at least to the loss under a scale, in the last bits of the
-// result. u is the middle of a step, and `scale` and `reciprocal` are relative to the scale of the first code.
+// Return the smallest contribution of an element to the loss for a scale, in units of 1 / kUnits, in the last bits of
+// the result. u is the middle of a step, and `scale` and `reciprocal` are relative to the scale of the first code.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too
@@ -67,9 +67,9 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   }
 }
 
-// Return the bounds of a block's losses under codes first ... first + count - 1. No element may exceed 7 times the
-// scale of `first`, and `reciprocal` is the reciprocal of that scale. The bounds of the codes after them are so large
-// (kClosed) that these codes are never chosen.
+// Return lower bounds of a block's losses for the scale codes first ... first + count - 1. No element may exceed 7
+// times the scale of `first`, and `reciprocal` is the reciprocal of that scale. Codes above first + count - 1 get
+// bounds that are so large (kClosed) that these codes are never chosen.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // adding this rounds to whole steps
@@ -97,7 +97,7 @@ FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, 
   return sums;
 }
 
-// Return the number (0 ... 7) of the code with the smallest bound, or of the first one of them if several have it.
+// Return the number (0 ... 7) of the code with the smallest bound (the lowest one in case of ties).
 FP4KIT_DEVICE u32 index_of_smallest(const EightBounds& sums) {
   const u32 pair = min_u16x2(min_u16x2(sums.pairs[0], sums.pairs[1]), min_u16x2(sums.pairs[2], sums.pairs[3]));
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;

@@ -1,8 +1,8 @@
-// Losses of blocks of 16 elements under candidate scales. The functions give the results of reference/search_scales.py,
-// operation by operation.
+// Losses (measures of rounding error) of blocks of 16 elements for candidate scales. The functions give the same
+// results as reference/search_scales.py, operation by operation.
 //
-// A candidate is a scale that a search may choose. The residual of an element under a candidate is its rounding error.
-// In the comments, (w) is the weight of an element's column, or 1 if there are no weights.
+// A candidate is a scale that a search may choose. The residual of an element for a candidate is the element's rounding
+// error with this scale. In the comments, (w) is the weight of an element's column, or 1 if there are no weights.
 #pragma once
 
 #include "codec.cuh"
@@ -11,7 +11,7 @@
 constexpr int kSearchBlockSize = 16;  // number of elements per block
 constexpr u32 kLastCandidate = 126u;  // the candidates are the E4M3 codes 1 ... kLastCandidate
 
-// A candidate scale and its approximate reciprocal. Elements are multiplied with the reciprocal instead of divided.
+// A candidate scale and its approximate reciprocal. Elements are multiplied by the reciprocal instead of divided.
 struct Candidate {
   float scale, reciprocal;
 };
@@ -92,8 +92,8 @@ FP4KIT_DEVICE float loss_term(float d, double power) {
   return d;
 }
 
-// Return the combined loss of elements i ... i + 3 with the terms d (see loss_term). The second element is added first,
-// then the others in their order.
+// Return the combined loss of elements i ... i + 3 with the terms d (see loss_term), summed in the order i + 1, i, i +
+// 2, i + 3.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {
@@ -111,9 +111,9 @@ FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, con
   }
 }
 
-// Return the sum of (w) d^2 of a block under candidate c, d being the residuals. The order of additions is that of
-// Triton: four threads add four elements each, and then their sums are added. kAny and `scaling` are those of
-// `residual`.
+// Return the sum of (w) d^2 of a block for candidate c, where d are the residuals. The order of additions is that of
+// Triton: four threads sum four elements each, and then the four sums are added. kAny and `scaling` are described at
+// the function `residual`.
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, float scaling) {
   float sums[4];
@@ -130,7 +130,7 @@ FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, fl
 // ---- functions for the bounds of the pruned search (shared/search.cuh)
 
 constexpr float kLossMargin =
-    1.0f - 0x1p-16f;  // the loss with the nearest values is at least this part of the computed loss
+    1.0f - 0x1p-16f;  // the loss with exactly nearest values is at least this fraction of the computed loss
 
 // Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise return a smaller number,
 // which may be negative.
@@ -144,14 +144,15 @@ FP4KIT_DEVICE u32 code_at_least(float x) {
   return maximum(static_cast<u32>(normal_code_at_least(x + 0x1p-6f)) - 8u, 1u);
 }
 
-// The code with the smallest loss among the codes tried so far, or the first one of them if several have it.
+// The scale code with the smallest loss among the codes tried so far (the first one in case of ties).
 struct BestCode {
   float loss;
   u32 code;
 };
 
-// Return the loss that a scale causes by clipping: the loss of only those elements that are above 6 scales, added in
-// the order of loss_of. Without weights, only the largest element is counted. It is a lower bound of the block's loss.
+// Return the loss that a scale causes by clipping: the loss of only those elements that are above 6 times the scale,
+// summed in the order of loss_of. Without weights, only the largest element is counted. The result is a lower bound of
+// the block's loss.
 template <bool kWeighted>
 FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {
@@ -170,8 +171,8 @@ FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float a
   }
 }
 
-// Return true if the quotient of some element and the scale is so near to a tie that an error of the quotient may
-// decide the nearest value. Elements must be below 7 scales.
+// Return true if some element divided by the scale is so near to a rounding tie that the error of the quotient may
+// change the nearest value. Elements must be below 7 times the scale.
 template <bool kWeighted>
 FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c) {
   bool is_near = false;
@@ -184,8 +185,8 @@ FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c)
   return is_near;
 }
 
-// Return true if some element is clearly nearest to 0.5 or 1.5 times the scale, which are no values under twice the
-// scale. With v = element / scale, that means |v - 0.5| < 0.249 or |v - 1.5| < 0.249.
+// Return true if some element is clearly nearest to 0.5 or 1.5 times the scale, values that cannot be represented with
+// twice the scale. With v = element / scale, that means |v - 0.5| < 0.249 or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
   float closest = distance(0);

@@ -1,13 +1,13 @@
 // Sums of float32 numbers in the order in which producers add them. The last bits of a sum depend on the order. The
-// struct gives the results of reference/summation_order.py.
+// struct gives the same results as reference/summation_order.py.
 #pragma once
 
 #include "types.cuh"
 
-// The sum of kCount terms in the order of PyTorch on a CPU. The terms are added as vectors of eight lanes. There are
-// four partial sums, which take turns: vector v is added to partial sum v % 4. Vectors after the last whole group of
-// four are added to the first partial sum. The result adds the four partial sums in order, and then the eight lanes.
-// `Float` is float, or a vector of floats for several sums at once.
+// The sum of kCount terms in the order in which PyTorch sums on a CPU. The terms are summed as vectors of eight lanes,
+// in four partial sums: vector v is added to partial sum v % 4. Vectors after the last whole group of four are added to
+// the first partial sum. At the end, the four partial sums are added in order, and then the eight lanes. `Float` is
+// float, or a vector of floats for several sums at once.
 template <int kCount, class Float = float>
 struct LaneSums {
   Float partial[4][8] = {};
@@ -28,8 +28,8 @@ struct LaneSums {
   }
 };
 
-// The sum of terms in kLanes lanes, a power of two. Term i is added to lane i % kLanes, in order. The result adds the
-// upper half of the lanes to the lower half, until one lane is left.
+// The sum of terms in kLanes lanes, a power of two. Term i is added to lane i % kLanes, in order. At the end, the upper
+// half of the lanes is added to the lower half, until one lane is left.
 template <int kLanes>
 struct HalvedSum {
   float lanes[kLanes] = {};

@@ -1,5 +1,5 @@
-// Tensor rules: the struct tensor_<rule> computes the TensorScale of a tensor from its amax. It gives the results of
-// the function of the same name in reference/tensor_rules.py. A recipe R is a struct that cuda/compile/traits.py
+// Tensor rules: the struct tensor_<rule> computes the TensorScale of a tensor from its amax. It gives the same results
+// as the function with this name in reference/tensor_rules.py. A recipe R is a struct that cuda/compile/traits.py
 // writes.
 #pragma once
 
@@ -8,8 +8,8 @@
 constexpr float kInv6 = 1.0f / 6.0f;  // rounds to 0x3E2AAAAB
 constexpr float kTinyAmax = 0x1p-24f;
 
-// A tensor's scale in both directions, and the amax from which it was computed. Elements are multiplied with `encode`
-// when they are encoded, and with `decode` when they are decoded.
+// A tensor's scale in both directions, and the amax from which it was computed. Elements are multiplied by `encode`
+// when they are encoded, and by `decode` when they are decoded.
 struct TensorScale {
   float encode, decode, amax;
 };
@@ -255,10 +255,10 @@ struct tensor_comfy_kitchen {
   }
 };
 
-// ---- rules for formats of one's own
+// ---- rules for user-defined formats (custom_recipe)
 
-// Return the factor of elements under a scale: its reciprocal, or that of 1e-38 if the magnitude of the scale is
-// smaller. NaN stays NaN.
+// Return the factor by which elements are multiplied for a scale: 1 / scale, or 1 / 1e-38 if the magnitude of the scale
+// is smaller than 1e-38. NaN stays NaN.
 FP4KIT_DEVICE float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < 1e-38f ? 1e-38f : scale);
 }

@@ -89,8 +89,8 @@ FP4KIT_DEVICE T maximum(T a, T b) {
   return a < b ? b : a;
 }
 
-// The thread blocks that share one matrix or one piece of a group: the number `block` of this thread block among them,
-// and their number `blocks`.
+// The thread blocks that process one matrix together: the index `block` of this thread block among them, and their
+// number `blocks`. In a group of tensors, they are the index of a piece of work and the number of pieces.
 struct Grid {
   i64 block, blocks;
 };

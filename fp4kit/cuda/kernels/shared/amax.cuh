@@ -1,6 +1,6 @@
-// Functions that find the largest magnitude of a run, of a thread block and of a cluster, among the elements that count
-// in a tensor's amax. Magnitudes are compared as float32 bits, which have the order of the magnitudes, with NaN above
-// infinity.
+// Functions that find the largest magnitude among the elements of a run, of a thread block and of a cluster, as far as
+// they count in a tensor's amax. Magnitudes are compared as float32 bits, which order like the magnitudes, with NaN
+// above infinity.
 #pragma once
 
 #include "block.cuh"
@@ -51,8 +51,8 @@ FP4KIT_DEVICE u32 largest_of_block(u32 own) {
 
 constexpr int kAmaxRun = 16;  // number of elements of a run
 
-// Return the float32 bits of the largest magnitude among this thread's part of the elements in [0, count) that count
-// according to kInput. `lanes` threads divide the elements among them, and `lane` is the number of this thread. If
+// Return the float32 bits of the largest magnitude in this thread's share of the `count` elements at x, among those
+// that count according to kInput. `lanes` threads share the elements, and `lane` is the index of this thread. If
 // kAligned, the address x must be a multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
@@ -72,8 +72,8 @@ struct Untransformed {
   static constexpr u32 kSignMask = 0u;
 };
 
-// If R::kFinders is not 0, a kernel finds the tensor's amax itself. A cluster of kFinders thread blocks divides the
-// array among its threads, and every cluster finds the amax of the whole array.
+// If R::kFinders is not 0, a kernel itself finds the tensor's amax before it quantizes. The threads of a cluster of
+// kFinders thread blocks share the array, and every cluster finds the amax of the whole array.
 //
 // FP4KIT_FINDERS tells the compiler the size of the cluster, and the number of thread blocks of the grid is a multiple
 // of it. Before compute capability 9.0 there are no clusters, and each thread block finds the amax alone.
@@ -134,8 +134,8 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 }
 
 // If R::kFinders is not 0, find the amax of the whole array a.x, and let a.tensor_amax point to it. Otherwise do
-// nothing. A kernel calls this function first. The first thread block also stores the amax at the address that
-// a.tensor_amax had. For small arrays, this saves two of three launches.
+// nothing. A kernel calls this function first. The first thread block also stores the amax at the original address
+// a.tensor_amax. For small arrays, this saves two of three launches.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
   if constexpr (R::kFinders > 0) {

@@ -30,10 +30,11 @@ struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
-// Combine each of kCount values over all rows of a block by Operation, in any order. `column` is the number of the
-// thread's block in the tile. Each thread passes the values of its row, and gets the results of its block in `values`.
-// All threads of the thread block must call this function. It uses tile.parts[kPart] and the following kCount - 1
-// parts. A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one row.
+// Combine each of kCount values over all rows of a block by Operation, in any order. `column` is the index of the
+// thread's block in the tile. Each thread passes the values for its row, and gets the results for its block in
+// `values`. All threads of the thread block must call this function. It uses tile.parts[kPart] and the following kCount
+// - 1 parts. A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one
+// row.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = TileMemory<R>::kColumns,
@@ -72,7 +73,7 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
   }
 }
 
-// Add each of two errors over the rows of a block, and store the sums in `error` of all threads that handle the block.
+// Sum each of two errors over the rows of a block, and store the sums in `error` of all threads that handle the block.
 // This thread handles row `row` of block `column` of the tile. The order is a tree: first rows at the distance
 // kBlockRows / 2, then rows at half that distance, and so on, down to neighboring rows. Do nothing if blocks have one
 // row. All threads of the thread block must call this function.

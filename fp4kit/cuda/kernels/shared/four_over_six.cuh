@@ -1,10 +1,11 @@
 // 4over6: each block gets the better of two scales, which map its amax to the value 6 ("six") or to 4 ("four"). The
 // scales and codes are bit-identical to the results of reference/four_over_six.py.
 //
-// The exact path adds errors as the reference does. Because only the comparison of the two sums matters, the fast path
-// adds approximate errors, in a few operations per element. If the two sums are too close, the block takes the exact
-// path. That happens for about four in ten thousand blocks of normally distributed data. It also happens for blocks for
-// which both scales are equally good, such as blocks whose elements all have one magnitude.
+// The exact path sums the errors of the elements in the same order as the reference. Because only the comparison of the
+// two sums matters, the fast path sums approximate errors instead, in a few operations per element. If the two sums are
+// too close, the block takes the exact path. That happens for about four in ten thousand blocks of normally distributed
+// data. It also happens for blocks for which both scales are equally good, such as blocks whose elements all have one
+// magnitude.
 //
 // Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
 // all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
@@ -15,9 +16,9 @@
 
 // ---- functions for the exact path
 
-// Call visit(x) for the elements of a run, in order. If kUnrolled is false, the machine code is kept small, because
-// rarely used instructions must first be read from memory. Registers cannot be indexed by a variable, so the run is
-// rotated by one word per iteration. After the last iteration, the run is unchanged.
+// Call visit(x) for the elements of a run (one row of a block), in order. If kUnrolled is false, the machine code is
+// kept small, because rarely used instructions must first be read from memory. Registers cannot be indexed by a
+// variable, so the run is rotated by one word per iteration. After the last iteration, the run is unchanged.
 template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   if constexpr (kUnrolled) {
@@ -53,8 +54,8 @@ FP4KIT_DEVICE float error_in_format(float x, float scaled, u32 scale_code, float
                                        : error_of<Floats>(x, compared<Floats>(rounded<Floats>(scaled), scale, t), t);
 }
 
-// Return the error of a run under the scale with code scale_code: the sum of the errors of its elements or, if
-// R::kLargestError, the largest of them. The errors are added in the order of the recipe.
+// Return the error of a run (one row of a block) for the scale with code scale_code: the sum of the errors of the
+// elements or, if R::kLargestError, the largest error. Errors are summed in the order that the recipe specifies.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(e4m3_of<R>(scale_code)), factor = candidate_factor<R>(scale, t);
@@ -84,7 +85,7 @@ FP4KIT_DEVICE u32 code_in_format(float scaled, u32 scale_code) {
   return scale_code & If4::kIntegerBit ? int4_code(scaled) : encode_element<FloatsOf<R>>(scaled);
 }
 
-// Return the 4-bit codes of a run under the chosen scale, with the first code in the lowest bits. `amax` is the amax of
+// Return the 4-bit codes of a run for the chosen scale, with the first code in the lowest bits. `amax` is the amax of
 // the block; if R::kFlush and it is below 2^-126, all codes are 0.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
@@ -101,7 +102,7 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
 }
 
 // Store the codes of a run that begins at element `first`, or, if R::kFake, the values to which the codes decode.
-// scale_code is the code of its scale, and t its tensor scale.
+// scale_code is the code of the block scale, and t is the tensor scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
   const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
@@ -122,8 +123,8 @@ FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes
 // sum E of n squares differs by at most 114 e u * 2 sum |d| plus 42 e E, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n
 // / 4 u^2. The function is_decided requires that the two sums differ by more than both of these errors together.
 
-// The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t). u is the decoded value of the
-// code value 1.
+// What the fast path needs to know about a block scale. Lengths are in units of amax_power(t). u is the decoded value
+// of the code value 1.
 struct alignas(16) ApproximateScale {
   float factor;  // infinite if the fast path must not be used
   float small;   // factor * 2^-126
@@ -153,8 +154,8 @@ FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
   return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Return the ApproximateScale of a scale code under the tensor scale t. Its factor is infinite if the fast path must
-// not be used with this scale.
+// Return the ApproximateScale of a scale code with the tensor scale t. Its factor is infinite if the fast path must not
+// be used with this scale.
 template <class R, class In>
 FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
@@ -187,7 +188,7 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Store in `errors` the approximate sums of errors of a finite run, under the scales `six` and `four`. `inverse` is
+// Store in `errors` the approximate sums of errors of a finite run, for the scales `six` and `four`. `inverse` is
 // inverse_amax_power of the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
@@ -202,8 +203,7 @@ FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const Appro
   errors[1] = approximate_error<R>(a, four.small, four.unit);
 }
 
-// Return true if `errors`, the approximate sums of errors under the scales `six` and `four`, prove which scale is
-// better.
+// Return true if `errors`, the approximate sums of errors for the scales `six` and `four`, prove which scale is better.
 template <class R>
 FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
   const float slack = four.slack;  // the larger slack of the two, because four's scale is at least six's

@@ -1,19 +1,19 @@
-// 4over6 for bfloat16 by tables. The bits of an element look up its two codes and its contribution to the difference
+// 4over6 (each block gets the better of two scales) for bfloat16, by lookup tables. The bits of an element are the
+// index of a table entry. The entry holds the element's codes for both scales, and its contribution to the difference
 // between the errors of the two scales.
 //
-// A bfloat16 has 128 significands, and an E4M3 scale has 8. Suppose that an element and both scales are multiplied with
-// a power of two, and nothing leaves the range of normal numbers. Then neither the codes nor the errors in units of the
-// first scale change.
-// The two scales of a block are a sixth and a fourth of its amax, rounded. Up to a power of two, they form 16 pairs,
-// and 3 more if the second scale is clipped to 448.
+// A bfloat16 has 128 significands, and an E4M3 scale has 8. Suppose that an element and both scales are multiplied by a
+// power of two, and nothing leaves the range of normal numbers. Then neither the codes nor the errors in units of the
+// first scale change. The two scales of a block are a sixth and a fourth of its amax, rounded. Up to a power of two,
+// they form 16 pairs, and 3 more if the second scale is clipped to 448.
 //
 // Each of these 19 pairs has a table. The table of a pair has an entry for each bfloat16 from a quarter to 6.4 times
 // the first scale. Below that, all codes are 0. The upper 24 bits of an entry are the difference of the two errors
 // (four's minus six's) as an integer, in units of 1 / kUnitsOfOne. The lowest byte holds six's code in bits 0 to 2 and
 // four's code in bits 4 to 6.
 //
-// The sum of a block's entries says which error is smaller, unless the sum is within kSlack units of zero. These errors
-// add up to less than kSlack:
+// The sum of a block's entries says which error is smaller, unless the sum is within kSlack units of zero. kSlack is
+// larger than the sum of these uncertainties:
 //   8.8 units   16 entries are off by half a unit each, and by the rounding of differences of at most 1.5
 //   9.8 units   the reference's sums, at most 16 and 25.9, are rounded 15 times each, to 2^-24 of them
 //   7.5 units   the codes in the lowest bytes are added too
@@ -27,18 +27,18 @@ constexpr int kEntries = 611;
 // The number of units per error of 1 (in the unit of the first scale, or in its square). With it, the sum of 16
 // differences of at most 1.5 stays below 2^23.
 constexpr float kUnitsOfOne = 0x1p18f;
-// The slack of the sum of a block's 16 entries (see the head of this file): 28 units, in the scaling of entries, whose
-// unit is 1 << 8.
+// The slack (largest uncertainty) of the sum of a block's 16 entries, explained at the head of this file: 28 units. One
+// unit is 1 << 8, as in the entries.
 constexpr u32 kSlack = 28u << 8;
-// The slack, in units, of the sum of a square block of 16 x 16 elements: 16 sums of 16 entries, each rounded down to
-// units. Its parts are 141 + 199 + 112. The 199 come from 19 roundings of sums that are 16 times as large.
+// The slack, in units, of the sum for a square block of 16 x 16 elements: 16 sums of 16 entries, each rounded down to
+// units. The uncertainties are 141 + 199 + 112. The 199 come from 19 roundings of sums that are 16 times as large.
 constexpr u32 kSquareSlack = 480u;
 
-// Two scales: the significand of the first one, and by how many codes the second one is above it.
+// A pair of scales: the significand of the first scale, and how many codes the second scale is above the first.
 struct Pair {
   u8 first, above;
 };
-// The number of pairs, and the number of keys (key_of), of which most belong to no pair.
+// The number of pairs of scales, and the number of possible keys (see key_of). Most keys belong to no pair.
 constexpr int kPairs = 19, kKeys = 64;
 __device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 5}, {2, 4}, {2, 5}, {2, 6},
                                                     {3, 5}, {3, 6}, {4, 5}, {5, 4}, {5, 5}, {6, 4}, {6, 5},
@@ -76,7 +76,7 @@ FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }
 
-// Return true if the table is valid under this tensor scale, for blocks whose amax is at most the tensor's amax.
+// Return true if the table is valid for this tensor scale, for blocks whose amax is at most the tensor's amax.
 // is_in_table checks a block.
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
   return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
@@ -113,7 +113,7 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return the entry of the bfloat16 with these bits, for a pair of scales under the tensor scale t.
+// Return the table entry of the bfloat16 with these bits, for a pair of scales and the tensor scale t.
 template <class R>
 FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   const float x = float_of(bits << 16);
@@ -145,9 +145,9 @@ FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }
 
-// Look up the entries of a run under the scales with codes `six` and `four`. Store them in `entries`, and return their
-// sum, a signed integer whose upper 24 bits are positive if six has the smaller error. If both scales are equal, return
-// a positive sum instead, which decides for six.
+// Look up the table entries of a run of elements, for the scales with codes `six` and `four`. Store the entries in
+// `entries`, and return their sum, a signed integer whose upper 24 bits are positive if six has the smaller error. If
+// both scales are equal, return a positive sum instead, so that six is chosen.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
   const PairOffset offset = table.offsets[key_of(six, four)];
@@ -165,8 +165,8 @@ FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 
   return six == four ? 1u << 16 : sum;
 }
 
-// Return the codes of eight elements without signs, four bits each, from their entries of the table. If `shift` is 0,
-// they are the codes under the scale amax / 6; if it is 4, those under the scale amax / 4.
+// Return the codes of eight elements without signs, four bits each, from the elements' table entries. If `shift` is 0,
+// these are the codes for the scale amax / 6; if it is 4, the codes for the scale amax / 4.
 FP4KIT_DEVICE u32 codes_of_entries(const u32* entries, u32 shift) {
   const u32 even = prmt(prmt(entries[0], entries[2], 0x0040u), prmt(entries[4], entries[6], 0x0040u), 0x5410u);
   const u32 odd = prmt(prmt(entries[1], entries[3], 0x0040u), prmt(entries[5], entries[7], 0x0040u), 0x5410u);

@@ -1,5 +1,5 @@
-// Code that the grouped quantize kernels share. It handles tensors without elements, whose tensor scales must be
-// written nevertheless.
+// Code that the grouped quantize kernels share. It handles tensors without elements, because their tensor scales must
+// be written too.
 #pragma once
 
 #include "grouped.cuh"

@@ -8,7 +8,7 @@
 // or 16-bit floats that are their own codes.
 enum class CodeKind { nibbles, bytes, float16, bfloat16 };
 
-// One operand of a product: rows of codes along K.
+// One operand of a matrix product: rows of codes along K.
 struct ProductOperand {
   const u8* codes;            // the codes of all matrices, contiguous
   const u8* scales;           // the codes of the block scales; null without block scales
@@ -24,16 +24,16 @@ struct ProductOperand {
   i64 is_stack;               // 1 if the operand has a matrix per product; 0 if all products share its only matrix
 };
 
-// A product (batch, rows of a, rows of b) = c + a b^T. The fields after `promote` matter for truncate, truncate_groups
-// and floor only.
-//   c              the first sums, contiguous, with the shape of the product; null for zeros
-//   out            the product, contiguous
+// A matrix product (batch, rows of a, rows of b) = c + a b^T. The fields after `promote` matter only for the adders
+// truncate, truncate_groups and floor.
+//   c              what products are added to, contiguous, with the shape of the result; null for zeros
+//   out            the result, contiguous
 //   batch, length  the number of matrices, and K
-//   step           the number of elements of K per step
-//   promote        the number of elements of K per chain; the sums of chains are added in float32; 0 for one chain
-//   fraction_bits  the number of bits that a term keeps after the point of the largest term
-//   output_bits    the number of bits after the point to which a sum is truncated; sum_bits for floor
-//   zero_exponent  the exponent that a term of zero has
+//   step           the number of elements along K that the unit sums at once
+//   promote        the number of elements along K per chain; sums of chains are added in float32; 0 for one chain
+//   fraction_bits  the number of fraction bits that a term keeps after alignment to the largest exponent
+//   output_bits    the number of fraction bits to which the significand of a sum is truncated; sum_bits for floor
+//   zero_exponent  the exponent that a zero term counts with
 //   sums           floor: the number of sums of products, 1 or 2
 //   c_vanishes     floor: 1 if C counts as 0 when its exponent is far below the largest (FloorDotAdd)
 struct ProductArguments {
@@ -67,7 +67,7 @@ struct alignas(16) Codes {
   u32 words[4];
 };
 
-// A tile of results, which begins at (row, column) of a matrix.
+// A tile (a square of results that one thread block computes), which begins at (row, column) of a matrix.
 struct ProductTile {
   i64 matrix, row, column;
 };
@@ -78,22 +78,22 @@ FP4KIT_DEVICE i64 tile_count(const ProductArguments& a) {
   return a.batch * ((a.a.rows + kTile - 1) / kTile) * ((a.b.rows + kTile - 1) / kTile);
 }
 
-// Return tile `index` of kTile x kTile results. Tiles of a row of tiles follow each other.
+// Return tile number `index` of kTile x kTile results. Tiles are numbered along rows of tiles.
 template <int kTile>
 FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
   const i64 rows = (a.a.rows + kTile - 1) / kTile, columns = (a.b.rows + kTile - 1) / kTile;
   return {index / columns / rows, index / columns % rows * kTile, index % columns * kTile};
 }
 
-// Call body(arguments, tile) for each tile of a product that this thread block takes.
+// Call body(arguments, tile) for each tile of a product that this thread block computes.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductArguments& a, Body body) {
   const i64 tiles = tile_count<kTile>(a);
   for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) body(a, tile_at<kTile>(a, i));
 }
 
-// Call body(arguments, tile) for each tile of a group of products that this thread block takes. All threads of a thread
-// block must call this function, and get the same calls.
+// Call body(arguments, tile) for each tile of a group of products that this thread block computes. All threads of a
+// thread block must call this function, and get the same calls.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductGroup& group, Body body) {
   __shared__ ProductArguments arguments[1];
@@ -163,8 +163,8 @@ FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row,
   }
 }
 
-// Return the number with which the sum of a result begins: its element of c, or 0 if c is null or the result is outside
-// of the matrix.
+// Return the start value for the sum of a result: its element of c, or 0 if c is null or the result is outside of the
+// matrix.
 FP4KIT_DEVICE float first_sum(const ProductArguments& a, i64 matrix, i64 row, i64 column) {
   return a.c && is_inside(a, row, column) ? a.c[(matrix * a.a.rows + row) * a.b.rows + column] : 0.0f;
 }

@@ -1,9 +1,9 @@
-// Code that the partial kernels share. It loads runs of a shard at any alignment, and stores only the codes that the
-// shard owns.
+// Code that the partial kernels share. It loads runs (neighboring elements) of a shard at any alignment, and stores
+// only the codes of elements in the shard.
 //
-// A shard is elements [start, end) of a flattened matrix whose rows consist of whole runs of kRun elements. Work is
-// divided between threads at the borders of runs, so that the codes of a run are 8 or 16 whole bytes. If a shard begins
-// or ends inside a run, it owns only a part of that run.
+// A shard is elements [start, end) of a flattened matrix whose rows consist of whole runs of kRun elements. Each thread
+// processes whole runs, so that the codes of a run are 8 or 16 whole bytes. If a shard begins or ends inside a run, it
+// owns only some elements of that run.
 #pragma once
 
 #include "runs.cuh"
@@ -31,8 +31,8 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// Store in `run` the words of w from index kWords on. If bit 1 of `shift` is set, 16-bit elements are moved by one more
-// element.
+// Store in `run` the words of w, starting at index kWords. If bit 1 of `shift` is set, 16-bit elements are moved by one
+// more element.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll

@@ -35,7 +35,7 @@ struct PatchTraits {
       R::kBlock / kPatchRows;  // patches below each other in a warp; together they have the rows of a block
   static constexpr int kPatchesAcross = 32 / kPatchesDown;            // patches beside each other in a warp
   static constexpr int kPatchesPerBlock = R::kBlock / kPatchColumns;  // patches beside each other in a square block
-  // The numbers of warps of a tile below each other and beside each other.
+  // How many warps of a tile are below each other, and how many beside each other.
   static constexpr int kWarpsDown = kTileRows / (kPatchesDown * kPatchRows),
                        kWarpsAcross = kThreads / 32 / kWarpsDown;                     // warps beside each other
   static constexpr int kTileColumns = kWarpsAcross * kPatchesAcross * kPatchColumns;  // columns of a tile
@@ -84,9 +84,9 @@ FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   return {tile_row, tile_column, tile.row + tile_row, tile.column + tile_column};
 }
 
-// The order in which the tiles of a matrix are taken. They are taken band by band, and column by column within a band.
-// A band is 2^shift rows of tiles. So the tiles that are in flight at the same time form a square, and their stores
-// fill whole lines and pages in both directions.
+// The order in which the tiles of a matrix are processed: band by band, and column by column within a band. A band is
+// 2^shift rows of tiles. So the tiles that are processed at the same time form a square, and their stores fill whole
+// lines and pages in both directions.
 template <class P>
 struct TileOrder {
   u32 wide, tall, shift;
@@ -107,8 +107,8 @@ struct TileOrder {
   }
 };
 
-// Return how many rows of the matrix remain from the first row of a patch on. The result is 0 or less if the patch is
-// outside of the matrix.
+// Return how many rows of the matrix there are from the first row of a patch to the end. The result is 0 or less if the
+// patch is outside of the matrix.
 FP4KIT_DEVICE int rows_inside(const PatchArguments& a, const PatchPosition& s) {
   return s.column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - s.row : 0;
 }
@@ -119,9 +119,9 @@ FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, co
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
 }
 
-// Load the rows of a patch into x. Places outside of the matrix get copies of other elements, and the results for them
-// are never stored. If a square block extends below the matrix, the copies come from the matrix's last row, so that the
-// amax of the block does not change.
+// Load the rows of a patch into x. Positions outside of the matrix get copies of other elements, and results for such
+// positions are never stored. If a square block extends below the matrix, the copies come from the matrix's last row,
+// so that the amax of the block does not change.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
                               Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -139,8 +139,8 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Return the largest `largest` among the lanes whose numbers differ from this lane's number only in bits from `first`
-// up to, but not including, `end`. Both are powers of two.
+// Return the maximum of `largest` over a group of lanes: those whose index differs from this lane's only in the bits
+// `first`, 2 `first`, ..., `end` / 2. `first` and `end` are powers of two.
 FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 #pragma unroll
   for (int lane = first; lane < end; lane *= 2) largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lane));

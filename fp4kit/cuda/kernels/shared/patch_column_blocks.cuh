@@ -1,4 +1,5 @@
-// Blocks in a column: functions that encode patches of 16 rows of 8 bytes, and store their codes in the staging buffer.
+// Blocks in a column: functions that encode patches (16 rows of 8 bytes in one thread's registers), and store the codes
+// in the staging buffer in shared memory.
 #pragma once
 
 #include "fast_path_columns.cuh"
@@ -6,8 +7,8 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Store in `largest` the float32 bits of the largest magnitude of the block in each column. The threads that hold the
-// patches of one block combine their maxima.
+// Store in `largest` the float32 bits of the block's largest magnitude, for each column of a patch. The threads that
+// hold the patches of one block combine their maxima.
 template <class In, class P>
 FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                  u32 (&largest)[P::kPatchColumns]) {

@@ -12,7 +12,7 @@ FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
 }
 
 // Store the scale code of a block once per row of the block. The lanes that hold the patches of a block divide these
-// rows among them. `inside` is the number of rows of the matrix from the patch on.
+// rows among them. `inside` is the result of rows_inside.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
   constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // rows per lane
@@ -89,7 +89,7 @@ FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
   }
 }
 
-// Return the runs of several rows as one run.
+// Return the elements of several rows of a patch as one run.
 template <class In, int kPatchColumns, int kPatchRows>
 FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPatchColumns> (&x)[kPatchRows]) {
   constexpr int kWords = Run<In, kPatchColumns>::kWords;

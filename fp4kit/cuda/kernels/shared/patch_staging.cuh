@@ -120,8 +120,8 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
   }
 }
 
-// Copy the scales of a tile along columns from the staging buffer to memory. A thread takes four columns: all their
-// blocks for the linear layout, and otherwise four blocks that are contiguous in the layout.
+// Copy the scales of a tile along columns from the staging buffer to memory. A thread copies the scales of four
+// columns: of all their blocks for the linear layout, otherwise of four blocks that are contiguous in the layout.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;

@@ -24,7 +24,8 @@ struct QuantizeArguments {
   i64 rows, columns;
 };
 
-// Store the decode scale of the tensor scale with number i and, if a.amax_out is not nullptr, a copy of its amax.
+// Store the tensor scale t (the decode scale) at index i and, if a.amax_out is not nullptr, a copy of the amax that it
+// was computed from.
 FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
@@ -53,7 +54,7 @@ FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&byt
   }
 }
 
-// Return the random bytes of the 16 elements from `first` on, four per word. `first` must be a multiple of 16.
+// Return the random bytes of elements first ... first + 15, four per word. `first` must be a multiple of 16.
 FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
@@ -75,8 +76,8 @@ FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 
-// Store the packed codes of a run that begins at element `first`. If R::kFake, store the values to which the codes
-// decode instead, under the scale code of the block and the tensor scale t.
+// Store the packed codes of a run that begins at element `first`. If R::kFake, store the decoded values instead,
+// computed with the scale code of the block and the tensor scale t.
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
                                 u32 scale_code, TensorScale t) {
@@ -91,8 +92,8 @@ FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32
   }
 }
 
-// Encode a run of any elements by the exact path, and store its codes or, if R::kFake, its values. `first` is the
-// number of its first element in the array.
+// Encode a run of any elements by the exact path, and store its codes or, if R::kFake, its values. `first` is the index
+// of the run's first element in the array.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {

@@ -1,5 +1,5 @@
-// Quantization of blocks whose threads must decide together: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on
-// any block. IF4, on blocks of one row, has only the exact path.
+// Quantization of blocks of kBlockRows rows (16x16, 32x32), whose threads must exchange amaxes, and of any block by
+// 4over6 (the better of two scales). IF4, on blocks of one row, has only the exact path.
 //
 // A tile is kBlockRows rows of kColumns blocks. A thread handles one row of one block (R::kBlock elements). The threads
 // exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and
@@ -149,8 +149,8 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Quantize a matrix whose blocks have several rows. A thread block takes one tile after the other. `table` is that of
-// choose_scale.
+// Quantize a matrix whose blocks have several rows. A thread block processes one tile after the other. choose_scale
+// describes `table`.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -183,8 +183,8 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a matrix by 4over6, for blocks of one row. A thread takes one block after the other. choose_scale describes
-// `table`.
+// Quantize a matrix by 4over6, for blocks of one row. A thread processes one block after the other. choose_scale
+// describes `table`.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
@@ -214,7 +214,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
   }
 }
 
-// Quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
+// Quantize a matrix, or one piece of a tensor in a group. `grid` says which part of it this thread block processes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;

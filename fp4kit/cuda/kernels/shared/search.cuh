@@ -1,8 +1,8 @@
-// The pruned search of a block's scale among E4M3 codes, one block per thread. If it cannot prove its result, a warp
-// tries all candidates of the block.
+// The pruned search for a block's best scale among E4M3 codes, one block per thread. It skips codes that provably
+// cannot win. If it cannot prove its result, a warp tries all candidates of the block.
 //
-// Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same sum with the truly nearest value for every
-// element. The upward codes are first ... end - 1, up to eight codes whose scales are above amax / 7.
+// Let L(c) be the loss of scale code c as loss_of computes it, and L*(c) the same sum with the truly nearest value for
+// every element. The upward codes are first ... end - 1, up to eight codes whose scales are above amax / 7.
 //
 // Downward. An element above 6 scales has the residual d = |x| - 6 scale, which grows as the scale shrinks. Consider
 // the sum of only these elements' losses, with zeros for the others. It is at most L(c), because rounding is monotone.
@@ -10,9 +10,9 @@
 // nearly as good a bound: L(c) is at least its d^2. With weights the largest element may count for nothing, so all
 // elements above 6 scales are added.
 //
-// Upward. Below 7 scales, every value under twice a scale is also a value under the scale. So doubling the scale brings
-// no element nearer to a value, and because rounding is monotone, L*(scale) <= L*(2 scale). Every code from `end` on
-// has 2, 4, 8, ... times the scale of an upward code.
+// Upward. Below 7 times a scale, every value that can be represented with twice the scale can also be represented with
+// the scale. So doubling the scale brings no element nearer to a value, and because rounding is monotone, L*(scale) <=
+// L*(2 scale). Every code from `end` on has 2, 4, 8, ... times the scale of an upward code.
 //
 // L(c) exceeds L*(c) only if the quotient of an element is so near to a tie t that the error of the quotient decides.
 // Let h be the distance of the two neighbors of t. The error is below 2^-22 of the quotient, because the approximate
@@ -20,9 +20,9 @@
 // That is 28 * 2^-22 of it, because t / h is at most 3.5. With the rounding of the sums, L*(c) >= kLossMargin L(c).
 //
 // So the smallest L among the candidates that were tried is the smallest of all, if two conditions hold. First,
-// kLossMargin L(c) is at least the winner's loss for every other upward code c. Second, the same is true for twice the
-// winner's scale, or no element is near a tie under the winner. Candidates beyond come later, and among equal losses
-// the first one wins. No square underflows while scales are in 2^-60 ... 2^50.
+// kLossMargin L(c) is at least the winner's loss for every other upward code c. Second, this also holds for the code
+// with twice the winner's scale, or no element is near a tie with the winner's scale. Larger candidates come later, and
+// among equal losses the first one wins. No square underflows while scales are in 2^-60 ... 2^50.
 #pragma once
 
 #include "block.cuh"
@@ -50,7 +50,7 @@ struct Candidates {
   bool ordinary;            // true if the scales are in the range for which the bounds are proven
 };
 
-// Fill the candidates (codes 1 ... kLastCandidate) under a tensor amax. All threads of a thread block must call this
+// Compute the candidates (codes 1 ... kLastCandidate) for a tensor amax. All threads of a thread block must call this
 // function.
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
@@ -76,7 +76,8 @@ struct CandidateRange {
 template <class R>
 FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
-  // Compute a normal code with a product in place of the quotients of the rule, unless the product is close to a tie.
+  // If the code is normal, compute it with a product instead of the rule's quotients, unless the product is close to a
+  // tie.
   const float factor = t.amax > 0x1p-60f && t.amax < 0x1p60f ? t.encode * (1.0f / 6.0f) : nan_value();
   const u32 ratio_bits = bits_of(amax * factor), halfway = ratio_bits + 0x80000u;
   i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);

@@ -1,8 +1,8 @@
-// The full search of a block's scale: it tries every candidate, in the order of the reference, for any objective and
-// any set of candidates.
+// The full search for a block's best scale. It tries every candidate, in the order of the reference, for any objective
+// and any set of candidates.
 //
 // A set of candidates is a struct with these members:
-//   kLanes                 number of threads that share a block and take its candidates in turn
+//   kLanes                 number of threads that share a block and try its candidates in turn
 //   make(a, shared)        return the set, and fill `shared`, which all blocks use; called by all threads of a thread
 //                          block
 //   begin(amax)            set `first` and `last`, the candidates of a block with this amax
@@ -125,7 +125,7 @@ struct ScalePowers {
   }
 };
 
-// Store in d the residuals of the sixteen elements of a run under the candidate `trial` of a set.
+// Store in d the residuals (rounding errors) of the sixteen elements of a run for the candidate `trial` of a set.
 template <class Set, bool kWeighted>
 FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
                                  float (&d)[kSearchBlockSize]) {
@@ -143,10 +143,10 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
   }
 }
 
-// Return the loss of a row of a block under the candidate `trial` of a set. load(j, run) loads 16 elements from column
-// j on, with their weights. First, four neighbors are combined at a time (loss_of_four). Then the second half of the
-// results is combined with the first half (combined_loss), until one result is left. If the number of results is odd,
-// the middle result is kept for the next round.
+// Return the loss of a row of a block for the candidate `trial` of a set. load(j, run) loads 16 elements with their
+// weights, starting at column j. First, four neighbors are combined at a time (loss_of_four). Then the second half of
+// the results is combined with the first half (combined_loss), until one result is left. If the number of results is
+// odd, the middle result is kept for the next round.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
@@ -173,9 +173,9 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// Return the loss, under the candidate `trial`, of a row of block number `block` in its row of blocks. loss_of_row
-// describes `load`. If the objective is `hessian`, the loss is computed from the Hessian of the block's columns.
-// Otherwise, loss_of_row computes the loss.
+// Return the loss of one row of a block for the candidate `trial`. `block` is the index of the block in its row of
+// blocks. loss_of_row describes `load`. If the objective is `hessian`, the loss is computed from the Hessian of the
+// block's columns. Otherwise, loss_of_row computes the loss.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
@@ -190,7 +190,7 @@ FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const 
   }
 }
 
-// Return the candidate with the smallest loss of a block, or the first one if several have it. If no loss is below
+// Return the candidate with the smallest loss for a block (the first one in case of ties). If no loss is below
 // infinity, return the first candidate of all, with an infinite loss. kLanes neighboring threads share the work. The
 // block has `rows` rows, and x is the address of its first element.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>

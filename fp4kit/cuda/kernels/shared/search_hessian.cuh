@@ -1,10 +1,10 @@
-// The pruned search of a block's scale by the loss d^T H d, one row per thread. The threads of a thread block share 16
-// columns and their Hessian H.
+// The pruned search for a block's best scale by the loss d^T H d, one block of 16 elements per thread. The threads of a
+// thread block process the same 16 columns and share their Hessian H.
 //
-// Let W(c) be the sum of h_ii d_i^2 under code c, and D the diagonal of H. If H - mu D has no negative eigenvalue, the
-// loss is at least mu W(c). In float32 the loss is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj), so
-// that the sum of |d_i h_ij d_j| is at most 16 W(c). Let margin = mu - 2^-12, which covers that error and the error of
-// finding mu. If margin W(c) exceeds the loss L of another candidate, c does not win.
+// Let W(c) be the sum of h_ii d_i^2 for scale code c, and D the diagonal of H. If H - mu D has no negative eigenvalue,
+// the loss is at least mu W(c). In float32 the loss is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj),
+// so that the sum of |d_i h_ij d_j| is at most 16 W(c). Let margin = mu - 2^-12, which covers that error and the error
+// of finding mu. If margin W(c) exceeds the loss L of another candidate, c does not win.
 //
 // W is a squared loss with weights, so the arguments of search.cuh apply to it. For an amax below 7 scales, W*(2 scale)
 // >= W*(scale) and W* >= kLossMargin W. For an amax above 6 scales, the largest element alone gives a lower bound of W.
@@ -19,8 +19,8 @@ struct Hessian {
   alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
-// Return the Candidate of a code with the scale as it is stored: rounded to E4M3 under the tensor scale. `amax` is the
-// tensor's amax.
+// Return the Candidate of a scale code with the scale that will be stored: the E4M3 value times the tensor scale.
+// `amax` is the tensor's amax.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
@@ -51,8 +51,8 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   return true;
 }
 
-// Return true if no square that decides the result underflows or overflows, for diagonals of H far from 1 and the
-// scales of all candidates.
+// Return true if no square that may decide the result underflows or overflows, for the diagonal of H and the scales of
+// all candidates.
 FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   const float low = shared.by_code[1].scale, high = 7.0f * shared.by_code[kLastCandidate].scale;
   for (int i = 0; i < kSearchBlockSize; ++i) {
@@ -64,7 +64,7 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// Store the residuals of a row's 16 elements under a candidate in d, with the signs of the elements. The function
+// Store the residuals of a row's 16 elements for a candidate in d, with the signs of the elements. The function
 // `residual` describes kAny and `scaling`.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
@@ -76,8 +76,8 @@ FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c
   }
 }
 
-// Return d^T H d, added in Triton's order: first d^T H by fused multiply-adds, then pairs of columns (the second column
-// first), then the second half of the sums is added to the first half, until one is left.
+// Return d^T H d, summed in Triton's order. First d^T H is computed by fused multiply-adds. Then pairs of columns are
+// summed (the second column first). Then the second half of the sums is added to the first half, until one is left.
 FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sums[kSearchBlockSize] = {};
   forget_memory();
@@ -104,7 +104,7 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
   return sum;
 }
 
-// Return the code with the smallest loss of a block with amax > 0, or the first one if several have it. `margin` is
+// Return the scale code with the smallest loss for a block with amax > 0 (the first one in case of ties). `margin` is
 // defined at the head of this file. If it is not above 0, every candidate in `range` is tried. If no loss is below
 // infinity, return range.low with an infinite loss.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,

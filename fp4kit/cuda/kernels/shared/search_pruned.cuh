@@ -1,18 +1,18 @@
-// The pruned search, by a warp, of blocks without weights whose first upward code is normal. The proofs in search.cuh
-// apply here too, but fewer losses are computed.
+// The pruned search by a warp, for 32 blocks without weights whose first upward code is normal. The proofs in
+// search.cuh apply here too, but fewer losses are computed.
 //
 // search_loss_bounds.cuh gives lower bounds of L* for the eight codes first ... first + 7 at once. The code with the
-// smallest bound is tried. A code whose bound exceeds the loss of that code cannot win, and neither can the codes with
-// 2, 4, ... times its scale. A code below `first` cannot win if its clipped loss exceeds that loss.
+// smallest bound is tried first; let L be its loss. A code whose bound exceeds L cannot win, and neither can the codes
+// with 2, 4, ... times its scale. A code below `first` cannot win if its clipped loss exceeds L.
 //
-// A code is open if neither bound excludes it and it has not been tried: its loss must still be computed. A block of
+// A code is open if it has not been tried and no bound excludes it, so that its loss must still be computed. A block of
 // Gaussian elements has 0.8 open codes on average, and the worst among 32 such blocks has 3.5. The threads of a warp
 // share the open codes of their blocks, usually in one iteration. Atomic operations keep the two smallest losses of
 // each block.
 //
-// Twice the winner's scale need not be tried if some element is nearest to 0.5 or 1.5 scales by at least 0.001 scales.
-// The loss of that element under twice the scale is then larger by at least 0.001 scale^2. That is more than
-// kLossMargin takes from a loss of at most 16 scale^2.
+// Twice the winner's scale need not be tried if some element is nearest to 0.5 or 1.5 times the scale, by a margin of
+// at least 0.001 times the scale. With twice the scale, the loss of that element is then larger by at least 0.001
+// scale^2. That is more than the uncertainty kLossMargin of a loss of at most 16 scale^2.
 #pragma once
 
 #include "search_loss_bounds.cuh"
@@ -32,7 +32,7 @@ FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
   return (bits_of(loss) & ~15u) | (code & 15u);
 }
 // The smallest difference of two ranks that proves which loss is smaller. The losses are then at least 482 float steps
-// apart, which is more than kLossMargin takes.
+// apart, which is more than the uncertainty kLossMargin.
 constexpr i32 kMinRankGap = 512;
 
 // Shared memory of a warp. `jobs` holds 32 * code + lane for each open code of the warp's 32 blocks, in any order.
@@ -60,8 +60,8 @@ FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
 }
 
-// The state of the search in the block of a thread. least.rank is the smallest known rank. least.second is the second
-// smallest rank, or 0 if some codes cannot be tried. In that case, no code can be proven best.
+// The state of the search for the block of one thread. least.rank is the smallest known rank. least.second is the
+// second smallest rank, or 0 if some codes cannot be tried. In that case, no code can be proven best.
 struct Screened {
   OpenCodes::Least least;
   u32 base, end, open = 0u;  // open: bit j is set if code base + j may win; base: first code - 24
@@ -136,8 +136,8 @@ FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, 
   s.least = open_codes.least[lane];
 }
 
-// Return true if the code with the smallest rank is proven to be the result. It must be ahead of every other code that
-// was tried by kMinRankGap, and no code from s.end on may be able to win.
+// Return true if the code with the smallest rank is proven to be the result. Its rank must be below the rank of every
+// other tried code by at least kMinRankGap, and no code from s.end upward may be able to win.
 FP4KIT_DEVICE bool is_proven(const SearchBlock<false>& block, const Screened& s, CandidateRange range,
                              const Candidates& shared) {
   const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kMinRankGap;

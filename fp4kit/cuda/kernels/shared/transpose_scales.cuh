@@ -34,16 +34,16 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
-// Store the scale that thread number `thread` loaded (load_scale) in the tile, at its transposed place. Do nothing for
-// threads that have no scale of the tile.
+// Store the scale that thread number `thread` loaded (load_scale) in the tile, at its transposed position. Do nothing
+// for threads that loaded no scale of the tile.
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
 // Store the tile at row k, column m of a swizzled output, 16 bytes at a time. `threads` threads share the work, and
-// this is number `thread`. 16 bytes are four columns of four rows: of the rows that are contiguous in 128x4, or of four
-// neighboring rows in 8x4.
+// this is number `thread`. 16 bytes are four columns of four rows. The four rows are 32 apart in 128x4, and neighbors
+// in 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -75,8 +75,8 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
   }
 }
 
-// A tile of 2048 blocks for scales without codes, in layout 8x4. More of its scales are contiguous in memory than in a
-// tile of codes.
+// A tile of 2048 blocks, for transposing scales in layout 8x4 separately from the codes. More scales are contiguous in
+// memory in this tile than in a tile of codes.
 template <ScaleLayout kLayout, int kBlock>
 using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
@@ -98,8 +98,8 @@ FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 colum
 }
 
 // Transpose linear scales without tiles: a tile would store only 16 bytes of a row at a time and fill no sector. A
-// thread takes the scales of 4 x 4 blocks: block rows 4 i ... 4 i + 3 and block columns 4 j ... 4 j + 3. The rows of
-// both matrices of scales must be whole words.
+// thread processes the scales of 4 x 4 blocks: block rows 4 i ... 4 i + 3 and block columns 4 j ... 4 j + 3. The rows
+// of both matrices of scales must be whole words.
 template <int kBlock>
 FP4KIT_DEVICE void transpose_linear_scales(const ScaleMatrix& a, i64 i, i64 j) {
   const i64 in_columns = a.columns / kBlock, out_columns = a.rows / kBlock;
