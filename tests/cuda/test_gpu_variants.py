@@ -59,6 +59,7 @@ def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
     everything(x, ZEROS, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_and_shards_of_blocks_of_zeros(dtype) -> None:
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)

@@ -100,8 +100,8 @@ def test_a_later_architecture_compiles(case):
     check_compiles(case, "sm_100a")
 
 
-ELSEWHERE = [(case, OLDEST) for case in half_of_kinds(0)]
-ELSEWHERE += zip(KINDS[1::2], cycle(OTHERS), strict=False)
+ELSEWHERE = [(case, OLDEST) for case in half_of_kinds(0)[::2]]
+ELSEWHERE += zip(KINDS[1::4], cycle(OTHERS), strict=False)
 
 
 @pytest.mark.exhaustive
@@ -120,7 +120,7 @@ FINDING = {
 
 
 @pytest.mark.parametrize("kernel", every(2, FINDING))
-@pytest.mark.parametrize("arch", ["sm_90", *exhaustive((OLDEST, "sm_100a", *OTHERS))])
+@pytest.mark.parametrize("arch", ["sm_90", *exhaustive((OLDEST, "sm_100a"))])
 def test_kernels_that_find_the_amax_compile(kernel, arch):
     r = RECIPES[FINDING[kernel]]
     struct = recipe_struct(r, fake=kernel == "fake_quantize", finds_amax=True)
