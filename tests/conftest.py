@@ -106,8 +106,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Select the cases that this run takes; see exhaustive.py.
 
-    A usual run takes the common recipes and a sixteenth of the others. An exhaustive run takes another sixteenth.
-    Recipes whose field values all occur in common ones run only in exhaustive runs, with a sixteenth of their cases.
+    A usual run takes the common recipes and 1/32 of the others. An exhaustive run takes another 1/16.
+    Recipes whose field values all occur in common ones run only in exhaustive runs, with 1/16 of their cases.
     """
     left_out = [*mark_recipes(items), *thin_emulated(items)]
     if left_out and not config.getoption("every_recipe"):
@@ -139,10 +139,10 @@ def mark_recipes(items):
         lots = [0 if name in USUAL else lot(item.originalname, name) for name in names]
         if is_rare:
             item.add_marker(pytest.mark.exhaustive)
-            left_out += [item] * all(lots)
+            left_out += [item] * {0, 1}.isdisjoint(lots)
         elif names and others[_test_of(item)] > MANY and all(lots):
             item.add_marker(pytest.mark.exhaustive)
-            left_out += [item] * (1 not in lots)
+            left_out += [item] * {1, 2}.isdisjoint(lots)
     return left_out
 
 

@@ -201,15 +201,18 @@ def test_the_sweep_finds_slow_calls_and_leaves_out_shapes_that_do_not_fit(monkey
 
 
 def test_a_ratio_near_one_is_taken_again_and_declined_recipes_are_few_elements(monkeypatch):
-    turns, rounds = [], cpu_sweep.alternate
+    turns, rounds, clock = [], cpu_sweep.alternate, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])  # calls set it forward, so the load does not matter
     monkeypatch.setattr(cpu_sweep, "alternate", lambda *arguments: (turns.append(arguments[1]), rounds(*arguments))[1])
 
     def taking(fast, slow):
-        case = cpu_cases.CpuCase("of", lambda: time.sleep(slow if fp4kit.engine() == "reference" else fast), 1)
-        return cpu_sweep.ratio(case)
+        def call():
+            clock[0] += slow if fp4kit.engine() == "reference" else fast
 
-    assert taking(1e-4, 1e-2) > 10 and not turns
-    assert 0.6 < taking(2e-3, 2e-3) < 1.6 and turns[0] == cpu_sweep.TURNS[0][0]
+        return cpu_sweep.ratio(cpu_cases.CpuCase("of", call, 1))
+
+    assert taking(1e-4, 1e-2) == pytest.approx(100) and not turns
+    assert taking(2e-3, 2e-3) == pytest.approx(1) and turns[0] == cpu_sweep.TURNS[0][0]
     of = lambda recipe, rows: len(list(cpu_sweep.cases(recipe, np.zeros((rows, 256), np.float32))))  # noqa: E731
     assert of("nvfp4-te", 16) == of("nvfp4-te", 4096) == 4
     assert of("mxfp4-microxcaling-even", 16) == 1 and of("mxfp4-microxcaling-even", 4096) == 0
