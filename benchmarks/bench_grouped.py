@@ -74,7 +74,9 @@ def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:
-    """Raise AssertionError unless the last rows of the results of some tensors equal the CPU's results.
+    """For a sample of the tensors, check that the last rows of the result equal the CPU's result.
+
+    Raise AssertionError if they differ.
 
     results: the results of a grouped call, one per tensor.
     amaxes: the tensor amaxes that the call used, one per tensor, or None if the recipe has none.

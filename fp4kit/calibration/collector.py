@@ -131,20 +131,24 @@ class Collector:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The sorted names of all layers, with one name per expert."""
+        """The sorted names of all layers, with one name per expert.
+
+        Raises ValueError in the cases in which columns raises it.
+        """
         return tuple(self._entries("layers"))
 
     def columns(self) -> dict[str, int]:
         """Return {layer: K}, where K is the number of inputs per token.
 
-        Raises ValueError if an input on a GPU was NaN or infinite.
+        Raises ValueError if an input on a GPU was NaN or infinite. Also raised if a layer collected both alone and as
+        one of several experts has two numbers of columns.
         """
         return {name: entry.columns for name, entry in self._entries("columns").items()}
 
     def tokens(self) -> dict[str, int]:
         """Return {layer: number of tokens that it saw}, which is 0 for a layer or expert that saw none.
 
-        Raises ValueError if an input on a GPU was NaN or infinite.
+        Raises ValueError in the cases in which columns raises it.
         """
         return {name: entry.tokens for name, entry in self._entries("tokens").items()}
 
@@ -163,7 +167,7 @@ class Collector:
         Raises:
             TypeError: if an argument has the wrong type.
             ValueError: if a rule or policy is unknown; if layers have no amax, which are named; if the rule is
-                "headroom" and there are no histograms; if an input on a GPU was NaN or infinite.
+                "headroom" and there are no histograms; or in a case in which columns raises it.
 
         Exact:
             "max" equals max calibration of Model-Optimizer 0.47; for "headroom", see Headroom. The policy "layer"
@@ -263,7 +267,7 @@ class Collector:
 
         Raises:
             TypeError: if comm is not a communicator.
-            ValueError: as for merge, on every rank. If an input on a GPU was NaN or infinite, only the rank of that GPU
+            ValueError: as for merge, on every rank. In the cases in which columns raises it on a rank, only that rank
                 raises, before anything is sent.
         """
         parts = all_gather_bytes(comm, encode(self._entries("gather"), self.histogram))
@@ -280,6 +284,7 @@ class Collector:
         Raises:
             TypeError: if path is not a path.
             ValueError: if path does not end with the name of a file, or if an input on a GPU was NaN or infinite.
+            ValueError: if a layer collected both alone and as one of several experts has two numbers of columns.
             OSError: if the file cannot be written.
         """
         target = as_path("save", path)

@@ -517,6 +517,8 @@ def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]
 
     Raise CheckpointError if two values have no pattern, or if a pattern or a recipe is empty.
     """
+    if "" in texts:
+        raise CheckpointError("--recipe '': is empty; RECIPE or PATTERN=RECIPE is needed, such as nvfp4-te")
     plain = [text for text in texts if "=" not in text]
     if len(plain) > 1:
         raise CheckpointError(

@@ -181,9 +181,9 @@ KV_LAYOUTS: dict[str, KVLayout] = {
 
 
 def as_layout(op: str, layout: KVLayoutName | KVLayout) -> KVLayout:
-    """Return a KVLayout, or the KVLayout of a name. Raise ValueError for any other argument.
+    """Return `layout` itself if it is a KVLayout; otherwise look it up by name.
 
-    The message begins with op.
+    Raise ValueError if no layout has this name. The message starts with op.
     """
     if isinstance(layout, KVLayout):
         return layout

@@ -314,10 +314,13 @@ def _error(read: np.ndarray, reference: np.ndarray) -> float:
 def _faults(
     read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: tuple[np.float32, ...]
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
-    """Yield each known fault of a cache, with the keys and values corrected for it: (fault, (keys, values)).
+    """Yield (fault, (keys, values)) for each fault that might explain the bytes of a cache.
 
-    read: the keys and values as a layout reads them. references: those that the cache should hold. scales: the tensor
-    scales by which they were read.
+    fault is a text. The keys and values are those that would have been read without the fault. The caller compares them
+    with `references`. Wrong tensor scales are yielded only if another factor fits clearly better.
+
+    read: the keys and values as a layout reads them. references: the keys and values that the cache should hold.
+    scales: the tensor scales with which `read` was decoded.
     """
     with np.errstate(all="ignore"):
         ratio = scales[0] / scales[1]

@@ -58,7 +58,10 @@ def _mxfp4() -> Iterator[Recipe]:
 
 
 def _mxfp6() -> Iterator[Recipe]:
-    """Yield the MXFP6 recipes: for E2M3 and then E3M2, modes FLOOR and RCEIL, each in 0.19 dev and then in 0.18.0."""
+    """Yield the MXFP6 recipes of torchao.
+
+    They are ordered by format (E2M3, E3M2), then by mode (FLOOR, RCEIL), then by torchao version (0.19 dev, 0.18.0).
+    """
     for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
         for mode in ("floor", "rceil"):
             for made in (_to_mx, _to_mx_018):
@@ -66,7 +69,11 @@ def _mxfp6() -> Iterator[Recipe]:
 
 
 def _mxfp8() -> Iterator[Recipe]:
-    """Yield the MXFP8 recipes: for E4M3 and then E5M2, all four modes, each in 0.19 dev and then in 0.18.0."""
+    """Yield the MXFP8 recipes of torchao.
+
+    They are ordered by format (E4M3, E5M2), then by mode (FLOOR, RCEIL, CEIL, EVEN), then by torchao version (0.19 dev,
+    0.18.0).
+    """
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         for mode in ("floor", "rceil", "ceil", "even"):
             for made in (_to_mx, _to_mx_018):

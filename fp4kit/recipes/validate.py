@@ -78,8 +78,8 @@ def can_be_repacked(r: Any) -> bool:
     Repacking recomputes codes as auto-round does when it packs them. The recipe must have float elements and a block
     rule with apply "multiply". It must not set four_over_six or nan_is_max.
 
-    If the scales are E4M3, signs must not be "negative" or "not_positive". Repacking would then change the sign of zero
-    codes of small elements, and the fast paths of the engines do not make that change.
+    If the scales are E4M3, the field ``sign`` must not be "negative" or "not_positive". Otherwise, repacking would
+    change the sign of small elements that are encoded as zero, which the engines' fast paths do not do.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     keeps_signs = r.scale == E8M0 or r.sign in ("signbit", "unsigned_zero")

@@ -286,10 +286,10 @@ def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
 
 
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the factor by which Quark divides the elements of each block.
+    """Return the divisor that Quark applies to the elements of each block.
 
-    If a code is the one that Quark stores for its scale, the factor is the scale itself, which need not equal the value
-    of the code. Otherwise the caller has passed the code to quantize, and the factor is its value.
+    If a code is the one that Quark stores for its scale, the divisor is the scale itself, which need not equal the
+    value of the code. Otherwise the caller has passed the code to quantize, and the divisor is the value of the code.
 
     codes: the scale codes.
     scale: the scales that _quark_scale makes from amax.
@@ -310,10 +310,10 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def factor_e8m0_quark_floor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor by which Quark divides the elements of each block with scale mode floor.
+    """Return the divisor that Quark applies to the elements of each block with scale mode floor.
 
     It is the scale s that code_e8m0_quark_floor computes, even if s was stored as 2^-126. For a code that amax does not
-    give, which the caller has passed to quantize, the factor is the value of the code. tensor is not used.
+    give, which the caller has passed to quantize, the divisor is the value of the code. tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -331,10 +331,10 @@ def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def factor_e8m0_quark_ceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor by which Quark divides the elements of each block with scale mode ceil.
+    """Return the divisor that Quark applies to the elements of each block with scale mode ceil.
 
     It is the scale s that code_e8m0_quark_ceil computes, even if s was stored as 2^-126. For a code that amax does not
-    give, which the caller has passed to quantize, the factor is the value of the code. tensor is not used.
+    give, which the caller has passed to quantize, the divisor is the value of the code. tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 

@@ -1,7 +1,8 @@
 """Define the block rules of llama.cpp and MLX, including their flaws.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
-factor_<rule> makes the factors by which the elements are multiplied or divided, or with which they are compared.
+factor_<rule> makes one number per block: a factor that multiplies the elements, a divisor of the elements, or a factor
+that multiplies the values of codes before elements are compared with them.
 
 Arguments are those of block_rules.py; tensor.encode multiplies elements before encoding. Notation:
 
@@ -50,8 +51,8 @@ def factor_gguf(
 ) -> np.ndarray:
     """Return the value of each block's scale code, which llama.cpp uses as the factor of the block.
 
-    llama.cpp gives each element the code whose value * factor is nearest to the element. amax, tensor, recipe and dtype
-    are not used.
+    llama.cpp gives each element the code whose value * factor is nearest to the element. Only `codes` is read; the
+    other parameters exist for a common signature.
     """
     return decode(codes, E4M3)
 
@@ -75,10 +76,11 @@ def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_gguf(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor with which the elements of each block are compared in llama.cpp: 2^(code - 127).
+    """Return the value of each block's scale code, which llama.cpp uses as the factor of the block: 2^(code - 127).
 
-    Each element gets the code whose value * factor is nearest to it. Code 255 gives an infinite factor. Then every
-    finite element gets code 0. amax, tensor, recipe and dtype are not used.
+    llama.cpp gives each element the code whose value * factor is nearest to the element. Code 255 gives an infinite
+    factor. Then every finite element gets code 0. Only `codes` is read; the other parameters exist for a common
+    signature.
     """
     return np.ldexp(ONE, codes.astype(np.int32) - 127)
 
@@ -106,10 +108,10 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
 
 
 def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the factor by which MLX's CPU back end divides the elements of each block: the magnitude of the scale.
+    """Return the divisor that MLX's CPU back end applies to each block: the magnitude of the block scale.
 
-    The quotients are then multiplied by tensor.encode, the encode scale of the tensor. amax, tensor, recipe and dtype
-    are not used.
+    The caller then multiplies the quotients by tensor.encode, the encode scale of the tensor. Only `codes` is read; the
+    other parameters exist for a common signature.
     """
     return np.abs(decode(codes, E4M3))
 
@@ -126,10 +128,10 @@ def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_mlx_metal(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor that multiplies the elements of each block in MLX's Metal kernels: tensor.encode / |scale|.
+    """Return the factor by which MLX's Metal kernels multiply the elements of each block: tensor.encode / |scale|.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0, the factor is
-    0. amax, recipe and dtype are not used.
+    0. Only `codes` and `tensor` are read; the other parameters exist for a common signature.
     """
     scale = np.abs(decode(codes, E4M3))
     return np.where(scale == 0, ZERO, tensor.encode / scale)
@@ -174,10 +176,10 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 def factor_e8m0_mlx(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor 2^n by which MLX's CPU back end divides the elements of each block.
+    """Return the divisor that MLX's CPU back end applies to the elements of each block: 2^n.
 
     n is code - 127. If the code is a wrapped byte, n is the exponent before it wrapped: code - 127 - 256. If amax is
-    infinite or NaN, the factor is 0. tensor and dtype are not used.
+    infinite or NaN, the divisor is 0. tensor and dtype are not used.
     """
     wraps = (codes >= _FIRST_WRAPPED) & (amax > 0) & (amax / recipe.element.max < np.float32(_MIN_NORMAL / 2))
     power = np.ldexp(ONE, codes.astype(np.int32) - 127 - np.where(wraps, 256, 0))

@@ -206,11 +206,11 @@ def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 
 
 def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return (H(values * e4m3(scales)) * tensor.amax) / (6 * scale_max), as fouroversix does. H rounds to float16.
+    """Return H(values * e4m3(scales)) * tensor.amax / full_range(recipe), as fouroversix does. H rounds to float16.
 
-    e4m3() decodes scale codes. 6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor
-    scale is 1. For scale rule static_4, 4 takes the place of 6. The values of INT4 codes in IF4, code * 6/7, are also
-    rounded to float16. Source: fouroversix dequantize, whose intermediate dtype is float16 by default.
+    e4m3() decodes scale codes. full_range is 6 * scale_max, or 4 * scale_max with scale rule static_4; scale_max is a
+    field of the recipe. In IF4, the values of INT4 codes (code * 6/7) are rounded by H, too. Source: fouroversix
+    dequantize, whose intermediate dtype is float16 by default.
     """
     if isinstance(recipe.element, IntegerOrFloat):
         values = round_to(values, HALF)
@@ -220,11 +220,11 @@ def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorSca
 def decode_fouroversix_float32(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return values * e4m3(scales) * tensor.amax / (6 * scale_max), as fouroversix does with float32 intermediates.
+    """Return values * e4m3(scales) * tensor.amax / full_range(recipe), as fouroversix does with float32 intermediates.
 
-    e4m3() decodes scale codes, and scale_max is that of the recipe. For E2M1 and INT4 elements this equals the rule
-    fouroversix, because their products are exact in float16. Source: fouroversix dequantize with intermediate dtype
-    float32.
+    e4m3() decodes scale codes. full_range is as in decode_fouroversix. For E2M1 and INT4 elements this rule equals the
+    rule fouroversix, because their products are exact in float16. Source: fouroversix dequantize with intermediate
+    dtype float32.
     """
     return values * decode(scales, E4M3)[..., None] * tensor.amax / full_range(recipe)
 
@@ -249,7 +249,7 @@ def decode_comfy_kitchen_float16(
 ) -> np.ndarray:
     """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to float16 and e4m3() decodes scale codes.
 
-    recipe is not used.
+    This rule replaces comfy_kitchen if the result is float16. recipe is not used.
     """
     return _narrow_scales(values, scales, tensor, HALF)
 
@@ -259,7 +259,7 @@ def decode_comfy_kitchen_bfloat16(
 ) -> np.ndarray:
     """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to bfloat16 and e4m3() decodes scale codes.
 
-    recipe is not used.
+    This rule replaces comfy_kitchen if the result is bfloat16. recipe is not used.
     """
     return _narrow_scales(values, scales, tensor, BFLOAT16)
 
@@ -276,7 +276,10 @@ def decode_fp8_comfy_kitchen(values: np.ndarray, scales: np.ndarray, tensor: Ten
 def decode_fp8_comfy_kitchen_float16(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return values * T(tensor.decode), where T rounds to float16. scales are not used."""
+    """Return values * T(tensor.decode), where T rounds to float16.
+
+    This rule replaces fp8_comfy_kitchen if the result is float16. scales are not used.
+    """
     narrow = tensor._replace(decode=round_to(np.asarray(tensor.decode), HALF))
     return decode_product(values, scales, narrow, recipe)
 
@@ -284,7 +287,10 @@ def decode_fp8_comfy_kitchen_float16(
 def decode_fp8_comfy_kitchen_bfloat16(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return values * T(tensor.decode), where T rounds to bfloat16. scales are not used."""
+    """Return values * T(tensor.decode), where T rounds to bfloat16.
+
+    This rule replaces fp8_comfy_kitchen if the result is bfloat16. scales are not used.
+    """
     narrow = tensor._replace(decode=round_to(np.asarray(tensor.decode), BFLOAT16))
     return decode_product(values, scales, narrow, recipe)
 
@@ -302,8 +308,8 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
     """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16.
 
     A scale s of 2^16 or more becomes infinite, and a scale below 2^-24 becomes 0. Scale code 255 is infinite too. With
-    an infinite scale, zeros become NaN. tensor and recipe are not used. Source: MLX mx.dequantize of float16 on a CPU;
-    fouroversix dequantize, for every dtype.
+    an infinite scale, zeros become NaN. This rule replaces e8m0_mlx and e8m0_quark if the result is float16. tensor and
+    recipe are not used. Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype.
     """
     scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))
     return round_to(values * round_to(scale, HALF)[..., None], HALF)
@@ -312,8 +318,8 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16, as MLX up to 0.32.2 does.
 
-    In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). Source: MLX
-    mx.dequantize of float16 on a CPU.
+    In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). This rule replaces
+    e8m0_mlx_0322 if the result is float16. Source: MLX mx.dequantize of float16 on a CPU.
     """
     return decode_e8m0_float16(values, scales, tensor, recipe)
 

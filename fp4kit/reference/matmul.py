@@ -279,9 +279,9 @@ _ORDERS = {
 
 
 def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
-    """Return C + A B^T, with the steps and the rounding of a unit: float32 (M, N). A and B are the operands a and b.
+    """Return C + A B^T, added up in the steps and with the rounding of a matrix unit: float32 (M, N).
 
-    c: float32 (M, N).
+    a, b: the operands A and B. c: the matrix C, float32 (M, N). unit: the matrix unit.
     step: the step of the unit for these operands, whose K is a multiple of step.k. None if the unit has no steps, but
         an order such as "exact".
     """

@@ -410,9 +410,14 @@ def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
 
 
 def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, Recipe, np.dtype], Pair]:
-    """Return an amax rule whose decode scale is rounded to dtype; None keeps float32.
+    """Return an amax rule: a tensor rule for recipes of user-defined formats.
 
-    direction: the direction of this rounding, as _narrowed takes it.
+        decode = D(amax / amax_range(recipe))
+        encode = reciprocal_of_scale(decode)
+
+    D rounds to dtype in the given direction. If dtype is None, decode stays float32.
+
+    direction: 0 to nearest even, 1 up, -1 down (see _narrowed).
     """
     target = None if dtype is None else np.dtype(dtype)
 
@@ -422,8 +427,8 @@ def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, R
             decode = D(amax / amax_range(recipe))
             encode = 1 / decode, or 1e38 near 0
 
-        D rounds as the name of the rule says. For encode, see reciprocal_of_scale. In float32, an infinite amax gives
-        decode = inf and encode = 0; in 16 bits decode saturates. NaN gives NaN. dtype is not used.
+        D rounds as _amax_rule describes. For encode, see reciprocal_of_scale. If decode is float32, an infinite amax
+        gives decode = inf and encode = 0. If D rounds to 16 bits, decode saturates. NaN gives NaN. dtype is not used.
         """
         decode_scale = np.asarray(amax / amax_range(recipe), np.float32)
         if target is not None:

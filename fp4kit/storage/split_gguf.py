@@ -43,19 +43,19 @@ def name_of_part(index: int, count: int) -> str:
 
 
 def whole_path(path: Path) -> Path:
-    """Return the path that a split model was written as: "a.gguf" for its file "a-00001-of-00003.gguf".
+    """Return the path of a split model without the part number: "a.gguf" for its file "a-00001-of-00003.gguf".
 
-    Return ``path`` itself if it is not the name of a split model's file.
+    Return ``path`` itself if it has no part number.
     """
     match = _NAME.fullmatch(path.name)
     return path if match is None else path.with_name(f"{match[1]}.gguf")
 
 
 def first_parts_of(path: Path) -> list[Path]:
-    """Return the first files of the split models that were written as ``path``: ["a-00001-of-00003.gguf"] for "a.gguf".
+    """Return the first file of each split model named ``path``: ["a-00001-of-00003.gguf"] for "a.gguf".
 
-    The result is a sorted list of paths in the directory of ``path``. It is empty if there is no such model, and has
-    several entries if there are models of several counts.
+    The result is a sorted list of paths in the directory of ``path``. It is empty if there is no such model. It has
+    several entries if there are models with different numbers of files.
     """
     found = path.parent.glob("*.gguf") if path.parent.is_dir() else ()
     named = ((one, _NAME.fullmatch(one.name)) for one in found)

@@ -17,19 +17,19 @@ from fp4kit.torch import linear_operators, operators
 def active() -> bool:
     """Return whether a torch.func transform or forward-mode differentiation is active.
 
-    If one is active, the functions of this file use its autograd.Functions. In forward mode, these raise an error,
-    where a custom operator would silently drop the tangents.
+    If so, the functions of this file call the operators through the autograd.Functions of this file. In forward mode,
+    these raise an error, where a custom operator would silently drop the tangents.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def fake_quantize(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize(*arguments), through the class FakeQuantize if a transform is active."""
+    """Call operators.fake_quantize(*arguments), through the class FakeQuantize if `active` returns True."""
     return FakeQuantize.apply(*arguments) if active() else operators.fake_quantize(*arguments)
 
 
 def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize_backward(*arguments), through FakeQuantizeBackward if a transform is active."""
+    """Call operators.fake_quantize_backward(*arguments), through FakeQuantizeBackward if `active` returns True."""
     return FakeQuantizeBackward.apply(*arguments) if active() else operators.fake_quantize_backward(*arguments)
 
 
@@ -48,7 +48,10 @@ class FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return one gradient per argument, computed by a function that is differentiable itself."""
+        """Return the gradient of each argument of fake_quantize: None for all arguments except x.
+
+        It is computed by this file's fake_quantize_backward, so that it can be differentiated again inside transforms.
+        """
         return operators.backward(ctx, grads[0], fake_quantize_backward)
 
 
@@ -65,27 +68,30 @@ class FakeQuantizeBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return one gradient per argument, computed by a function that is differentiable itself."""
+        """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad.
+
+        It is computed by this file's fake_quantize_backward, so that it can be differentiated again inside transforms.
+        """
         return operators.clip_backward(ctx, grads[0], fake_quantize_backward)
 
 
 def linear(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear(*arguments), through the class Linear if a transform is active."""
+    """Call linear_operators.linear(*arguments), through the class Linear if `active` returns True."""
     return Linear.apply(*arguments) if active() else linear_operators.linear(*arguments)
 
 
 def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_x(*arguments), through LinearGradientOfX if a transform is active."""
+    """Call linear_operators.linear_gradient_of_x(*arguments), through LinearGradientOfX if `active` returns True."""
     return LinearGradientOfX.apply(*arguments) if active() else linear_operators.linear_gradient_of_x(*arguments)
 
 
 def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_w(*arguments), through LinearGradientOfW if a transform is active."""
+    """Call linear_operators.linear_gradient_of_w(*arguments), through LinearGradientOfW if `active` returns True."""
     return LinearGradientOfW.apply(*arguments) if active() else linear_operators.linear_gradient_of_w(*arguments)
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.quantized_values(*arguments), through QuantizedValues if a transform is active."""
+    """Call linear_operators.quantized_values(*arguments), through QuantizedValues if `active` returns True."""
     return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
 
 
@@ -137,7 +143,7 @@ class LinearGradientOfX(torch.autograd.Function):
 
 
 class LinearGradientOfW(torch.autograd.Function):
-    """Call linear_operators.linear_gradient_of_w inside torch.func transforms. Its own gradient is an error."""
+    """Call linear_operators.linear_gradient_of_w inside torch.func transforms. Differentiating it raises an error."""
 
     setup_context = staticmethod(linear_operators.save_nothing)
     backward = staticmethod(linear_operators.no_gradient)

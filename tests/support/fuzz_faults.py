@@ -38,7 +38,9 @@ def is_away(value):
 
 
 def plant(monkeypatch, name, fault):
-    """Replace fp4kit.name by a faulty function in calls on the engine "away". Return a function that removes the fault.
+    """Replace fp4kit.name with a faulty function for calls that run on the engine named "away".
+
+    Return a function that removes the fault.
 
     Args:
         monkeypatch: pytest's fixture, with which the function is replaced.

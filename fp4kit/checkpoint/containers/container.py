@@ -160,7 +160,8 @@ class Container:
     def needed(self) -> set[str]:
         """The parts without which a layer cannot be read, except the tensor scale.
 
-        These are all parts that the container defines. A missing tensor scale is handled separately.
+        These are the codes, block scales, column scale and low-rank factors, as far as the container has them. The
+        input scale and ComfyUI's tag are optional. The tensor scale is checked separately.
         """
         return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
 

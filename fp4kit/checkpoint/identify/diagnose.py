@@ -559,9 +559,9 @@ def _zeros(layer: StoredLayer) -> Diagnosis:
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Diagnosis:
     """Return the Diagnosis for a layer if no hypothesis reproduces all of its bytes.
 
-    If a sample shows a Hadamard transform or stochastic rounding, and ``unnamed`` is True, the sentence of the
-    Diagnosis names it. Otherwise, the sentence names the hypothesis that fits the sample best, with its share of the
-    layer's bytes.
+    If ``unnamed`` is True and a sample shows a Hadamard transform or stochastic rounding, the message of the Diagnosis
+    (its field ``sentence``) says so. Otherwise the message names the hypothesis that fits the sample best, and the
+    share of the layer's bytes that it reproduces.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.

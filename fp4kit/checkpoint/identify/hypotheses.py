@@ -58,8 +58,9 @@ class LayerEvidence:
     def values(self, index: np.ndarray, columns: slice, turned: bool) -> np.ndarray:
         """Return the rows ``index`` of the source, restricted to ``columns``.
 
-        index: row numbers. If the source has N rows, a number n >= N means row n - N of the other half of the pair.
-        turned: True to take rows and columns of the transposed source.
+        index: row numbers. If the source is one of a pair of matrices (gate and up) with N rows each, row numbers from
+            N on refer to the other matrix, counted from N.
+        turned: if True, transpose the source before selecting.
         """
         if turned:
             return np.ascontiguousarray(self.x[columns][:, index].T)
@@ -97,13 +98,13 @@ class Layout:
 class Hypothesis:
     """One hypothesis about how a stored layer was made.
 
-    layout: the way to read the codes, and the order of rows.
+    layout: how the codes are read, and in which row order.
     codes: the order of codes within bytes.
     scales: the order of block scales, as a position (from 0) in the sequence that stored_scales yields.
     recipe: the recipe that made the layer.
     amax: the tensor amax that the recipe was given; None if it needs none.
-    scale_mishap: the name of the mishap (fault) of the block scales, or None.
-    tensor: the name of the mishap of the tensor scale, or None.
+    scale_mishap: what went wrong with the block scales, by name; None if nothing.
+    tensor: what went wrong with the tensor scale, by name; None if nothing.
     """
 
     layout: Layout

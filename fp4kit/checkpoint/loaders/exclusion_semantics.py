@@ -373,8 +373,8 @@ def _up_to_a_part(pattern: str) -> str:
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint.
 
-    A pattern applies to the module if, as a regular expression, it matches from the start of the name to the end of one
-    of its parts. It also applies if the name ends in the pattern as plain text.
+    A pattern, read as a regular expression, applies if it matches the whole name or a leading part of it that ends just
+    before or after a dot. A pattern also applies if the name ends in the pattern as plain text.
 
     patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
 

@@ -577,10 +577,10 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
     """Compare the content of a layer's tensor ``.comfy_quant`` with the layer's tensors, and return the item for it.
 
     Args:
-        weight: the layer, whose parts include the tensor.
+        weight: the layer; ``.comfy_quant`` is one of its parts.
         file: the file that holds the tensor.
-        tagged: layer -> entry in ComfyUI's metadata, which replaces the tensor's content; None for a layer without
-            entry (see ``comfy_layers``).
+        tagged: layer -> entry in ComfyUI's metadata, or None for a layer without entry (see ``comfy_layers``). If an
+            entry exists, it is used instead of the content of ``.comfy_quant``.
 
     Raises:
         CheckpointError: if the layer has no entry, and the tensor does not hold a JSON object.

@@ -118,7 +118,7 @@ def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Flo
 
 
 def _is_scaled_by_block(form: Container) -> bool:
-    """Return whether a container has a scale for every block or row, computed from its largest element."""
+    """Return whether each block or row of a container has its own scale, computed from its largest element."""
     return form.kind != "fp8 tensor"
 
 

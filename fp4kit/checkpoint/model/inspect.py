@@ -79,7 +79,7 @@ class Checkpoint:
     def items(self) -> tuple[Item, ...]:
         """The entries of the checkpoint that may concern quantization, and whether fp4kit knows them.
 
-        See closed_world.py, and transforms.py for transforms, whose matrices are not read.
+        See closed_world.py. Transforms are handled in transforms.py; their matrices are not read.
         """
         return transforms.resolved(self, self.weights, reads=False).items
 

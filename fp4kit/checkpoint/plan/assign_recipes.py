@@ -133,7 +133,8 @@ def assign_recipes(
             number of bytes after each read, unless it is not callable.
 
     Returns:
-        An Assignment. Pass ``default``, ``recipes`` and ``kept`` to make_plan.
+        An Assignment. Pass its ``default`` to make_plan as ``recipe_id``, and its ``recipes`` as ``recipes``. Add its
+        ``kept`` to the ``keep`` of the Wishes.
 
     Raises:
         CheckpointError: if ``bits`` is not positive and finite, or too small for the candidates. Also if a recipe is

@@ -214,10 +214,10 @@ class PlanFacts:
         )
 
     def _forms(self) -> dict[Container, dict[str, Weight]]:
-        """Group the selected weights by the container to write them in. Return {} for unquantized output.
+        """Group the selected weights by output container. Return {} for unquantized output.
 
-        Weights that stay unquantized are left out. An AWQ layer that keeps its codes counts as a layer of
-        Model-Optimizer's NVFP4.
+        Weights that stay unquantized are left out. An AWQ layer that keeps its codes is grouped under Model-Optimizer's
+        NVFP4.
         """
         found: dict[Container, dict[str, Weight]] = defaultdict(dict)
         for name, weight in self.selected.items():

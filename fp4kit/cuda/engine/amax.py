@@ -64,9 +64,9 @@ def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
 
 
 def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
-    """Return the amaxes of blocks of several rows: float32 (matrices, ceil(M / block rows), K / block).
+    """Return the amax of each multi-row block, as a float32 array (matrices, ceil(M / block rows), K / block).
 
-    The amax of each row of a block is computed first, then the amax over the rows of the block.
+    First compute the amax of each row of a block, then the largest of these amaxes.
 
     x: contiguous (..., M, K). mask: the sign mask of a Hadamard transform that is applied first; None for none.
     """
@@ -84,7 +84,7 @@ def empty_amax() -> Any:
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments with which launch.matrix.amax computes the tensor amaxes of x.
+    """Return the arguments to pass to launch.matrix.amax so that it computes the tensor amaxes of x.
 
     There are as many amaxes as the recipe has tensor scales: one for the whole array, or one per row or block.
 
@@ -98,7 +98,7 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of x.
+    """Return the arguments to pass to launch.matrix.amax so that it computes the amaxes of blocks of x.
 
     Blocks have one row and as many columns as the recipe's blocks have elements.
     """
@@ -156,9 +156,9 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments with which launch.matrix.amax computes the result of amax, and the shape of this result.
+    """Return the arguments to pass to launch.matrix.amax for a call to fp4kit.amax, and the shape of the result.
 
-    This function is for recipes for which needs_block_kernel is False. x: the array of the call, contiguous.
+    The recipe must be one for which needs_block_kernel is False. x: the array of the call, contiguous.
     """
     r = call.recipe
     if r.block is None:
@@ -184,7 +184,10 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments with which launch.matrix.amax computes plain_amax(x, axis), and the shape of the result."""
+    """Return the arguments to pass to launch.matrix.amax so that it computes plain_amax(x, axis).
+
+    Return also the shape of the result of plain_amax.
+    """
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 

@@ -40,7 +40,7 @@ class QuantizedResult(NamedTuple):
     """The instructions by which a cached call builds a Quantized from new arrays.
 
     Attributes:
-        fields: the fields of the Quantized; None for each array.
+        fields: the field values of the Quantized, with None as a placeholder for each array.
         names: the names of the arrays to allocate, without tensor_amax.
         wanted: the descriptions of these arrays.
         amax: the description of tensor_amax, which is allocated after all other arrays; None without a tensor scale.

@@ -14,9 +14,9 @@ from fp4kit.cuda.launch import rotate as launcher
 
 @lru_cache(64)
 def _signs(signs: bytes, device: int) -> Any:
-    """Return signs, given as the bytes of a uint8 array, on a device.
+    """Return a device array of signs, which are given as the bytes of a uint8 array.
 
-    The copy is complete when the function returns, because later calls may use the array on other streams.
+    The copy is complete when this function returns, because later calls may use the array on other streams.
     """
     cupy = imports.cupy()
     array = cupy.asarray(np.frombuffer(signs, np.uint8))
@@ -25,9 +25,10 @@ def _signs(signs: bytes, device: int) -> Any:
 
 
 def rotate(r: Rotation) -> Any:
-    """Return the array of a Rotation with its blocks rotated, in its shape and dtype.
+    """Return the array of a Rotation with its blocks rotated. The result keeps the array's shape and dtype.
 
-    The first call with some signs copies them to the device, and waits for the copy. Matrices are copied in every call.
+    The first call with a given set of signs copies them to the device and waits; later calls reuse the copy. Matrices
+    are copied in every call.
     """
     cupy, device = imports.cupy(), r.x.device.id
     with imports.making_current(device):

@@ -163,10 +163,13 @@ def _ceil_div(a: Any, b: Any) -> Any:
 
 
 def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe) -> None:
-    """Write the block amaxes of a contiguous, nonempty shard into block_amax, which must hold zeros.
+    """Compute the amax of each block over the shard's elements, and write it to block_amax.
 
-    x: the shard. shape: the rows and columns of the matrix. start: the index of the shard's first element in the
-    flattened matrix.
+    block_amax holds the amaxes of all blocks of the matrix. Blocks without elements in the shard stay 0, so block_amax
+    must hold zeros.
+
+    x: the shard, contiguous and not empty. shape: the rows and columns of the matrix. start: the index of the shard's
+    first element in the flattened matrix.
     """
     M, K = shape
     end = start + x.size

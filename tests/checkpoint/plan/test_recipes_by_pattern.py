@@ -120,6 +120,18 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "PATTERN=RECIPE is needed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--recipe", "*.q_proj=mxfp8-te")])
+def test_an_empty_recipe_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    """--recipe "" is an error in convert and verify, instead of standing for the default recipe."""
+    commands = (["convert", str(model), str(tmp_path / "out")], ["verify", str(model), "--source", str(model)])
+    for command in commands:
+        assert main([*command, "--recipe", "", *more]) == 2
+        assert "--recipe '': is empty" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_verify_takes_patterns(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Patterns tell verify which recipe made which layers if no recipe is recorded."""
     convert(model, tmp_path / "out", "nvfp4-te", recipes=DOWN)

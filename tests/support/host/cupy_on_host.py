@@ -331,7 +331,11 @@ for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Make `import cupy` return this module while the context lasts, and make fp4kit import it anew."""
+    """Make `import cupy` return this module while the context lasts.
+
+    At the end, fp4kit forgets which cupy it imported. If fp4kit has imported another cupy before, it keeps using that
+    one.
+    """
     found = imports.cupy
     try:
         with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which would drop modules imported meanwhile

@@ -70,7 +70,10 @@ def test_keys():
 
 
 def test_closure(tmp_path):
-    """Check that the key depends on the name and text of every included file, but not on the folder of the sources."""
+    """Check that closure lists the name and text of every included file, whatever the folder of the sources.
+
+    The texts lack blank lines and comment-only lines.
+    """
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.h").write_text('  #  include "b.h"\n')
