@@ -37,10 +37,10 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// For one row of a block and kLanes candidates, store in `losses` the sum of |d|^power, or of w |d|^power if kWeighted.
-// `scales` and `reciprocals` hold the scales of the candidates and their reciprocals. d is the error of an element, and
-// w is the weight of its column. For Objective::largest, store the largest |d| or w |d| instead. For
-// Objective::magnitudes, power is 1.
+// For each of kLanes candidate scales, compute the sum of |d|^power over one row of a block, or of w |d|^power if
+// kWeighted, and store it in `losses`. `scales` and `reciprocals` hold the candidate scales and their reciprocals. d is
+// the error of an element, and w is the weight of the element's column. For Objective::largest, store the largest |d|
+// or w |d| instead. For Objective::magnitudes, power is 1.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -67,12 +67,12 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// For one row of a block and kLanes candidates, store d^T H d in `losses`. d is the vector of the errors of the 16
-// elements, and H is `hessian`, 16 x 16. `scales` and `reciprocals` hold the scales of the candidates and their
-// reciprocals.
+// For each of kLanes candidate scales, compute the loss d^T H d of one row of a block, and store it in `losses`. d is
+// the vector of the errors of the 16 elements, and H is `hessian`, 16 x 16. `scales` and `reciprocals` hold the
+// candidate scales and their reciprocals.
 //
-// The order of operations is: first d^T H by fused multiply-adds, then the terms of two columns (the second column
-// first), then these sums as a tree.
+// Order of operations: e = d^T H with fused multiply-adds; for each pair of columns, fma(d_j, e_j, d_(j+1) * e_(j+1));
+// then these pairs are added as a tree.
 __attribute__((noinline)) void find_hessian_losses(const float* row, const float* hessian, const float* scales,
                                                    const float* reciprocals, float* __restrict losses) {
   float d[kSearchBlockSize][kLanes], pairs[kSearchBlockSize / 2][kLanes];

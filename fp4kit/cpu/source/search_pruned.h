@@ -99,7 +99,8 @@ struct PrunedSearch {
     }
   }
 
-  // Set the range of upward codes and the initial state of each lane.
+  // For each lane, set the range of upward codes (the starting code and candidate codes above it), and the initial
+  // search state.
   void begin() {
     const float per_amax = candidates.per_amax();
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -135,8 +136,8 @@ struct PrunedSearch {
     }
   }
 
-  // Compute the losses of downward codes, until in every lane the clipped loss of the next code exceeds the smallest
-  // loss or no candidate is left.
+  // Compute the losses of the candidate codes below the starting code, in descending order. A lane is finished when the
+  // clipped loss of its next code exceeds the smallest loss, or when no candidate is left.
   void search_downward() {
     u32 is_open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {

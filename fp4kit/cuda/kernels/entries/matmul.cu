@@ -98,7 +98,8 @@ struct Sum {
     }
   }
 
-  // Add one step as NVIDIA's units do, with every product as a term. The arguments are those of `add`.
+  // Add the products of one step to the sum as NVIDIA's matrix units do. Each term is one product. The arguments are
+  // those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
@@ -119,7 +120,8 @@ struct Sum {
     value = truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits);
   }
 
-  // Add one step as NVIDIA's units do, with the exact sum of 16 products as a term. The arguments are those of `add`.
+  // Add the products of one step to the sum as NVIDIA's matrix units do. Each term is the exact sum of 16 products. The
+  // arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     double largest = sum_power(value, zero_power);
@@ -141,8 +143,8 @@ struct Sum {
     value = sum_of_terms(value, terms, groups, largest, a.fraction_bits, a.output_bits);
   }
 
-  // Add one step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how. Block scales are ignored. The arguments are
-  // those of `add`.
+  // Add the products of one step to the sum as AMD's CDNA3 does (see FloorDotAdd in fp4kit/units.py). Block scales are
+  // ignored. The arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void add_floored(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);

@@ -206,7 +206,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
-// Quantize a matrix, or one piece of a tensor in a group. `grid` says which part of it this thread block processes.
+// Quantize a matrix, or one piece of a tensor in a group. This thread block processes the part that `grid` names.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;

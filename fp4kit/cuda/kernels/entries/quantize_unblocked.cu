@@ -17,7 +17,8 @@ struct UnblockedTraits {
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
-// Quantize a matrix, or one piece of a tensor in a group. `grid` says which part of it this thread block processes.
+// Quantize a matrix, or one piece of a tensor in a group, without block scales: with one scale per tensor or per row.
+// This thread block processes the part that `grid` names.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   using Traits = UnblockedTraits<R, In>;

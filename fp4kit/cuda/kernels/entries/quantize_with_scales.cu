@@ -81,7 +81,7 @@ FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int co
   quantize_elements<R, In>(a, first, count, from, factor_of_code<R, In>(0u, t), t);
 }
 
-// Quantize a matrix with given scales. `grid` says which part of the matrix this thread block processes.
+// Quantize a matrix with given scales. This thread block processes the part that `grid` names.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;

@@ -2,8 +2,10 @@
 // decoding.
 //
 // The struct S has these members: kBits (bits per code), kBlock, kLayout (of the scales), and kScaleWords. kScaleWords
-// is true if rows of scales begin at multiples of four bytes in the input and the output. kAligned is true if rows of
-// codes are whole chunks of 16 bytes in the input and the output.
+// is true if rows of scales begin at multiples of four bytes in the input and the output.
+//
+// The constant kAligned, which is no member of S, is true if rows of codes are whole chunks of 16 bytes in the input
+// and the output.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
 

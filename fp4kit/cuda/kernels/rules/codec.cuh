@@ -137,11 +137,11 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   }
 }
 
-// Return the code of x in a format with kHasPairs. `partner` is the other element of its pair. Return kNan for NaN.
+// Return the code of x in a format with kHasPairs. `partner` is the other element of the pair. Return kNan for NaN.
 //   bit picture of a code: [microexponent] [sign] [mantissa 1] [mantissa 0]
-// The microexponent is 1 if both magnitudes are below 1, so it is 0 if one of them is NaN. It halves the step from 1/2
-// to 1/4. The magnitude is rounded to a number of steps, with ties to even, and saturates at 3 steps. It gives the same
-// results as PairedMicroexponents in formats.py.
+// The microexponent is 1 if both magnitudes are below 1 (so not if one is NaN). Then the step between values is 1/4
+// instead of 1/2. The magnitude of x is rounded to a whole number of steps, ties to even, 3 at most. The results equal
+// those of PairedMicroexponents in formats.py.
 template <u32 kNan>
 FP4KIT_DEVICE u32 encode_beside(float x, float partner) {
   if (is_nan(x)) return kNan;

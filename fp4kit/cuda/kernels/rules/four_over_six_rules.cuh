@@ -55,8 +55,8 @@ FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 holds its six bits, from 2^-10 to 2688
 }
 
-// Return the contribution of element x to the error of its block. `compared` is the result of the function `compared`
-// for the element's code.
+// Return the error that element x adds to its block. `compared` is the result of the function `compared` for the
+// element's code.
 template <class R>
 FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);
@@ -64,8 +64,8 @@ FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   return R::kSquaredError ? difference * difference : fabsf(difference);
 }
 
-// Return the contribution of element x to the error of its block if x gets an INT4 code of IF4. `scaled` is the element
-// times the factor of the block, and `scale` the block scale.
+// Return the error that element x adds to its block if x is encoded as INT4, one of the two element types of IF4.
+// `scaled` is the element times the factor of the block, and `scale` the block scale.
 template <class R>
 FP4KIT_DEVICE float integer_error_of(float x, float scaled, float scale, TensorScale t) {
   return error_of<R>(x, nearest_int4(scaled) * scale * t.amax * If4::kIntegerStep / full_range<R>(), t);

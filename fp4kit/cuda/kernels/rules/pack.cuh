@@ -56,8 +56,8 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   return prmt(low, high, 0x5410u) | signs;  // drop the upper halves, which hold the rest of 2^23
 }
 
-// Return the float bits of 2^23 + floor(256 c), where c is the fractional code of a = 8 x, for a in [0, 8]. The
-// fractional code interpolates linearly between the codes of neighboring E2M1 values.
+// Let a = 8 x in [0, 8], and let c be its fractional code: the E2M1 code, interpolated linearly between neighboring
+// values. Return the float bits of 2^23 + floor(256 c). Their low bits hold floor(256 c).
 FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
   const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
   return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));

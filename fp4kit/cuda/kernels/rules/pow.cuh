@@ -13,8 +13,8 @@ FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   return sum;
 }
 
-// Return log2(d) for d >= 0 as e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e and m is in [sqrt(1/2), sqrt
-// 2). The result is finite even for 0, infinity and NaN.
+// Return log2(d) for a positive normal d, as e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e and m is in
+// [sqrt(1/2), sqrt(2)). For 0, infinity and NaN the result is finite but meaningless. Subnormals are not supported.
 //
 // Bits are handled as unsigned integers, and integers are converted to double by operations on bits. So loops over this
 // function can be vectorized with the basic instruction sets, too.

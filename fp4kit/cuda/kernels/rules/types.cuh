@@ -89,8 +89,9 @@ FP4KIT_DEVICE T maximum(T a, T b) {
   return a < b ? b : a;
 }
 
-// The thread blocks that process one matrix together: the index `block` of this thread block among them, and their
-// number `blocks`. In a group of tensors, they are the index of a piece of work and the number of pieces.
+// The thread blocks that process one matrix together: `block` is the index of this thread block among them, and
+// `blocks` is their number. For a group of tensors, `block` is the index of a piece of work, and `blocks` is the number
+// of pieces.
 struct Grid {
   i64 block, blocks;
 };

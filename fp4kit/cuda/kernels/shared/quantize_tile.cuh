@@ -149,8 +149,8 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Quantize a matrix whose blocks have several rows. A thread block processes one tile after the other. choose_scale
-// describes `table`.
+// Quantize a matrix whose blocks have several rows. Each thread block quantizes whole tiles, one after the other.
+// `table` holds the ApproximateScale of each scale code; if it is nullptr, each is computed when it is needed.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -183,8 +183,8 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a matrix by 4over6, for blocks of one row. A thread processes one block after the other. choose_scale
-// describes `table`.
+// Quantize a matrix by 4over6 or IF4, for blocks of one row. Each thread quantizes whole blocks, one after the other.
+// `table` holds the ApproximateScale of each scale code; if it is nullptr, each is computed when it is needed.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
@@ -214,7 +214,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
   }
 }
 
-// Quantize a matrix, or one piece of a tensor in a group. `grid` says which part of it this thread block processes.
+// Quantize a matrix, or one piece of a tensor in a group. This thread block processes the part that `grid` names.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;

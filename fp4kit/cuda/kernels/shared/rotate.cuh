@@ -3,7 +3,8 @@
 
 #include "codec.cuh"
 
-// Return the bits of a result `value` as it is stored: rounded to Input. NaN becomes the positive quiet NaN.
+// Round the result `value` to the Input type and return its bits, as they are stored. NaN becomes the positive quiet
+// NaN.
 template <class Input>
 FP4KIT_DEVICE typename Input::Bits stored_rotation(float value) {
   if constexpr (sizeof(typename Input::Bits) == 4) {
