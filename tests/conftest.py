@@ -149,21 +149,19 @@ def mark_recipes(items):
 def thin_emulated(items):
     """Divide the cases of GPU tests that run on the CPU, which is slow. Return the cases for --every-recipe alone.
 
-    Of each test, a third of the cases stay where they are. Of the others, half of the usual cases become exhaustive,
-    and the rest runs only with --every-recipe, and on a GPU. The first usual and the first exhaustive case always stay.
+    Half of the tests are exhaustive. Of each test, the first usual case, the first exhaustive case and a third of the
+    others run. The rest runs only with --every-recipe, and on a GPU.
     """
     left_out, known = [], set()
     for item in items:
         if "played_gpu" not in item.fixturenames:
             continue
-        is_usual = item.get_closest_marker("exhaustive") is None
-        test, third = (_test_of(item), is_usual), crc32(item.nodeid.encode()) % 3
-        if third and test in known:
-            if third == 1 and is_usual:
-                item.add_marker(pytest.mark.exhaustive)
-            else:
-                left_out.append(item)
-        known.add(test)
+        case = (_test_of(item), item.get_closest_marker("exhaustive") is None)
+        if crc32(item.originalname.encode()) % 2:
+            item.add_marker(pytest.mark.exhaustive)
+        if case in known and crc32(item.nodeid.encode()) % 3:
+            left_out.append(item)
+        known.add(case)
     return left_out
 
 
