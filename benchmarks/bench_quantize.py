@@ -110,9 +110,10 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time the calls of all recipes and add their rows to `bench`.
+    """Time quantize for the recipes of the tables above, and add the rows to `bench`.
 
-    Calls are grouped by dtype so that only one large input is in memory at a time.
+    All are timed with bfloat16, and those of EVERY_DTYPE also with float32 and float16. Calls are grouped by dtype, so
+    that only one large input is in memory at a time.
     """
     for dtype in (F32, F16):
         for recipe, target in EVERY_DTYPE.items():

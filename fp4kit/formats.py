@@ -703,10 +703,11 @@ class IntegerOrFloat(ElementFormat):
         raise self._needs_scale("values")
 
     def values_under(self, is_integer: bool) -> np.ndarray:
-        """Return the float32 values of the sixteen codes of a block, before the block scale is applied.
+        """Return the float32 values of the codes 0 to 15, in this order, before the block scale is applied.
 
         Args:
-            is_integer: True if bit 7 of the block scale is set, so that codes are INT4. False: they are E2M1.
+            is_integer: True if bit 7 of the block scale is set: the values are those of INT4, times 6/7. False: they
+                are those of E2M1.
         """
         return INT4.values * IF4_INTEGER_STEP if is_integer else E2M1.values
 

@@ -66,7 +66,10 @@ def _torch_dtypes() -> dict[np.dtype, Any]:
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype. Raise TypeError if there is none."""
+    """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype; uint8 for torch.float4_e2m1fn_x2.
+
+    Raise TypeError if there is none.
+    """
     if dtype not in _dtypes():
         raise TypeError(f"{op}: dtype is {dtype}; needs a dtype that NumPy or ml_dtypes has, such as torch.float32")
     return _dtypes()[dtype]

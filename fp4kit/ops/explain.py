@@ -249,7 +249,8 @@ def explain(
 
 def _on_host(array: Any) -> Any:
     """Return an array that the caller passed (amaxes or random bytes) in host memory; None and numbers unchanged."""
-    return to_host(import_arrays(OP, array=array)[0]) if hasattr(array, "shape") and np.ndim(array) else array
+    is_number = isinstance(array, np.generic) or not hasattr(array, "shape")
+    return array if is_number else to_host(import_arrays(OP, array=array)[0])
 
 
 def _check_transform(call: Call) -> None:

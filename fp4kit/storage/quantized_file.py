@@ -401,7 +401,10 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
 
 
 def _part(name: str, dtype: str, contents: _Contents) -> np.ndarray:
-    """Return one part of an array: the tensor `name`. Raise CheckpointError if it is missing or not of this dtype."""
+    """Return one part of an array: the tensor `name`.
+
+    Raise CheckpointError if it is missing, has another dtype, or does not have the recorded CRC-32.
+    """
     entry, label = contents.entries.get(name), contents.file.label
     if entry is None:
         raise CheckpointError(f"{label}: the tensor {shown(name)} is missing; write the file again with fp4kit.save")

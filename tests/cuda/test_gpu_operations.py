@@ -361,3 +361,11 @@ def test_more_than_2_31_elements(name) -> None:
             differing(fp4kit.fake_quantize(x[cut], name, tensor_amax=q.tensor_amax), fp4kit.fake_quantize(part, name))
             == 0
         )
+
+
+def test_explain_takes_amaxes_on_the_gpu() -> None:
+    """A tensor amax of shape () on the GPU is copied to the host, as x is."""
+    x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    amax = np.asarray(3, np.float32)
+    found = fp4kit.explain(cupy.asarray(x), "nvfp4-te", (1, 2), tensor_amax=cupy.asarray(amax))
+    assert str(found) == str(fp4kit.explain(x, "nvfp4-te", (1, 2), tensor_amax=amax))

@@ -187,7 +187,10 @@ def search_amaxes(place: Place, call: KernelCall) -> list[Any]:
 
 
 def group(place: Place, call: KernelCall) -> list[Any]:
-    """Return a list of tensors of different sizes, moved by `place`. The last element of each tensor is its largest."""
+    """Return the call's input and three smaller tensors, moved by `place`.
+
+    The last element of each of the three is its largest.
+    """
     others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, 144)))]
     for x in others:
         x[-1, -1] = 100

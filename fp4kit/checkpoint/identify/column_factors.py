@@ -86,7 +86,7 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 
 
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
-    """Yield functions that scale the source, for each rule of block scales and each way in which tools scale columns.
+    """Yield functions that scale the source, for each recipe of _rules and each way in which tools scale columns.
 
     A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
     uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.
@@ -160,7 +160,11 @@ def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
 
 
 def _rules(own: Recipe) -> Iterator[Recipe]:
-    """Yield recipes in the format of ``own``, one for each rule by which block scales follow from block amaxes."""
+    """Yield recipes to try for a layer in the format of ``own``, one for each rule of block scales.
+
+    Only recipes of tools that scale columns (PRODUCERS) are yielded, with blocks of one row and the kind of tensor
+    scaling that ``own`` has.
+    """
     seen = set()
     for r in candidates_of(own):
         fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)

@@ -116,13 +116,20 @@ def _as_stored(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarr
 
 
 def _bytes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return the codes of some rows and columns of a layer whose packed bytes were transposed."""
+    """Return the codes of some rows and columns of the original matrix, from a layer with transposed packed bytes.
+
+    The transposition is undone. There is one code per byte.
+    """
     turned = layer.codes[_bytes(layer, columns)][:, rows].T
     return unpacked(np.ascontiguousarray(turned), layer.recipe.element.packing)
 
 
 def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return the codes of some rows and columns of a layer whose codes were transposed one by one and then packed."""
+    """Return the codes of some rows and columns of the original matrix, from a layer with transposed codes.
+
+    The codes of the layer were transposed one by one, and then packed. The transposition is undone. There is one code
+    per byte.
+    """
     if layer.recipe.element.packing.codes == 1:
         return _bytes_transposed(layer, rows, columns)
     pairs = layer.codes[columns][:, rows // 2]

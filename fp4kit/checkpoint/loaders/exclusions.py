@@ -100,6 +100,9 @@ def _starred(name: str) -> str:
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in Model-Optimizer's syntax: names and globs.
 
+    These are the names, the containers, and `x.*` for each root and container x. If the name of an MLA projection
+    would make SGLang exclude a layer of ``converted``, names of MLA projections end in `*` (see _starred).
+
     names: names of single layers to exclude.
     roots: prefixes below which everything is excluded.
     containers: names of containers of experts below which everything is excluded.

@@ -1,5 +1,5 @@
-// quantize_tile: quantize blocks of several rows, or blocks of any shape by 4over6 (each block gets the better of two
-// scales). The elements may have any type, and the matrix any size.
+// quantize_tile: quantize blocks of several rows, or blocks of one or more rows by 4over6 (each block gets the better
+// of two scales). Blocks have 16 or 32 columns. The elements may have any type, and the matrix any size.
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 

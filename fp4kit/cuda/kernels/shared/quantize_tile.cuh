@@ -1,5 +1,5 @@
-// Quantization of blocks of kBlockRows rows (16x16, 32x32), whose threads must exchange amaxes, and of any block by
-// 4over6 (the better of two scales). IF4, on blocks of one row, has only the exact path.
+// Quantization of blocks of kBlockRows rows (16x16, 32x32), whose threads must exchange amaxes, and of blocks of one or
+// more rows by 4over6 (the better of two scales). IF4, on blocks of one row, has only the exact path.
 //
 // A tile is kBlockRows rows of kColumns blocks. A thread handles one row of one block (R::kBlock elements). The threads
 // exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and
