@@ -133,9 +133,10 @@ if TYPE_CHECKING:
 else:  # type checkers would accept any attribute of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Return the object with a name of _LAZY, imported at its first use. Raise AttributeError for any other name.
+        """Import the object that _LAZY lists under this name, and return it. Raise AttributeError for any other name.
 
-        For a name that users may expect here, such as fp4kit.torch, the message says which import provides it.
+        Python calls this only at the first use of a name. For a name that users may expect here, such as fp4kit.torch,
+        the error message says where it is.
         """
         if name in _LAZY:
             return globals().setdefault(name, getattr(import_module(_LAZY[name]), name))

@@ -129,10 +129,10 @@ class Format(Protocol):
 
 
 class _Direction(NamedTuple):
-    """A rounding of magnitudes to integers, and a mask of the elements that it rounds toward zero.
+    """A function that rounds magnitudes to integers, and a mask of the elements whose mode is "toward zero".
 
-    toward_zero: a mask of those elements, or one bool for all. A finite element that is rounded toward zero must not
-    overflow to infinity.
+    toward_zero: the mask, or one bool for all elements. For "rm" it holds the positive elements, for "rp" the negative
+    ones, for "rz" all, and otherwise none. Such an element must not overflow to infinity if it is finite.
     """
 
     rounding: Rounding
@@ -140,7 +140,12 @@ class _Direction(NamedTuple):
 
 
 def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> Any:
-    """Return the codes of x. This implements ElementFormat.encode, which documents it. fmt is the ElementFormat."""
+    """Return the codes of x in fmt, each number rounded once: uint8 in the shape of x, or a scalar if x is a number.
+
+    This is the code behind ElementFormat.encode, whose docstring describes the arguments and the numerics. fmt is the
+    ElementFormat itself. Raise TypeError if x is not an array of numbers, and ValueError if rounding is unknown, if
+    random bits are missing or not needed, or if an integer is beyond 2^53.
+    """
     op = f"{fmt.name}.encode"
     numbers = as_float64(op, x)
     direction = _direction(op, rounding, random, numbers)
@@ -221,10 +226,11 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
 def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bool) -> np.ndarray:
     """Return the codes of x, which must not hold NaN, in a float format.
 
-    Magnitudes are first clipped to the range from 2^-_TINY_EXPONENT steps to two binades above the largest value.
-    Outside of this range no code changes.
+    Nonzero magnitudes are first clipped to the range from 2^-_TINY_EXPONENT steps to two binades above the largest
+    value, which changes no code.
 
-    direction: how magnitudes are rounded. saturate: as in ElementFormat.encode.
+    direction: how magnitudes are rounded. saturate: if True, numbers beyond the largest value become that value. If
+    False, they become the format's infinity, or NaN if it has no infinity; a format without either still saturates.
     """
     a = np.abs(x)
     clipped = np.clip(a, 2.0 ** (fmt.emin - fmt.mantissa_bits - _TINY_EXPONENT), 2.0 ** (fmt.emax + 2))

@@ -21,21 +21,21 @@ ORDERS: tuple[str, ...] = get_args(Order)
 class DotAdd:
     """One step of an NVIDIA matrix unit, which is what one instruction adds.
 
-    The terms of a step are C and the products of K pairs of elements. All terms are aligned to the largest exponent
-    among them, and each is truncated toward zero to fraction_bits fraction bits. Their sum is exact; it is normalized
-    and truncated toward zero to output_bits fraction bits.
+    The terms of a step are C and the products of k pairs of elements, added exactly in groups of `group` products. All
+    terms are aligned to the largest exponent among them, and each is truncated toward zero to fraction_bits fraction
+    bits. Their sum is exact; it is normalized and truncated toward zero to output_bits fraction bits.
 
     Args:
         k: number of products per step.
         fraction_bits: the number of fraction bits kept for each term after alignment to the largest exponent, 1 to 40.
         output_bits: the number of fraction bits kept for the result, 1 to 23.
-        zero_exponent: the exponent of a term that is zero.
+        zero_exponent: the exponent of a term that is zero. The largest exponent is never below it.
         group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k must be a multiple
             of group.
 
     Raises:
         TypeError: a field is not an int.
-        ValueError: a field is out of range.
+        ValueError: a field is out of range, or k is not a multiple of group.
     """
 
     k: int
@@ -75,7 +75,7 @@ class FloorDotAdd:
         zero_exponent: the exponent of a product that is zero.
 
     Raises:
-        TypeError: a field has the wrong type.
+        TypeError: a field other than c_vanishes is not an int.
         ValueError: a field is out of range.
     """
 
@@ -126,14 +126,14 @@ class Unit:
         fp4: the step for two E2M1 operands with E4M3 scales of 16 elements, or E8M0 scales of 16 or 32. If it is None,
             operands with E8M0 scales of 32 use `mx`.
         promote: None for one chain of steps over all of K. Otherwise chains over `promote` elements of K start from
-            zero, and their results are added in float32, rounded to nearest even. It is a multiple of the step's k.
+            zero, and their results are added in float32, rounded to nearest even. It is a multiple of each step's k.
         order: None for a matrix unit. "exact", "float64", "float32-blocks" or "dequantized" for the orders that
             fp4kit.matmul describes; the other fields besides id and checked are then None.
         checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead.
 
     Raises:
-        TypeError: a field has the wrong type.
-        ValueError: the fields do not fit together; the message says why.
+        TypeError: a step has the wrong type, or id or checked is not a nonempty str.
+        ValueError: the other fields have wrong values or do not fit together; the message says why.
 
     Examples:
         >>> import fp4kit
@@ -178,10 +178,14 @@ class Unit:
             self._check_step(kind, step)
 
     def _check_step(self, kind: str, step: Any) -> None:
-        """Check the step for a kind of operands.
+        """Raise an error unless the unit can have this step for a kind of operands, one of KINDS.
 
-        Raise TypeError if the unit cannot have a step of this type for the kind. Raise ValueError if group or k has a
-        value that the kind does not allow, or if promote is not a positive multiple of k.
+        The error is TypeError unless the step is a DotAdd or, for kinds other than "mx" and "fp4", a FloorDotAdd. It is
+        ValueError in these cases:
+
+        - group is not 16 for "fp4", or not 1 for another kind
+        - k is not a multiple of 32, for "mx" and "fp4"
+        - promote is neither None nor a positive multiple of k
         """
         if type(step) is not DotAdd and (type(step) is not FloorDotAdd or kind in ("mx", "fp4")):
             needed = "a DotAdd" if kind in ("mx", "fp4") else "a DotAdd or a FloorDotAdd"
@@ -320,7 +324,9 @@ def from_spec(spec: str) -> Unit:
 
 
 def units() -> tuple[Unit, ...]:
-    """Return all units that fp4kit.matmul knows by id. `checked` says which of them were compared with hardware.
+    """Return the Units that fp4kit.matmul knows by id: first the matrix units, then the orders without hardware.
+
+    The field `checked` of a Unit says whether it was compared with hardware.
 
     Examples:
         >>> import fp4kit

@@ -100,7 +100,8 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function so that it returns arrays in the library of its first argument.
 
     Results are NumPy or CuPy arrays if that library is neither PyTorch nor JAX. Otherwise, if the caller passed `out`
-    by name, the function returns that very object. If the first argument is an iterator, it is first made a list.
+    by name, the function returns that very object. If the first argument is an iterator, it is first made a list. A
+    call in code that torch.compile traces runs outside of the compiled graph.
     """
     first = next(iter(signature(function).parameters))
 

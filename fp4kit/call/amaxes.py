@@ -119,8 +119,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
 
     The shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block) for one
     entry per block. The given array may have more or fewer trailing axes of length 1. For the whole tensor, any array
-    of one element fits. For one entry per block, any shape that `in_order` accepts fits too. Raise ValueError if no
-    canonical shape fits.
+    of one element fits. For one entry per block, a flat array fits too, and so does another shape of this size with
+    the same last length (see in_order). Raise ValueError if no canonical shape fits.
 
     moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
     """

@@ -303,9 +303,9 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     """Return a Quantized of NumPy or CuPy arrays, with scales in the linear layout, as an Operand.
 
-    The batch axes are the other axes of q. Raise ValueError unless K, the quantized axis, is one of the last two axes.
-    Also raise ValueError if no matrix unit multiplies the recipe. op, name: the public function and the operand, as the
-    message names them.
+    The axes of q before the last two become the batch axes. Raise ValueError unless K, the quantized axis, is one of
+    the last two axes. Also raise ValueError if no matrix unit multiplies the recipe. op, name: the public function and
+    the operand, as the message names them.
     """
     check_axis(op, name, q)
     r = q.recipe

@@ -484,7 +484,7 @@ def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarr
     """Return slots as a NumPy array of int64 (tokens,).
 
     Raise TypeError unless the slots are integers. Raise ValueError unless they are 1-d and in range for a cache of this
-    shape. If `writes` is True, negative slots are allowed, and each other slot may occur once.
+    shape. If `writes` is True, negative slots are allowed, but any other slot that occurs twice raises ValueError.
     """
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:

@@ -136,7 +136,7 @@ class Comparison:
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
 
     def _distance(self) -> str:
-        """Return the largest distance as text: in steps of the element format if codes differ, otherwise in ulp.
+        """Return the largest distance as text: in steps of the element format if max_steps is positive, else in ulp.
 
         ulp would mislead for codes, because 0 and a number near it are a billion ulp apart.
         """

@@ -36,7 +36,8 @@ class RecipeComparison:
             formats, or if one of the two gives no codes.
         scales: float64, the share of block scales that differ. NaN if codes is NaN, if the scale formats or block sizes
             differ, or if there are no block scales.
-        tensor_scales: float64, the share of tensor scales that differ; NaN if a recipe has none.
+        tensor_scales: float64, the share of tensor scales that differ. NaN if a recipe has none, or if only one of the
+            two recipes has a tensor scale per row.
         values: float64, the share of decoded values that differ in any bit; NaN equals NaN.
         first: array of objects. Each is the index in x of the first element whose code differs or, if all codes are
             equal or cannot be compared, whose value differs. It is None if there is no such element.
@@ -181,7 +182,10 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, float]:
-    """Return the shares of codes, block scales, tensor scales and values that differ; NaN if not comparable."""
+    """Return the shares of codes, block scales, tensor scales and values that differ, each from 0 to 1.
+
+    A share is NaN if the parts cannot be compared: one of them is None, or their shapes or formats differ.
+    """
     same_element = a.recipe.element == b.recipe.element
     same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
     return (

@@ -72,7 +72,8 @@ def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: A
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function so that its argument `threads` limits the CPU threads of the call.
 
-    A call that Python rejects with TypeError gets a more helpful message for frequent mistakes (check_call).
+    A call that Python rejects with TypeError gets a more helpful message for frequent mistakes (check_call). A call in
+    code that torch.compile traces runs outside of the compiled graph.
     """
 
     @wraps(function)
@@ -95,7 +96,7 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 class Engine(str):
     """A str with the name of an engine.
 
-    The attribute `why` says why no faster engine is used. It is "" if the engine is the fastest one.
+    The attribute `why` says why no faster engine is used. It is "" if this is the fastest engine for the processor.
     """
 
     why: str
@@ -146,9 +147,10 @@ def engine() -> Engine:
 
 @contextmanager
 def specification() -> Iterator[None]:
-    """Within a with block, compute on NumPy arrays by the specification alone, for example to check the other engine.
+    """Within a with block, compute on NumPy arrays by the specification alone, not by the compiled engine.
 
-    It applies to the current thread or task.
+    Use it to check the compiled engine, whose results are bit-identical. The block affects only the current thread or
+    task, and no arrays on a GPU.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -168,8 +170,8 @@ def specification() -> Iterator[None]:
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """Return the result of an operation from the first engine that supports the call.
 
-    Host engines run in IEEE arithmetic. Where specification_only is set, the specification is the only host engine. If
-    all engines decline the call, raise NotImplementedError with the last engine's reason.
+    Host engines run in IEEE arithmetic. Within `with fp4kit.specification()`, the specification is the only host
+    engine. If all engines decline the call, raise NotImplementedError with the last engine's reason.
 
     op: the public function that error messages name. operation: the name of the engine's function. on_device: whether
     the arrays are CuPy arrays. arguments: the arguments of the engine's function.

@@ -293,6 +293,7 @@ class GroupedPlan:
             A list of Quantized, overwritten by the next call.
 
         Raises:
+            TypeError: keep_amax is not a bool.
             ValueError: an entry or its memory was replaced after the plan was made; or as for fp4kit.quantize.
         """
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)

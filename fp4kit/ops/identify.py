@@ -387,10 +387,9 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return whether a recipe can make a tensor scale.
+    """Return False if a recipe cannot have made a stored tensor scale, because the scale is NaN; otherwise True.
 
-    Return False if a tensor scale is NaN and the recipe's tensor rule never makes NaN. Return True otherwise, and if
-    `tensor_scale` is None.
+    Some tensor rules never make NaN (NEVER_NAN). Numbers are not compared here. If `tensor_scale` is None, return True.
     """
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 

@@ -57,7 +57,8 @@ class KVIdentification:
     print() shows a verdict and a table.
 
     Attributes:
-        matches: one KVMatch per layout, best first. If no layout fits, readings with known faults are included.
+        matches: one KVMatch per layout, best first. If no layout fits, the readings that fit with one of the known
+            faults come before them.
         assumed: the name of the layout that the caller assumed, or None.
     """
 

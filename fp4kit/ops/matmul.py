@@ -110,10 +110,10 @@ def matmul(
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
     """Return an operand in the form that the CPU and GPU engines take.
 
-    Arrays other than Quantized are returned unchanged.
-
-    Block scales are in the linear layout. For the unit "dequantized", a Quantized is decoded to bfloat16, with the
-    quantized axis last. In this case, raise ValueError unless the quantized axis is one of the last two.
+    - An array is returned unchanged.
+    - A Quantized is returned with its block scales in linear layout, unless the unit is "dequantized".
+    - For the unit "dequantized", a Quantized is decoded to a bfloat16 array with the quantized axis last. Raise
+      ValueError unless the quantized axis is one of the last two.
 
     op, name: the public function and the operand, as the message names them.
     """
@@ -192,7 +192,7 @@ def _row_count(x: Any) -> int:
 
 
 def _row_multiple(x: Any) -> int:
-    """Return the number of rows in a block of an operand. The number of rows in a panel is a multiple of it."""
+    """Return the number of rows per block of an operand; 1 for an array. Panels begin at multiples of this number."""
     return x.recipe.block_rows if isinstance(x, Quantized) else 1
 
 

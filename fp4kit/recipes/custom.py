@@ -33,7 +33,7 @@ def custom_recipe(
     takes the place of scale in the other two formulas.
 
     Args:
-        id: a name for the recipe. It must not be the id of a recipe in the table.
+        id: a name for the recipe. It must not be the id or an alias of a recipe in the table.
         element: the format of the elements: a Codebook, MX4, a float or an integer. MX4 needs scale=E8M0.
         scale: the format of the block scales. A float format of at most 8 bits, stored as one byte per block in
             block_scale. Or the name of a float type; then each block has a tensor_scale, a float32 number that is

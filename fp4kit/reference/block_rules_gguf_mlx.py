@@ -102,7 +102,7 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
     """Return the E4M3 scale code of each block, as MLX's CPU back end computes it: E4M3(T(amax / 6) * tensor.encode).
 
     T rounds to the dtype of the elements, 6 stands for the largest element value, and tensor.encode is the encode scale
-    of the tensor. NaN saturates to 448 or -448 (see _saturated).
+    of the tensor. Codes saturate at 448. A NaN amax gives the code of 448, and a product 0 * inf gives that of -448.
     """
     return _saturated(round_to(amax / recipe.element.max, dtype) * tensor.encode, amax)
 
@@ -119,8 +119,8 @@ def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe:
 def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MLX's Metal kernels compute it: E4M3((amax / 6) * tensor.encode).
 
-    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448;
-    NaN saturates to 448 or -448 (see _saturated). dtype is not used.
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448.
+    A NaN amax gives the code of 448, and a product 0 * inf gives that of -448. dtype is not used.
     """
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 

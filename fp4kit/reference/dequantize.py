@@ -222,9 +222,9 @@ def decode_fouroversix_float32(
 ) -> np.ndarray:
     """Return values * e4m3(scales) * tensor.amax / full_range(recipe), as fouroversix does with float32 intermediates.
 
-    e4m3() decodes scale codes. full_range is as in decode_fouroversix. For E2M1 and INT4 elements this rule equals the
-    rule fouroversix, because their products are exact in float16. Source: fouroversix dequantize with intermediate
-    dtype float32.
+    e4m3() decodes scale codes. full_range is 6 * scale_max, or 4 * scale_max with scale rule static_4; scale_max is a
+    field of the recipe. For E2M1 and INT4 elements this rule equals the rule fouroversix, because their products are
+    exact in float16. Source: fouroversix dequantize with intermediate dtype float32.
     """
     return values * decode(scales, E4M3)[..., None] * tensor.amax / full_range(recipe)
 

@@ -100,5 +100,8 @@ def quantize_if4(
 
 
 def _traced_format(integers: np.ndarray) -> ElementFormat:
-    """Return the format of the codes of a trace, which holds one block: INT4 if `integers` is True, else E2M1."""
+    """Return the format in which a trace shows element codes: INT4 if all of `integers` are True, otherwise E2M1.
+
+    A trace computes a single block, so `integers` has one entry then. Without a trace, the result has no effect.
+    """
     return INT4 if integers.all() else E2M1

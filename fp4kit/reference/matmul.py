@@ -121,9 +121,9 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
 def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
     """Return the sum of the products t and of c, rounded as an AMD CDNA3 matrix unit does: float32.
 
-    `step` says how many bits are kept (see FloorDotAdd).
+    `step` says how many bits each intermediate sum keeps (see FloorDotAdd). Zero keeps its sign, and NaN is 0x7FFFFFFF.
 
-    Zero keeps its sign, and NaN is 0x7FFFFFFF.
+    t: the products, Terms (M, N, K). c: the sums so far, Terms (M, N).
     """
     sums = [Terms(t.significand[..., i :: step.sums], t.exponent[..., i :: step.sums]) for i in range(step.sums)]
     F, largest = step.fraction_bits, [part.exponent.max(axis=-1) for part in sums]

@@ -200,8 +200,8 @@ def search_matrix(
 ) -> None:
     """Choose the block amaxes of x (M, K) by the recipe's search, tile by tile, and write them into out (M, K / block).
 
-    amax: the tensor amax.
-    hadamard: the sign mask of a Hadamard transform, or None.
+    amax: the tensor amax, or None if the recipe has no tensor scale.
+    hadamard: the sign mask of a Hadamard transform that is applied to x first, or None.
     """
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):

@@ -427,8 +427,9 @@ def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, R
             decode = D(amax / amax_range(recipe))
             encode = 1 / decode, or 1e38 near 0
 
-        D rounds as _amax_rule describes. For encode, see reciprocal_of_scale. If decode is float32, an infinite amax
-        gives decode = inf and encode = 0. If D rounds to 16 bits, decode saturates. NaN gives NaN. dtype is not used.
+        D rounds to float16 or bfloat16 in the direction of the rule, or not at all in the plain rule "amax". If decode
+        is below 1e-38, encode is the reciprocal of 1e-38. Without D, an infinite amax gives decode = inf and encode =
+        0. With D, decode saturates. NaN gives NaN. dtype is not used.
         """
         decode_scale = np.asarray(amax / amax_range(recipe), np.float32)
         if target is not None:
