@@ -95,9 +95,11 @@ def container_id(form: Container, has_input_scale: bool) -> str:
 def compressed_format(name: str) -> str:
     """Return the ``format`` that compressed-tensors declares for the layers of one of its containers.
 
+    The format is "float-quantized" for FP8 with one scale per layer, per row or per 128x128 block. For all other
+    containers, it is the name without the first word, such as "nvfp4-pack-quantized".
+
     Args:
-        name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized". All FP8 containers have the
-            format "float-quantized".
+        name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized".
     """
     is_fp8 = name in (CT_FP8.name, CT_FP8_ROWS.name, CT_FP8_BLOCKS.name)
     return "float-quantized" if is_fp8 else name.removeprefix("compressed-tensors ")
@@ -117,8 +119,8 @@ def declarations(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json).
 
-    The second is None for formats that have no hf_quant_config.json. The KV cache is declared unquantized; if the
-    checkpoint has scales for it, the caller changes the declaration.
+    The second is None except for Model-Optimizer's containers and for DeepSeek-V4 with NVFP4 experts. The KV cache is
+    declared unquantized; if the checkpoint has scales for it, the caller changes the declaration.
 
     Args:
         form: the container of the quantized layers.
@@ -267,8 +269,13 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
 def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of compressed-tensors for the layers of one container. Its target is Linear.
 
-    Inputs of FP8 layers are quantized per token at run time, or with the layer's input scale if there is one. Under
-    128x128 blocks, every 128 elements of a token have a scale.
+    The group also says how engines quantize the inputs of the layers:
+
+    - FP8 with one scale per layer or per row: with the layer's input scale if it has one, otherwise per token at run
+      time.
+    - FP8 in 128x128 blocks: at run time, with one scale per 128 elements of a token.
+    - MXFP8: at run time.
+    - NVFP4 and MXFP4: with the layer's input scale if it has one, otherwise not at all.
 
     Args:
         form: the container.
@@ -368,17 +375,20 @@ def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> d
 def _deepseek_v4_nvfp4(
     form: Container, declared: dict[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts, as ``declarations`` does.
+    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts.
+
+    The result is (``quantization_config`` of config.json, hf_quant_config.json).
 
     Args:
         form: the container of the experts, DEEPSEEK_V4_NVFP4.
-        declared: the ``quantization_config`` of the FP8 layers, to which the NVFP4 entries are added.
-        layers: names of the NVFP4 experts, from which the containers of experts are declared.
+        declared: the ``quantization_config`` of the FP8 layers. A copy of it with the NVFP4 entries is returned.
+        layers: names of the layers in NVFP4, such as "layers.3.ffn.experts.0.w1". The config declares the modules that
+            hold the experts, such as "layers.3.ffn.experts".
 
     Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py.
     """
     one = {"quant_algo": "NVFP4", "group_size": form.group_size}
-    containers = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
+    expert_modules = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
     ignore = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
     half = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
     mixed: dict[str, Any] = {
@@ -386,7 +396,7 @@ def _deepseek_v4_nvfp4(
         "kv_cache_quant_algo": None,
         "group_size": form.group_size,
     }
-    mixed |= {"quantized_layers": {name: one for name in containers}}
+    mixed |= {"quantized_layers": {name: one for name in expert_modules}}
     groups = {"group_0": {"input_activations": half, "weights": half, "targets": ["Linear"]}}
     found = {
         **declared,

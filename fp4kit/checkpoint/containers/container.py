@@ -36,7 +36,6 @@ SAME_BYTES = {
 # the first word of a container's name -> its producer in recipe ids, if they differ
 _PRODUCERS = {"comfy": "comfy-kitchen", "sglang-mxfp8": "sglang", "deepseek-v4": "deepseek"}
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
-_Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ class Container:
     """Describe one container: how a quantized layer is stored as tensors.
 
     Attributes:
-        name: the container's unique name, as in the table at the head of this file.
+        name: the container's unique name, as in the table at the head of table.py.
         format: the value of ``--format`` that writes it; "" for containers that are only read.
         kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (128x128 blocks), "fp8 rows" or "fp8 tensor".
         element: the element format of the codes.
         scale: the element format of the block scales; None for float32 scales.
-        block: (rows, columns) that share one block scale.
+        block: (rows, columns) that share one block scale. 0 columns stand for a whole row.
         suffixes: part (CODES, SCALES, ...) -> suffix. The name of the part's tensor is the module's name and this
             suffix.
         codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
@@ -137,12 +136,12 @@ class Container:
 
     @property
     def group_size(self) -> int:
-        """The number of elements of a row that share one block scale."""
+        """The number of elements of a row that share one block scale; 0 if all elements of a row share one."""
         return self.block[1]
 
     @property
     def row_multiple(self) -> int:
-        """The number that must divide K, the number of elements per row."""
+        """The number that must divide K, the number of elements per row, so that a layer can be quantized."""
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
         return max(self.group_size, self._unit_bits // self.element.bits)
@@ -151,7 +150,7 @@ class Container:
     def _unit_bits(self) -> int:
         """The number of bits of one element of the codes tensor: 8 for U8, which holds two 4-bit codes.
 
-        If codes and scales share a tensor (in_blocks), return the number of bits of one code, because that tensor has
+        If codes and scales share a tensor (in_blocks), this is the number of bits of one code, because that tensor has
         the layer's shape.
         """
         return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
@@ -271,6 +270,8 @@ class Container:
     def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return all shapes in which tools store the block scales of a layer of shape [..., N, K].
 
+        Readers of checkpoints accept each of them. The container must store block scales in a tensor of their own.
+
         The first is the shape that ``specs`` gives. Further shapes exist in three cases:
 
         - One scale per row is [N, 1] or [N].
@@ -334,7 +335,8 @@ class Container:
     def _values(self) -> tuple[object, ...]:
         """The element format, scale format, block, and presence of column factors and low-rank parts, as a tuple.
 
-        These facts determine a layer's decoded values, together with the stored numbers.
+        These facts determine a layer's decoded values, together with the stored numbers. The kind stands for the block
+        of FP8 containers with one scale per layer or per row, because both have the block (1, 0).
         """
         more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block

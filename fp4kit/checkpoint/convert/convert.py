@@ -272,11 +272,13 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
     - The name does not suit the output.
     - The destination exists or cannot be written (see staging.check_destination).
-    - An interrupted run left files.
+    - Another run is writing to the destination.
+    - An interrupted run left files, and neither ``resume`` nor ``removes`` is True.
+    - ``resume`` is True, but there is no interrupted run.
     - There is too little disk space.
 
-    resume: True to accept leftovers of the run to resume, and a destination that this run had already completed.
-    removes: True to accept leftovers that can be removed, because the caller will remove them first.
+    resume: True to accept the files of an interrupted run, and a destination that this run had already completed.
+    removes: True to accept the files of an interrupted run, because the caller will remove them first.
     """
     target = Path(destination)
     _check_name(plan, target)
@@ -309,7 +311,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
-    """Return a message about the config that loaders need but a single safetensors file cannot hold.
+    """Return a tuple with one message, about the config that loaders need but a single safetensors file cannot hold.
 
     The message shows the entry of config.json. Return () if ``target`` is not a safetensors file, if the result is
     unquantized, and for ComfyUI's format, which needs no config.
@@ -328,6 +330,7 @@ def _check_file(plan: Plan, target: Path) -> None:
 
     A single file can hold the result of a safetensors file. It can also hold the result of a model directory with one
     file of tensors, if the format is ComfyUI's. MLX layers always need a directory, because loaders need its config.
+    Plans for GGUF files are accepted here; check_gguf_name rejects them.
     """
     if not _is_safetensors(target) or plan.is_file:
         return
@@ -542,8 +545,12 @@ class _Run:
     def _workers(self) -> tuple[int, bool]:
         """Return the number of workers to use, and True if they are threads or False if they are processes.
 
-        Threads are used if GPUs or the compiled engine do the work. Processes are used without a GPU and compiled
-        engine, and if ``options.processes`` is True for a model so large that processes are faster (see FROM_WORKERS).
+        What does the work decides:
+
+        - GPUs: threads.
+        - The compiled engine: threads. If ``options.processes`` is True, and the number of workers and the model are
+          so large that processes are faster (see FROM_WORKERS): processes.
+        - Otherwise: processes; a single one if ``options.workers`` is None.
         """
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):

@@ -89,7 +89,7 @@ class TensorConverter:
 
         Raises:
             CheckpointError: a name came before, in this bucket or an earlier one; and as for convert_tensors, except
-                for layers that still wait, which ``flush`` reports.
+                for the cases that only ``flush`` can detect, such as layers that still wait.
             TypeError: a name is not a str, or a value is not an array.
         """
         yield from self._new(self._converted_of(tensors))

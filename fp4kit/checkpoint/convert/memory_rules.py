@@ -28,7 +28,7 @@ class Rules:
     Attributes:
         recipe: the recipe for newly quantized tensors.
         config: the content of the model's config.json; its numbers of layers and heads and its model type are used.
-        format: the container's name; None for the container that most engines load.
+        format: the output format, such as "modelopt"; None for the format that most engines load.
         wishes: which layers to quantize.
         input_scale: a positive float32 activation scale to write for every layer; None for none.
         activations: measured activations, from which every layer gets its own input scale; None for none.
@@ -37,9 +37,9 @@ class Rules:
 
     Raises CheckpointError in these cases:
 
-    - The format is not a quantized container, or cannot be written from memory ("bf16", "comfy").
-    - The container cannot store the model.
-    - Input scales are given, and the container has none.
+    - The format is unknown, or cannot be written from memory ("bf16", "comfy").
+    - The format cannot store the model or a recipe.
+    - Input scales are given, and the format has none.
     """
 
     recipe: Recipe

@@ -26,9 +26,12 @@ def usable_tensor_scale(scale: Any) -> bool:
 
 
 def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
-    """Write the scalars of a layer: its tensor scale, if it has one, and its input scale, if the job has one.
+    """Write the scalars of a layer with new codes: its tensor scale, and its input scale if the output has one.
 
-    job, output: the job of the layer, with its input scale if it has one, and where to write the scalars.
+    Raise CheckpointError if a scale is not a positive normal float32, or if the output has an input scale, but the job
+    gives none.
+
+    job, output: the job of the layer, which gives the input scale, and where to write the scalars.
     tensor_scale: the scale as a multiplier on decode; None if the layer has none.
     stored: the number to write for the tensor scale; None to compute it from ``tensor_scale``.
     """

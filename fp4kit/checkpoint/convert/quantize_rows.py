@@ -83,8 +83,8 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
     """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays.
 
     x: the rows, as an array in host memory.
-    tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, ``of_zeros`` makes
-        the scales.
+    tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, all codes and block
+        scales become 0 and the tensor scale becomes 1 (see of_zeros).
     """
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))

@@ -26,7 +26,8 @@ def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
     """Quantize (layer name, matrix) pairs that share a tensor scale, and yield all resulting (name, array) pairs.
 
     The tensor scale, if the container has one, follows from the largest amax of the layers. Raise CheckpointError if a
-    matrix contains NaN or infinity, or if the tensor scale is not a positive normal float32.
+    matrix contains NaN or infinity, if the tensor scale is not a positive normal float32, or if ``rules.activations``
+    does not fit a layer.
     """
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None

@@ -1,6 +1,7 @@
-"""Convert between two containers of one format: write codes and scales unchanged under the output container's names.
+"""Move layers from one container to another, if both have equal codes and block scales, such as two for NVFP4.
 
-The tensor scale and the input scale are inverted if only one of the two containers stores them as divisors.
+Codes and block scales are written unchanged, in the layout and under the names of the output container. The tensor
+scale and the input scale are inverted if only one of the two containers stores them as divisors.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 def write(job: Job, readers: Readers, output: Sink) -> None:
     """Write all parts of a job's weight: codes, block scales, tensor scale and input scale.
 
-    A scalar is copied bit for bit if both containers store multipliers or both store divisors; otherwise it is
-    inverted. A missing tensor scale is written as 1. For a missing input scale, see put_given_input_scale. The factors
-    per column of AWQ layers are copied.
+    A scalar is copied bit for bit if both containers store it in the same direction and unit (see
+    Container.direction); otherwise it is converted. A missing tensor scale is written as 1. A missing input scale is
+    taken from the job. The factors per column of AWQ layers are copied.
 
-    Raise CheckpointError if the input scale or an inverted scale is not a positive normal float32, or if the factors
-    per column are not BF16.
+    Raise CheckpointError in these cases:
+
+    - The input scale or a converted scale is not a positive normal float32.
+    - The output has an input scale, but neither the weight nor the job gives one.
+    - The factors per column are not BF16.
 
     readers, output: where to read the weight from, and where to write the result.
     """

@@ -226,9 +226,9 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         if above is not None:
             weight, rest = above
             yield _beside(name, rest, entry, weight)
-        elif rest_of_kv(name) and not _is_integer(entry):
+        elif is_attention_scale(name) and not _is_integer(entry):
             yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[name.rpartition(".")[2]])
-        elif rest_of_kv(name):
+        elif is_attention_scale(name):
             what = f"{entry.dtype} {list(entry.shape)}"
             yield Item(REFUSED, "tensor", name, "a scale of attention or the KV cache, which must be a float", what)
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
@@ -262,7 +262,7 @@ _PART_NAMES = {
 }
 
 
-def rest_of_kv(name: str) -> bool:
+def is_attention_scale(name: str) -> bool:
     """Return whether a tensor has the name of a scale of the KV cache or of attention, such as "attn.k_scale"."""
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
@@ -326,8 +326,8 @@ def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
         raise CheckpointError(refusal(found))
 
 
-def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str] | None:
-    """Find the quantized layer whose name is the beginning of a tensor's name.
+def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] | None:
+    """Find the layer whose name is the beginning of a tensor's name, to tell which layer the tensor may concern.
 
     Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
     rest follows a dot. It may also follow an underscore if the layer is a stack of experts or the rest is in
@@ -335,20 +335,20 @@ def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str
 
     Args:
         name: the name of a tensor.
-        quantized: module name -> quantized weight.
+        layers: module name -> weight, for the layers that are quantized or to be quantized.
     """
     at = name.rfind(".")
     while at > 0:
-        if name[:at] in quantized:
-            return quantized[name[:at]], name[at + 1 :]
+        if name[:at] in layers:
+            return layers[name[:at]], name[at + 1 :]
         at = name.rfind(".", 0, at)
     parent, _, leaf = name.rpartition(".")
     at = leaf.rfind("_")
     while at > 0:
         module = f"{parent}.{leaf[:at]}"
         rest = leaf[at + 1 :]
-        if module in quantized and (len(quantized[module].shape) == 3 or rest in _REFUSED_TENSORS):
-            return quantized[module], rest
+        if module in layers and (len(layers[module].shape) == 3 or rest in _REFUSED_TENSORS):
+            return layers[module], rest
         at = leaf.rfind("_", 0, at)
     return None
 
@@ -675,6 +675,9 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
     Args:
         text: the metadata, as JSON.
         quantized: module name -> quantized weight.
+
+    Raises:
+        CheckpointError: if the text is not a JSON object.
     """
     content = parse_object(text.encode(), f"metadata {COMFY_METADATA}")
     unknown = [key for key in content if key not in ("format_version", "layers")]

@@ -38,9 +38,9 @@ def swapped_layers(
 ) -> list[Weight]:
     """Return the layers whose nibbles seem to be swapped, about which SWAPPED_NIBBLES warns.
 
-    Only single layers of 4-bit codes are examined, and at most 512 per number of columns. They are compared with the
-    norms and unquantized weights that have the same number of columns. If there are none, or fewer than 128 columns,
-    they are not examined.
+    Only matrices of 4-bit codes with at least 128 columns are examined, and at most 512 matrices per number of columns.
+    They are compared with the norms and unquantized weights that have the same number of columns. If there are no such
+    norms and weights, the matrices are not examined.
 
     Args:
         weights: the weights of a model.
@@ -115,7 +115,8 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
 def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
     """Return whether the columns of a layer follow a reference only if neighbors are exchanged.
 
-    Return False if the columns have equal sizes, so that their order cannot be told.
+    Return False if the order of the columns cannot be told, because they have nearly equal sizes, or because half of
+    them or more are zero or not finite.
 
     sizes: the sizes of the layer's columns.
     references: the profiles of the tensors to compare with, at least one.

@@ -714,6 +714,9 @@ def _layers(weights: Mapping[str, Weight]) -> _Layers:
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield an item for each key of a ``quantization_config``. Its ``quant_method`` decides which keys are known.
 
+    A config without ``quant_method`` counts as Model-Optimizer's if it has a ``quant_algo``, otherwise as a config of
+    compressed-tensors. An unknown ``quant_method`` gives a single refused item.
+
     Args:
         value: the content of ``quantization_config``.
         path: the path of ``quantization_config`` in config.json, with which the names of the items begin.

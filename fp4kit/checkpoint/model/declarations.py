@@ -33,8 +33,9 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return a config that has the declaration of a checkpoint as its ``quantization_config``, wherever it comes from.
 
-    A declaration in hf_quant_config.json is used only if config.json has none. It gets the keys of config.json, and so
-    does a declaration of this form inside config.json. If there is no declaration at all, return ``config`` unchanged.
+    A declaration in hf_quant_config.json is used only if config.json has none. Its keys are translated to those of
+    ``quantization_config``, also if config.json holds a declaration in the form of hf_quant_config.json. If there is no
+    declaration at all, return ``config`` unchanged.
 
     Args:
         config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.

@@ -99,7 +99,8 @@ def expert_name(stack: str, expert: int) -> str:
     """Return the Hugging Face name of the layer that one expert of a stack becomes.
 
     Expert 3 of the stack "mlp.experts.down_proj" becomes "mlp.experts.3.down_proj". mlx-lm calls this stack
-    "mlp.switch_mlp.down_proj"; the result is the same.
+    "mlp.switch_mlp.down_proj", for which the result is the same. In mlx-lm's Mixtral models, gate_proj, down_proj and
+    up_proj become w1, w2 and w3.
     """
     parent, _, leaf = stack.rpartition(".")
     if not is_mlx_stack(stack):

@@ -60,7 +60,7 @@ def digest_of(path: Path) -> Digest:
 def names_in(folder: Path) -> list[str]:
     """Return the sorted names, relative to ``folder``, of the files in ``folder`` that its manifest must list.
 
-    It must list all files in the directory and its subdirectories, except itself and hidden files. A link is
+    The manifest must list all files in the directory and its subdirectories, except itself and hidden files. A link is
     included if its target is inside the directory or in the blobs of the Hugging Face cache.
     """
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))

@@ -148,9 +148,10 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
 
 
 def _usual(weight: Weight, form: Container) -> Recipe:
-    """Return a recipe that the container can store: one of its own producer if possible, otherwise the first.
+    """Return a recipe that the container can store, for a layer without a recorded recipe.
 
-    Raise CheckpointError if there is none.
+    A recipe of the container's producer is preferred, then the usual recipe for the kind of container (_USUAL), then
+    the first of RECIPES. Raise CheckpointError if the container can store none.
 
     Args:
         weight: the weight, for the message.

@@ -121,6 +121,8 @@ def resolved(
 def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wrong: Collection[str]) -> Item:
     """Return an item of a model whose transforms are undone. Refused transforms and matrices become understood.
 
+    A wrong matrix stays refused, and its item says why. All other items are returned unchanged.
+
     layers: the number of layers with transforms.
     matrices: the names of the tensors that hold matrices, and their transforms.
     wrong: the names in ``matrices`` of tensors that differ from the matrix of their transform.

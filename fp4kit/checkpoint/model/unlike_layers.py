@@ -92,7 +92,7 @@ def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterat
 def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each float dtype that fewer layers have than the usual one.
 
-    Yield nothing if a layer has another dtype, such as bytes.
+    Yield nothing if the tensor has a dtype other than a float dtype in some layer, for example bytes.
 
     Args:
         what: the tensor whose dtypes are compared, in words.

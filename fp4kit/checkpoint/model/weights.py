@@ -219,8 +219,8 @@ def weights_of(
 ) -> dict[str, Weight]:
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts.
 
-    Return a dict from tensor name to weight, in the order of ``tensors``; {} if there are none. Each weight has the
-    name of the tensor with its values or codes.
+    Return a dict from tensor name to weight, in the order of ``tensors``; {} if there are none. The key of a weight is
+    the name of the tensor with its values or codes.
 
     Args:
         tensors: tensor name -> (its file, its header entry).

@@ -47,7 +47,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import DTYPE_BITS
 
 KEEP = "keep"  # the candidate that leaves a layer unquantized
-Progress = Callable[[int], AbstractContextManager[Any]]
+Progress = Callable[[int], AbstractContextManager[Any]]  # called with the number of bytes to read; see assign_recipes
 CANDIDATES = ("nvfp4-te", "fp8-modelopt-channel", KEEP)
 
 
@@ -83,7 +83,7 @@ class Assignment:
 
     @property
     def default(self) -> str:
-        """The id of the recipe of most units. If all units stay unquantized, it is the first candidate."""
+        """The id of the recipe of most units; the first option of the first unit if all units stay unquantized."""
         used = [option.name for option in self.options if option.name != KEEP]
         return max(dict.fromkeys(used), key=used.count, default=self.units[0].options[0].name)
 
@@ -137,9 +137,13 @@ def assign_recipes(
         ``kept`` to the ``keep`` of the Wishes.
 
     Raises:
-        CheckpointError: if ``bits`` is not positive and finite, or too small for the candidates. Also if a recipe is
-            named twice or none is named, if a candidate fits no layer, if the source is quantized, or if column weights
-            are missing. Also if a layer holds NaN or infinity, for which no error is defined.
+        CheckpointError: in one of these cases:
+
+            - ``bits`` is not positive and finite, or too small for the candidates.
+            - A candidate is named twice, no recipe is named, or a candidate fits no layer.
+            - No candidate fits all layers of a unit, and "keep" is not a candidate.
+            - The source is quantized, or column weights are missing.
+            - A layer holds NaN or infinity, for which no error is defined.
         ValueError: if no recipe has the id of a candidate.
 
     Numerics: squared errors are summed in float64, of values that are decoded to float32.
@@ -198,7 +202,9 @@ class _Candidates:
             self.weights |= found
 
     def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces (units of work) of a weight: one for a matrix, one or two per expert of a stack.
+        """Return the pieces of a weight, the rows that are measured together.
+
+        A matrix is one piece. A stack of experts has one piece per expert, or two (gate and up).
 
         Each piece becomes one output layer, unless the container stores stacks whole. Then the pieces of all experts
         become one output layer.
@@ -212,9 +218,9 @@ _Key = tuple[str, int]
 
 
 def _key(piece: Piece) -> _Key:
-    """Return (output layer, number) of a piece, a unit of work.
+    """Return (output layer, number), which identifies a piece (some rows of a weight) among all pieces of a model.
 
-    If a stack stays whole, the number distinguishes its pieces.
+    If a stack stays whole, its pieces have one output layer, and the number distinguishes them.
     """
     return piece.module, piece.number
 

@@ -207,7 +207,7 @@ def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Seque
         units: the units.
         budget: the largest number of bits.
         slope: the step whose gain / cost is the slope.
-        known: an assignment that fits.
+        known: an assignment that fits the budget: for each unit, the index of its option.
     """
     p, q = slope.gain, slope.cost
     errors = [[_grains(option.error) for option in unit.options] for unit in units]

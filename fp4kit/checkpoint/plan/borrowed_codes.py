@@ -43,8 +43,9 @@ _KINDS = ("mxfp4", "nvfp4")
 def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
     """Return the weights of ``model``, with codes of ``donor`` in place of their values where ``donor`` has codes.
 
-    Codes are MXFP4 or NVFP4. Weights without such a counterpart in ``donor`` stay unchanged. A stack of experts takes
-    codes only if all of its layers have counterparts of one shape and in one container.
+    The result has the keys of ``weights``. Codes are MXFP4 or NVFP4. Weights without such a counterpart in ``donor``
+    stay unchanged. A stack of experts takes codes only if all of its layers have counterparts of one shape and in one
+    container.
 
     Args:
         weights: tensor name -> weight of ``model``, the source of the conversion.
@@ -137,7 +138,8 @@ def _in_order(
 ) -> tuple[Rows, ...]:
     """Return the quantized counterpart of a weight, reordered to the row order of the weight.
 
-    A gate_up weight of alternating rows gets alternating rows. A weight without `order` keeps the order of ``rows``.
+    For a gate_up weight of alternating rows, the rows of gate and up alternate in the result. Any other weight without
+    an ``order`` keeps the order of ``rows``.
 
     Args:
         weight: a weight of ``model``, the source.
@@ -225,7 +227,8 @@ def recorded_recipe(source: Source) -> str:
 def recorded_patterns(source: Source) -> list[list[str]]:
     """Return the [pattern, recipe id] pairs that a model records beside its recipe, as ``recipes``; [] if none.
 
-    The first pattern that matches a layer's name decides. The record is where ``recorded_recipe`` looks.
+    The first pattern that matches a layer's name decides. The pairs are in fp4kit's record in ``quantization_config``.
+    If the config has no such record, the metadata of the model's safetensors files is searched.
     """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None

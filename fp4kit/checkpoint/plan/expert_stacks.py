@@ -67,7 +67,7 @@ class ExpertStack:
         return len(self.experts), rows, self.experts[0][0].weight.shape[-1]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (units of work) that write the stack: one per expert."""
+        """Yield the pieces (the rows that one job converts) that write the stack: one per expert."""
         experts, rows, columns = self.shape
         first = self.experts[0][0].weight
         dtype = "BF16" if first.container is not None else first.dtype
@@ -81,10 +81,11 @@ class ExpertStack:
 
 
 def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
-    """Return a dict from tensor name to stack, for separate experts of a model that engines read only as stacks.
+    """Return the stacks to put together from the separate experts of a model whose experts engines read only as stacks.
 
-    A stack has the name of its first tensor with values or codes. Experts that are incomplete, or that are not
-    all quantized alike, are left out. Return {} for all other models.
+    The result maps the name of a stack's first tensor with values or codes to the stack. Experts stay separate if one
+    of them is incomplete, or if they differ in shape, dtype or container. They also stay separate if transformers could
+    not tell the axis order of the stacks. Return {} for all other models.
 
     Args:
         weights: the weights of the model, as weights_of returns them.
@@ -123,8 +124,8 @@ def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
 def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Iterator[ExpertStack]:
     """Yield the stacks gate_up_proj and down_proj of a module, or nothing if they cannot be put together.
 
-    Nothing is yielded if an expert or one of its layers is missing, or if experts differ in shape or container. Nothing
-    is yielded either if transformers could not tell the axis order of the stacks.
+    Nothing is yielded if an expert or one of its layers is missing, or if experts differ in shape, dtype or container.
+    Nothing is yielded either if transformers could not tell the axis order of the stacks.
 
     Args:
         parent: the name of the experts' module.

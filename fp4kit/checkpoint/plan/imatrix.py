@@ -105,7 +105,8 @@ class Imatrix:
             expert: the index of the matrix in ``weight``; 0 for a single matrix.
 
         Raises:
-            CheckpointError: if the file has the weight, but with a size that does not fit.
+            CheckpointError: if the file has the weight, but with a size that does not fit. Also if a name must be
+                translated and the gguf package is missing.
         """
         for name in (module, weight.name):
             if name in self.entries:

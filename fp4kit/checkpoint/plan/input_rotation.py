@@ -37,8 +37,12 @@ def rotated(
         patterns: globs of the names of the layers to rotate (--hadamard-only); () for all.
 
     Raises:
-        CheckpointError: if no engine rotates the inputs of a layer, if the rows of a layer do not consist of whole
-            blocks of the transform, or if a pattern matches no layer.
+        CheckpointError: in one of these cases:
+
+            - A layer is a routed expert, whose inputs no engine rotates.
+            - The rows of a layer do not consist of whole blocks of the transform.
+            - Only some of the layers that loaders fuse would be rotated.
+            - A pattern matches no layer.
     """
     size, names = rotation.size, [weight.name for weight in selected.values()]
     for pattern in patterns:

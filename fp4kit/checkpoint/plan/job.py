@@ -66,9 +66,17 @@ def target_of(have: Container | None, form: Container) -> Container:
 
 
 def action_of(weight: Weight, form: Container | None) -> str:
-    """Return the action that brings a weight into the container to write, such as "rename" or "requantize".
+    """Return the action that brings a weight into the container to write (see the head of this file).
 
-    A rotated weight cannot keep its codes.
+    The first case that applies decides:
+
+    - An unquantized weight is quantized, or copied if ``form`` is None.
+    - A quantized weight is dequantized if ``form`` is None.
+    - A weight with a rotation is requantized, because it cannot keep its codes.
+    - If ``form`` can store the weight's codes and block scales unchanged, the action is "rename". If the decoded values
+      of the weight are rounded to 16 bits, ``form`` must round too.
+    - MXFP4 is cast to NVFP4 if ``form`` has a tensor scale. FP8 with 128x128 blocks is carried to MXFP8.
+    - Any other weight is requantized.
 
     Args:
         weight: the weight to convert.

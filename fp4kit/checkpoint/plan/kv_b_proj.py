@@ -67,7 +67,7 @@ class SplitLayer:
         return heads * (nope + self.values.shape[1]), columns
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (units of work) that write kv_b_proj: two per head."""
+        """Yield the pieces (the rows that one job converts) that write kv_b_proj: two per head."""
         dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
         output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)
         heads, columns, nope = self.keys.shape
@@ -83,7 +83,7 @@ class SplitLayer:
 def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, SplitLayer]:
     """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks.
 
-    A layer has the name of the tensor with the values or codes of embed_q.
+    The key of a layer is the name of the tensor with the values or codes of embed_q.
 
     Args:
         tensors: tensor name -> (its file, its header entry), for all tensors of the model.

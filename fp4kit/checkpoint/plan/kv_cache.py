@@ -73,8 +73,8 @@ class KvCache(NamedTuple):
     def is_carried(self, format: str) -> bool:
         """Return whether an output of the given format keeps the scales and the declaration of the KV cache.
 
-        Both formats of FORMATS keep an FP8 cache. Any other declared cache is kept only if the output has the format of
-        the source. Return False if the source has no quantized KV cache.
+        The formats "modelopt" and "compressed-tensors" keep an FP8 cache. They keep any other cache only if the source
+        has the same format. Return False for all other formats, and if the source has no quantized KV cache.
         """
         return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
 

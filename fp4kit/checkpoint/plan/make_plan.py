@@ -79,7 +79,7 @@ def make_plan(
             the format modelopt, compressed-tensors or GGUF. None leaves the block scales to the recipe.
         activations: measured activations, from which every layer gets its own input scale, for example
             Activations.of(["activations.safetensors"]). A layer that keeps its codes also keeps its own input scale, if
-            it has one. None measures nothing.
+            it has one. None if there are no measured activations.
         ignore: globs of tensors, config keys and metadata entries that fp4kit does not know, and that are therefore
             refused. Those that match are left out of the output instead. Every glob must match one of them.
         split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as
@@ -146,8 +146,12 @@ def make_plan(
 def _plan(facts: PlanFacts) -> Plan:
     """Return the plan that follows from the decisions about a model.
 
-    Raises CheckpointError if nothing is converted, if two output tensors have the same name, or if a scale search
-    does not fit the layers.
+    Raises CheckpointError in these cases:
+
+    - Nothing is converted.
+    - Two output tensors have the same name.
+    - A scale search does not fit the layers.
+    - A tensor is larger than the limit for files of a split GGUF model.
     """
     if not facts.selected and not facts.restored:
         raise CheckpointError(

@@ -44,9 +44,27 @@ _NO_CODES = Decision(False, "not quantized in the --codes model", True)
 class PlanFacts:
     """The decisions about the weights of one source model that follow from the user's request.
 
-    weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
+    A plan is made from the attributes. The key of a weight is the name of the tensor with its values or codes.
+
+    source, request: the model to convert, and what the user asked for.
+    weights: tensor name -> weight of the source, except weights that go into ``restored``. With --codes, some weights
+        have codes of another model.
     items: everything that the source stores besides its quantized layers. Ignored tensors are not written.
-    left_out: the names of other tensors that are not written.
+    left_out: the names of tensors that are not written.
+    mixture: the recipe and the container of every layer.
+    form: the container to write; with several containers, that of layers that no pattern matches. None for unquantized
+        output.
+    restored: tensor name -> layer or stack of experts that is put together from several weights.
+    split: the entries of ``restored`` for kv_b_proj layers.
+    absorbed: the names of all tensors that go into ``restored``.
+    decisions: tensor name -> whether the tensor is converted, and why.
+    selected: tensor name -> weight, for the weights to convert.
+    forms: container -> the selected weights to write in it. Empty for unquantized output.
+    input_scaled: the names of the containers whose layers get input scales.
+    has_input_scale: True if ``form`` is one of them.
+    groups: output module -> name of its group.
+    actions: tensor name -> one of the actions in job.py, for the selected weights. Empty for unquantized output.
+    input_amaxes: output layer -> amax of its inputs, for input scales computed from activations.
 
     Raises CheckpointError if the source cannot be converted with this request.
     """
@@ -107,7 +125,7 @@ class PlanFacts:
         """Decide for all weights and all other tensors whether to convert them. Return a dict by tensor name.
 
         A weight is listed under the name of the tensor with its values or codes. Its other tensors, such as scales,
-        are not listed. For unquantized output, only weights are listed.
+        are not listed. For unquantized output, only weights are listed, and to convert a weight is to decode it.
 
         Raises CheckpointError if the user's patterns do not fit the tensors (see selection.check).
         """
@@ -327,7 +345,9 @@ class PlanFacts:
     def without_input_scale(self, weight: Weight, piece: Piece) -> bool:
         """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token.
 
-        weight: the source weight of the layer. Return False if the user gives no activations.
+        Return False if the user gives no activations.
+
+        weight: the source weight of the layer.
         """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)

@@ -55,7 +55,6 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
 
     facts: the decisions about the model.
     file: the source file.
-
     recorded: the id of the recipe to record in the metadata; "" to record none.
     patterns: the [pattern, recipe id] pairs to record.
     """

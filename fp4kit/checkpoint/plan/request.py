@@ -80,7 +80,7 @@ class Request:
 
     @property
     def rotation(self) -> WeightRotation | None:
-        """The rotation of every layer that is quantized; None for no rotation."""
+        """The rotation of the layers to rotate (all quantized layers, or ``hadamard_only``); None for no rotation."""
         return None if self.hadamard is None else WeightRotation.drawn(self.hadamard, self.hadamard_seed)
 
     @property
@@ -127,7 +127,11 @@ class Request:
         self._check_hadamard()
 
     def _check_hadamard(self) -> None:
-        """Raise CheckpointError if layers are to be rotated by an unknown size or with options that exclude this."""
+        """Raise CheckpointError if an option about rotations is invalid, or if another option excludes rotations.
+
+        A seed and patterns need a size. A rotation excludes formats other than compressed-tensors, measured
+        activations, column weights and any nonfinite but "error".
+        """
         seed = self.hadamard_seed
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
             raise CheckpointError(f"--hadamard-seed {seed!r}: needs an integer from 0 to 2^64 - 1")
@@ -162,8 +166,8 @@ class Request:
             config: the content of the model's config.json.
 
         Raises:
-            CheckpointError: if no loader can read this recipe and format for this model, or if the container does not
-                support a requested scale search or input scale.
+            CheckpointError: if no loader can read this recipe and format for this model. Also if the container or the
+                model does not support an option: the scale search, input scales or split_max_size.
         """
         form = self._form_for(config)
         if self.search is not None:

@@ -260,7 +260,8 @@ class ScaleSearch:
     def lacks(self, layer: Layer) -> bool:
         """Return whether a layer has no column weights, so that verify cannot repeat a search that used them.
 
-        Always False for an imatrix: layers that it does not name are searched with equal weights.
+        True for all layers if ``columns`` is None. False for all layers if it is an imatrix, because layers that an
+        imatrix does not name are searched with equal weights.
 
         Args:
             layer: (module to write, weight that it is made from).
@@ -308,9 +309,13 @@ def recorded_search(
 
     Return three values:
 
-    1. The search. None if the checkpoint was made without a search, or with one that this version does not know.
-    2. True if the search used column weights and the user gave no search, so that the column weights are missing.
+    1. The search: the user's if there is one, otherwise the recorded search. None if the user gave none and the
+       checkpoint was made without a search, or with one that this version does not know.
+    2. True if the recorded search used column weights and the user gave no search, so that the column weights are
+       missing.
     3. Warnings: column weights other than the recorded ones, or an unknown recorded search.
+
+    If the user's objective is "as recorded", it is replaced by the recorded objective, or by "mse" if none is recorded.
 
     Args:
         request: the request recorded in the checkpoint's manifest; {} if there is none.

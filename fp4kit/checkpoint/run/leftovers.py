@@ -25,8 +25,12 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order i
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
     """Return the paths of the leftovers of a finished run.
 
-    If the destination is a directory, these are the lock and the journal in it. If it is a file, this is the partial
-    directory beside it. Return () if there are none, or if a run is still writing to the destination.
+    If the destination is a directory, these are the lock and the journal in it. If the result is one or several files,
+    this is the partial directory beside them. Return () in these cases:
+
+    - There are no leftovers.
+    - A run is still writing to the destination.
+    - The destination is a directory without a valid manifest, so no finished run wrote it.
 
     destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     """

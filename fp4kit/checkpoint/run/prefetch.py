@@ -19,7 +19,7 @@ PIECE = 64 << 20  # bytes of a piece, the part of a file that one thread prefetc
 THREADS = 2  # number of prefetching threads
 STEP = 8 << 20  # bytes per request to the system
 WINDOW_DIVISOR = 8  # prefetch at most 1 / WINDOW_DIVISOR of the machine's memory ahead of the run
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of this process's cgroup, such as a Docker container
 
 
 class Prefetcher:
@@ -68,13 +68,13 @@ class Prefetcher:
         self._progress(count)
 
     def _read(self) -> None:
-        """Prefetch chunks of files until no chunk is left or the with statement ends. Each thread runs this method.
+        """Prefetch pieces of files until no piece is left or the with statement ends. Each thread runs this method.
 
-        A thread waits while its chunk is too far ahead of the run, and skips bytes that the run has already read.
+        A thread waits while its piece is too far ahead of the run, and skips bytes that the run has already read.
         """
         while self._pieces and not self._stopped.is_set():
             # Ignore OSError, because the run itself reports unreadable files. An IndexError means that the other thread
-            # took the last chunk.
+            # took the last piece.
             with suppress(OSError, IndexError):
                 file, at, place = self._pieces.popleft()
                 while place - self._position_of_run() > self._window and not self._stopped.wait(0.01):
@@ -98,7 +98,10 @@ class Prefetcher:
 
 
 def memory() -> int:
-    """Return the size of this machine's memory in bytes, or the memory limit of its container if that is smaller."""
+    """Return the size of this machine's memory in bytes, or the memory limit of this process if that is smaller.
+
+    A Docker container, for example, may set such a limit.
+    """
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # the file does not exist, or contains "max"
         return min(whole, int(_LIMIT.read_text()))

@@ -49,9 +49,9 @@ _MOVED = '{"moved": '  # the beginning of the journal lines that _note_moves wri
 
 
 def is_published(destination: Path) -> bool:
-    """Return whether this process has written the result for ``destination`` completely and renamed it.
+    """Return whether this process has renamed a complete result to the final path, and the result is still there.
 
-    After an exception, this says whether the result is complete nevertheless.
+    Callers use this after an exception, to learn whether the run had already finished its result.
     """
     path, *inode = _PUBLISHED.get(os.path.abspath(destination), (destination, -1, -1))
     return _inode(path) == tuple(inode)
@@ -468,7 +468,8 @@ def _move_back(destination: Path) -> None:
 def _remove_lock_and_journal(destination: Path) -> None:
     """Remove the lock and the journal of a run after its result has been renamed to the final path.
 
-    Does nothing before that. Without its lock, another run could take over the partial directory.
+    If the result consists of files, the partial directory is removed with the lock and the journal in it. Does nothing
+    before the rename, because another run could take over a partial directory that has no lock.
     """
     if not is_published(destination):
         return
@@ -484,7 +485,8 @@ def _locked(partial: Path, destination: Path) -> int:
 
     Closing the descriptor releases the lock.
 
-    Raises CheckpointError if another run holds the lock or has just removed the lock file.
+    Raises CheckpointError if another run holds the lock or has just removed the lock file, or if the lock file cannot
+    be opened.
     """
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -93,9 +93,11 @@ def group_name(parent: str, fusion: Fusion) -> str:
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return a dict from module to group, for modules that must share a tensor amax because loaders fuse them.
+    """Return a dict from module to the name of its group, for modules that must share a tensor amax.
 
-    Modules that are alone in their group are left out. Experts that are stored separately have one group per expert. If
+    The modules of a group are those that loaders fuse.
+
+    A module that is alone in its group is left out. Experts that are stored separately have one group per expert. If
     experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert. A stack
     gate_up_proj has no group, because its matrices already hold gate and up.
     """

@@ -42,7 +42,7 @@ STACKS = (  # leaf names of stacks of experts
     "w13",
 )
 UNSUPPORTED_STACK = "unsupported expert stack"  # the beginning of the reason that the rule _other_stack returns
-GRANITE_STACKS = ("input_linear", "output_linear")
+GRANITE_STACKS = ("input_linear", "output_linear")  # Granite's names of stacks of experts, which are not supported
 # Names of towers: encoders of images, video and sound, the projectors that join them to the language model, and speech
 # decoders.
 _TOWERS = re.compile(
@@ -291,14 +291,14 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-# The functions below are rules (except _tower_prefix and _mtp_prefix). A rule returns the reason why a tensor must stay
-# unquantized, in words for the user, or None if the rule does not apply to the tensor.
+# The functions below are rules, except _tower_prefix, _mtp_prefix and is_embedding_table. A rule returns the reason why
+# a tensor must stay unquantized, in words for the user, or None if the rule does not apply to the tensor.
 
 
 def _other_stack(tensor: Candidate) -> str | None:
     """Return the reason why a stack of experts with an unsupported name or rank stays unquantized, or None.
 
-    None means that the tensor is a supported stack, belongs to a single expert, or belongs to no expert at all.
+    None means that the tensor is 1-D, is a supported stack, belongs to a single expert, or belongs to no expert at all.
     """
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in GRANITE_STACKS
@@ -359,9 +359,10 @@ def _head(tensor: Candidate) -> str | None:
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    """Return the reason why an embedding table stays unquantized; None for all other tensors.
+    """Return the reason why a tensor with the role "embedding" in its name stays unquantized; None for other tensors.
 
-    T5 and BART call their embedding table ``shared``.
+    The linear layers of embedding modules have this role too, but RULES tests ``_embedding_layer`` first, so this rule
+    decides about embedding tables only. T5 and BART call their embedding table ``shared``.
     """
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
@@ -435,10 +436,10 @@ def _conv1d(tensor: Candidate) -> str | None:
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor stays unquantized because of its dtype, such as integers; otherwise None.
+    """Return the reason why a tensor stays unquantized because of its dtype, such as an integer dtype; otherwise None.
 
     None means that the dtype is no obstacle: fp4kit can quantize it, or the layer is already quantized in a known
-    container.
+    container. A layer of dtype "Q8_0" gets a reason, because it is quantized again only with --requantize.
     """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"

@@ -46,7 +46,8 @@ class Wishes:
     Patterns are case-sensitive globs that must match a whole module name.
 
     Args:
-        preset: the kinds of layers to quantize: "experts", "mlp" (experts and dense MLPs) or "linear" (all).
+        preset: the kinds of layers to quantize: "experts" (routed and shared experts), "mlp" (experts and dense MLPs)
+            or "linear" (all linear layers).
         keep_first: the number of decoder layers at the start that stay unquantized.
         keep_last: the number of decoder layers at the end that stay unquantized.
         keep: patterns of modules that stay unquantized.
@@ -148,8 +149,8 @@ class Selector:
         3. the preset.
 
         Raises:
-            CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if the number of
-                layers is unknown.
+            CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if one of them
+                is used and the number of layers is unknown.
         """
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
@@ -208,7 +209,8 @@ class Selector:
     def _by_patterns(self, module: str) -> Decision | None:
         """Return the decision to leave a module unquantized because of --keep or --only.
 
-        Return None if no pattern of --keep matches, and a pattern of --only matches or there is none.
+        Return None if no pattern of --keep matches the module, and --only either was not given or has a pattern that
+        matches the module.
         """
         kept = self._keep.first(module)
         if kept is not None:

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.closed_world import check_model, rest_of_kv
+from fp4kit.checkpoint.model.closed_world import check_model, is_attention_scale
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
@@ -515,10 +515,12 @@ class _SourceComparison:
         extra = [
             name
             for name in self._model.tensors
-            if name not in self._made and name not in self._original.tensors and not rest_of_kv(name)
+            if name not in self._made and name not in self._original.tensors and not is_attention_scale(name)
         ]
         accounted_for = {*self._used, *self._alike, *self._unlike}
-        missing = [name for name in self._original.tensors if name not in accounted_for and not rest_of_kv(name)]
+        missing = [
+            name for name in self._original.tensors if name not in accounted_for and not is_attention_scale(name)
+        ]
         found = [Issue("error", name, "is not in the source") for name in dict.fromkeys([*strange, *extra])]
         found += [Issue("error", name, "is missing; the source has it") for name in missing]
         found += [Issue("error", name, text) for name, text in self._unlike.items()]
