@@ -121,3 +121,41 @@ def test_minus_zero_amax_of_an_amax_search():
     zero, negative = zeros(())
     found = fp4kit.search_scales(cupy.asarray(X[2:]), "fp8-modelopt", tensor_amax=negative)
     assert differing(found, fp4kit.search_scales(X[2:], "fp8-modelopt", tensor_amax=zero)) == 0
+
+
+ROW_SCALED = ("nvfp4-te-rowscaled", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-4over6-mae-448")
+
+
+@pytest.mark.parametrize("shape", [(64, 4096), (1, 16384), (131, 272), (300, 16), (3, 16400), (33, 24)])
+@pytest.mark.parametrize("name", [*ROW_SCALED, "fp8-modelopt-channel", "int8-modelopt-channel"])
+def test_kernels_find_the_amaxes_of_rows(name, shape):
+    """A small array takes one launch, rows of more than 16384 elements or not of whole 16 bytes take two."""
+    r = RECIPES[name]
+    if r.block and shape[1] % 16:
+        shape = (shape[0], 48)
+    x = ordinary(3, shape).astype(BF16)
+    x[::7] *= np.float32(2.0**-120)
+    x[0, -1], x[-1, 0], x[len(x) // 2, 5] = np.nan, np.inf, -np.inf
+    x[len(x) // 3] = -0.0
+    d = cupy.asarray(x)
+    for _ in range(2):
+        assert differing(fp4kit.fake_quantize(d, name), fp4kit.fake_quantize(x, name)) == 0
+        for layout in ("linear", "swizzled_128x4") if r.scale else ("linear",):
+            if not r.fake_only:
+                found, expected = (fp4kit.quantize(a, name, scale_layout=layout) for a in (d, x))
+                assert found.tensor_amax.shape == (len(x),)
+                assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-rowscaled", "fp8-modelopt-channel"])
+def test_kernels_find_the_amaxes_of_rows_of_stacks_and_out(name):
+    x = ordinary(4, (2, 24, 64))
+    d = cupy.asarray(x)
+    for layout in ("linear", "swizzled_128x4") if RECIPES[name].scale else ("linear",):
+        expected = fp4kit.quantize(x, name, scale_layout=layout)
+        out = fp4kit.quantize(d, name, scale_layout=layout)
+        assert_same(out, expected)
+        for part in (out.packed, out.tensor_scale, out.tensor_amax):
+            part.fill(7)
+        assert_same(fp4kit.quantize(d, name, scale_layout=layout, out=out), expected)
+        assert differing(fp4kit.fake_quantize(d, name), fp4kit.fake_quantize(x, name)) == 0

@@ -148,7 +148,7 @@ def recipe_struct(
 
     layout: the layout of the block scales. fake: True if the kernel writes values instead of codes. stochastic: True if
     it rounds by random bytes. sign_mask: the signs of the Hadamard transform; None for no transform. finds_amax: True
-    if the kernel computes the tensor amax itself. calibrated: True if the caller passes block amaxes.
+    if the kernel computes the tensor amax or the row amaxes itself. calibrated: True if the caller passes block amaxes.
     """
     facts = _recipe_facts(r) | {
         "bool kStatic": r.static or calibrated,

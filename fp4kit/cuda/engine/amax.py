@@ -78,9 +78,9 @@ def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
     return amax_columns(per_row.reshape(B * tall, r.block_rows, blocks)).reshape(B, tall, blocks)
 
 
-def empty_amax() -> Any:
-    """Return an uninitialized array for a tensor amax, float32 (), into which a kernel will write."""
-    return imports.cupy().empty((), np.float32)
+def empty_amax(x: Any, r: Recipe) -> Any:
+    """Return an uninitialized float32 array into which a kernel will write the tensor amax, or row amaxes, of x."""
+    return imports.cupy().empty(tensor_amax_shape(x.shape, r), np.float32)
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:

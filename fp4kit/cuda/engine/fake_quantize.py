@@ -29,7 +29,10 @@ def fake_quantize(call: Call) -> Any:
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
         request = with_kernel_amax(call, request, x)
-        amax = empty_amax() if request.finds_amax else None if kernel_computes_amaxes(call) else tensor_amax(call, x)
+        if request.finds_amax:
+            amax = empty_amax(x, call.recipe)
+        else:
+            amax = None if kernel_computes_amaxes(call) else tensor_amax(call, x)
         if x.size:
             seed = call.random if isinstance(call.random, int) else 0
             for matrix, part in split_matrices(call, request, Matrix(x, values=values, tensor_amax=amax)):

@@ -18,13 +18,15 @@ from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
 from fp4kit.recipes.schema import with_row_blocks
 from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 
-# In arrays of up to this many elements, the quantize kernel itself computes the tensor amax (with_kernel_amax), which
-# saves two launches: one that clears the amax and one that computes it. Device time in us, bfloat16 to nvfp4-te (H200,
-# 2026-11-22); on the host, one launch takes 5 us less than three:
+# In arrays of up to this many elements, the quantize kernel itself computes the amaxes (with_kernel_amax). For a tensor
+# amax, this saves two launches: one that clears the amax and one that computes it. For row amaxes, it saves the launch
+# that computes them. Device time in us, bfloat16 to nvfp4-te (H200, 2026-11-22); on the host, one launch takes 5 us
+# less than three:
 #     shape            64 x 4096   128 x 4096   256 x 4096
 #     one launch       4.5         5.6          8.6
 #     three launches   5.9         6.2          6.6
 MAX_KERNEL_AMAX_ELEMENTS = 1 << 19
+MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # longer rows would take a warp, which finds the amax of a row, too long
 SEED_GROUP = 16  # consecutive elements whose random bytes come from one block of the stream of a seed
 
 
@@ -75,18 +77,19 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 
 
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
-    """Return the request, with finds_amax set if the kernel should compute the tensor amax itself.
+    """Return the request, with finds_amax set if the kernel should compute the tensor amax or the row amaxes itself.
 
     The kernel does so if all of this holds; otherwise the request is returned unchanged:
 
-    - The recipe has one tensor scale per tensor.
+    - The recipe has one tensor scale per tensor, or one per row of at most MAX_KERNEL_AMAX_COLUMNS elements.
     - The caller passed no amax, and the call has no Hadamard transform.
     - x is one small, nonempty matrix whose rows begin at multiples of 16 bytes (has_aligned_runs).
 
-    Then each cluster of thread blocks reads the whole x, which is faster than two more launches.
+    Then each cluster of thread blocks reads the whole x, which is faster than further launches.
     """
     r = call.recipe
-    needs_amax = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
+    is_short = r.tensor_scaling == "row" and request.shape[1] <= MAX_KERNEL_AMAX_COLUMNS
+    needs_amax = (r.tensor_scaling == "tensor" or is_short) and call.tensor_amax is None and call.mask is None
     is_small = (
         0 < x.size <= MAX_KERNEL_AMAX_ELEMENTS
         and has_aligned_runs(Matrix(x), request)

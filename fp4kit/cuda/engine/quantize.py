@@ -31,7 +31,7 @@ def quantize(call: Call) -> Quantized:
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
         request = with_kernel_amax(call, request, x)
-        amax = empty_amax() if request.finds_amax else tensor_amax(call, x, request.columns)
+        amax = empty_amax(x, call.recipe) if request.finds_amax else tensor_amax(call, x, request.columns)
         new = allocate if original.tensor_amax is None else _allocate_own
         result = new(original, amax) if call.out is None else call.out
         launch(call, request, x, amax, *((None, result) if request.columns else (result, None)))
@@ -56,7 +56,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     with imports.making_current(row.x.device.id):
         x = imports.cupy().ascontiguousarray(row.x)
         request = with_kernel_amax(row._replace(mask=column.mask), request, x)
-        amax = empty_amax() if request.finds_amax else tensor_amax(row, x)
+        amax = empty_amax(x, row.recipe) if request.finds_amax else tensor_amax(row, x)
         results = _allocate_own(row, amax), _allocate_own(column, amax)
         launch(column, request, x, amax, *results)
     return results

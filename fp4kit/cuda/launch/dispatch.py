@@ -111,7 +111,8 @@ class LaunchRequest(NamedTuple):
             columnwise codes are transformed.
         calibrated: True if the caller passes block amaxes.
         grouped: True if the launch is for a group of matrices.
-        finds_amax: True if the kernel itself computes the tensor amax of x and writes it to tensor_amax.
+        finds_amax: True if the kernel itself computes the tensor amax or the row amaxes of x, and writes them to
+            tensor_amax.
         scaled: True if the caller passes block scales and tensor scales.
     """
 

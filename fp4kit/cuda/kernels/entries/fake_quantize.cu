@@ -170,7 +170,7 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
 }
 
 // Fake-quantize a.x and store the values in a.values. A thread takes several runs per step. Launch with any grid if
-// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the tensor's amax
+// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the amaxes
 // (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);

@@ -257,7 +257,7 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
 
 // Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread processes kUnroll
 // runs (see RunPosition) per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of
-// R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
+// R::kFinders thread blocks, which also find the amaxes (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());

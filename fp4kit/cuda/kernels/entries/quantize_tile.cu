@@ -8,7 +8,7 @@ constexpr int kBlocksPerMultiprocessor =
 
 // Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread processes one row of
 // one block at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
-// blocks, which also find the tensor's amax (amax.cuh).
+// blocks, which also find the amaxes (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_tile_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);

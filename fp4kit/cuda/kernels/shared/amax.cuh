@@ -72,11 +72,11 @@ struct Untransformed {
   static constexpr u32 kSignMask = 0u;
 };
 
-// If R::kFinders is not 0, a kernel itself finds the tensor's amax before it quantizes. The threads of a cluster of
-// kFinders thread blocks share the array, and every cluster finds the amax of the whole array.
+// If R::kFinders is not 0, a kernel itself finds the tensor's amax, or the amax of each row, before it quantizes. The
+// threads of a cluster of kFinders thread blocks share the array, and every cluster finds all amaxes.
 //
 // FP4KIT_FINDERS tells the compiler the size of the cluster, and the number of thread blocks of the grid is a multiple
-// of it. Before compute capability 9.0 there are no clusters, and each thread block finds the amax alone.
+// of it. Before compute capability 9.0 there are no clusters, and each thread block finds the amaxes alone.
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
 #define FP4KIT_CLUSTER __cluster_dims__(FP4KIT_FINDERS, 1, 1)
 constexpr int kFinders = FP4KIT_FINDERS;
@@ -86,12 +86,11 @@ constexpr int kFinders = 1;
 #endif
 
 // Return the float32 bits of the largest magnitude in this thread's part of the `count` elements at x, among the
-// elements that count according to kInput. The threads of a cluster divide the array among them. Each thread has loads
-// of 256 bytes in flight, because nothing else hides their latency.
-template <class In, AmaxInput kInput, bool kAligned>
-FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
-  constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
-  const int lane = blockIdx.x % kFinders * kThreads + threadIdx.x;
+// elements that count according to kInput. kLanes threads divide the elements among them, and `lane` is the index of
+// this thread. Each thread has loads of 256 bytes in flight, because nothing else hides their latency.
+template <class In, AmaxInput kInput, bool kAligned, int kLanes>
+FP4KIT_DEVICE u32 largest_of_lane(const typename In::Bits* x, i64 count, int lane) {
+  constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits));
   u32 largest = 0u;
   const i64 runs = kAligned ? count / kRun : 0;
   for (i64 first = lane; first < runs; first += kRunsAtOnce * kLanes) {
@@ -108,15 +107,30 @@ FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
                  largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
+// Announce that this thread has reached a point of the program, for wait_for_cluster. All threads of the cluster must
+// call this function. Writes before it are visible to the other threads of the cluster after their wait.
+FP4KIT_DEVICE void arrive_in_cluster() {
+#if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// Wait until all threads of the cluster have called arrive_in_cluster. Without clusters, wait for the thread block.
+FP4KIT_DEVICE void wait_for_cluster() {
+#if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 // Return the largest `own_largest` among the thread blocks of a cluster. All threads of the cluster must call this
-// function, each with the result of largest_of_block.
+// function, each with the result of largest_of_block, and must have called arrive_in_cluster before.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
   const u32 own_address = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
-  asm volatile(
-      "barrier.cluster.wait.acquire.aligned;" ::  // wait until all have begun, so that their shared memory exists
-      : "memory");
+  wait_for_cluster();  // wait until all have begun, so that their shared memory exists
   if (threadIdx.x == 0) {
 #pragma unroll
     for (u32 peer = 0; peer < kFinders; ++peer) {
@@ -125,27 +139,52 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
       asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(theirs), "r"(own_largest) : "memory");
     }
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  arrive_in_cluster();
+  wait_for_cluster();
 #pragma unroll
   for (int i = 0; i < kFinders; ++i) own_largest = maximum(own_largest, parts[i]);
 #endif
   return own_largest;
 }
 
-// If R::kFinders is not 0, find the amax of the whole array a.x, and let a.tensor_amax point to it. Otherwise do
-// nothing. A kernel calls this function first. The first thread block also stores the amax at the original address
-// a.tensor_amax. For small arrays, this saves two of three launches.
+// Store the amax of each row of a.x at the address a.tensor_amax. All threads of the cluster must call this function.
+// A warp takes one row at a time. Each cluster stores all amaxes, so that it need not wait for other clusters.
+template <class R, class In, bool kAligned, class Arguments>
+FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
+  constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
+  constexpr int kWarp = 32, kWarps = kThreads / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  for (i64 row = blockIdx.x % kFinders * kWarps + threadIdx.x / kWarp; row < a.rows; row += kFinders * kWarps) {
+    const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
+    u32 largest = largest_of_lane<In, kInput, kAligned, kWarp>(x, a.columns, lane);
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2)
+      largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+    if (lane == 0) const_cast<float*>(a.tensor_amax)[row] = float_of(largest);
+  }
+  arrive_in_cluster();
+  wait_for_cluster();
+}
+
+// If R::kFinders is 0, do nothing. Otherwise find the amaxes from which the tensor scales of a.x are computed, before
+// the kernel quantizes a.x; for small arrays, this saves one or two launches. All threads must call this function.
+//
+// If each row has a tensor scale, find_row_amaxes stores the amaxes at the address a.tensor_amax. Otherwise the first
+// thread block stores the amax of the whole array there, and a.tensor_amax is set to the address of a copy in shared
+// memory.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
-  if constexpr (R::kFinders > 0) {
+  if constexpr (R::kFinders > 0 && R::kTensorScaling == TensorScaling::row) {
+    find_row_amaxes<R, In, kAligned>(a);
+  } else if constexpr (R::kFinders > 0) {
     constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all
                                  : R::kAmaxNan == AmaxNan::ignore  ? AmaxInput::no_nan
                                                                    : AmaxInput::finite;
     __shared__ float found;
-    if constexpr (kFinders > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    arrive_in_cluster();
+    const int lane = blockIdx.x % kFinders * kThreads + threadIdx.x;
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-    const u32 own = largest_of_all<In, kInput, kAligned>(x, a.rows * a.columns);
+    const u32 own = largest_of_lane<In, kInput, kAligned, kFinders * kThreads>(x, a.rows * a.columns, lane);
     const u32 largest = largest_of_cluster(largest_of_block<kThreads>(own));
     if (threadIdx.x == 0) {
       found = float_of(largest);
