@@ -142,13 +142,15 @@ def recipe_struct(
     stochastic: bool = False,
     sign_mask: int | None = None,
     finds_amax: bool = False,
+    finds_rows: bool = False,
     calibrated: bool = False,
 ) -> str:
     """Return the C++ structs for a recipe: its two formats, and R, which names the formats, rules and options.
 
     layout: the layout of the block scales. fake: True if the kernel writes values instead of codes. stochastic: True if
     it rounds by random bytes. sign_mask: the signs of the Hadamard transform; None for no transform. finds_amax: True
-    if the kernel computes the tensor amax or the row amaxes itself. calibrated: True if the caller passes block amaxes.
+    if each cluster of thread blocks computes the tensor amax or all row amaxes. finds_rows: True if each thread block
+    computes the amaxes of the rows that it quantizes. calibrated: True if the caller passes block amaxes.
     """
     facts = _recipe_facts(r) | {
         "bool kStatic": r.static or calibrated,
@@ -157,6 +159,7 @@ def recipe_struct(
         "bool kStochastic": stochastic,
         "bool kHadamard": sign_mask is not None,
         "int kFinders": FINDERS if finds_amax else 0,
+        "bool kFindsRows": finds_rows,
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cuda.launch.dispatch import LaunchRequest
+from fp4kit.cuda.launch.dispatch import LaunchRequest, finds_rows
 from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
 from fp4kit.recipes.schema import with_row_blocks
 from fp4kit.reference.matrices import is_per_expert, part_for_matrix
@@ -26,7 +26,8 @@ from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 #     one launch       4.5         5.6          8.6
 #     three launches   5.9         6.2          6.6
 MAX_KERNEL_AMAX_ELEMENTS = 1 << 19
-MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # longer rows would take a warp, which finds the amax of a row, too long
+MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # see _has_short_rows
+MANY_ROWS = 1 << 9
 SEED_GROUP = 16  # consecutive elements whose random bytes come from one block of the stream of a seed
 
 
@@ -81,21 +82,33 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 
     The kernel does so if all of this holds; otherwise the request is returned unchanged:
 
-    - The recipe has one tensor scale per tensor, or one per row of at most MAX_KERNEL_AMAX_COLUMNS elements.
+    - The recipe has one tensor scale per tensor, or one per row and rows that are not too long (_has_short_rows).
     - The caller passed no amax, and the call has no Hadamard transform.
-    - x is one small, nonempty matrix whose rows begin at multiples of 16 bytes (has_aligned_runs).
-
-    Then each cluster of thread blocks reads the whole x, which is faster than further launches.
+    - x is not empty.
+    - x is one small matrix whose rows begin at multiples of 16 bytes (has_aligned_runs). Then each cluster of thread
+      blocks reads the whole x, which is faster than further launches. If each thread block finds the amaxes of its own
+      rows (finds_rows), x may be large, misaligned or several matrices.
     """
-    r = call.recipe
-    is_short = r.tensor_scaling == "row" and request.shape[1] <= MAX_KERNEL_AMAX_COLUMNS
-    needs_amax = (r.tensor_scaling == "tensor" or is_short) and call.tensor_amax is None and call.mask is None
+    r, finding = call.recipe, request._replace(finds_amax=True)
+    has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and _has_short_rows(request))
+    if not has_scales or call.tensor_amax is not None or call.mask is not None or x.size == 0:
+        return request
     is_small = (
-        0 < x.size <= MAX_KERNEL_AMAX_ELEMENTS
+        x.size <= MAX_KERNEL_AMAX_ELEMENTS
         and has_aligned_runs(Matrix(x), request)
         and matrix_count(call, request, None) == 1
     )
-    return request._replace(finds_amax=True) if needs_amax and is_small else request
+    return finding if is_small or finds_rows(finding) else request
+
+
+def _has_short_rows(request: LaunchRequest) -> bool:
+    """Return True if a warp or a thread block finds the amax of a row fast enough, so that no launch need do it.
+
+    Rows must have at most MAX_KERNEL_AMAX_COLUMNS elements. Rows of up to four times as many suffice if there are at
+    least MANY_ROWS, so that all multiprocessors are busy.
+    """
+    rows, columns = request.shape
+    return columns <= MAX_KERNEL_AMAX_COLUMNS * (4 if rows >= MANY_ROWS else 1)
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:

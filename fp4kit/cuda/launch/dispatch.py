@@ -277,6 +277,14 @@ def _takes_rows(request: LaunchRequest) -> bool:
     return _by_rows(request) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
 
 
+def finds_rows(request: LaunchRequest) -> bool:
+    """Return True if each thread block of the kernel quantize computes the amaxes of the rows that it quantizes.
+
+    It does so if `finds_amax` is set and the recipe has one tensor scale per row.
+    """
+    return request.finds_amax and request.recipe.tensor_scaling == "row" and _takes_rows(request)
+
+
 def needs_search(request: LaunchRequest) -> bool:
     """Return True if a search kernel must choose the block amaxes before the kernel for a request can be launched."""
     return bool(request.recipe.search) and not request.scaled
@@ -324,7 +332,8 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
 
     If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
     multiprocessor, so that a thread block does more work per preparation. For fake-quantized values of recipes that
-    multiply elements by a factor, one thread writes 16 bytes VALUE_RUNS times instead.
+    multiply elements by a factor, one thread writes 16 bytes VALUE_RUNS times instead. If thread blocks find the amaxes
+    of their rows (finds_rows), there is at most one thread block per row.
 
     Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
@@ -334,6 +343,8 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
         nvfp4-te-rowscaled                                  1.03      0.99
     """
     r, (rows, columns) = request.recipe, request.kernel_shape
+    if finds_rows(request):
+        return grid(rows, device, 96)
     if request.values and r.block and r.apply == "multiply":
         return grid(value_blocks(rows, columns, request.dtype, VALUE_RUNS), device, UNLIMITED)
     if request.layout != "linear":

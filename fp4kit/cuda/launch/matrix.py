@@ -22,6 +22,7 @@ from fp4kit.cuda.launch.dispatch import (
     VALUE_RUNS,
     KernelChoice,
     LaunchRequest,
+    finds_rows,
     kernel_for,
     value_blocks,
 )
@@ -102,7 +103,11 @@ def kernel_structs(request: LaunchRequest) -> str:
         "calibrated": request.calibrated,
     }
     r = decoding(faking(request.recipe), request.dtype) if request.values else request.recipe
-    return recipe_struct(r, request.layout, **options, sign_mask=request.mask, finds_amax=request.finds_amax)
+    by_row = finds_rows(request)
+    finds_amax = request.finds_amax and not by_row
+    return recipe_struct(
+        r, request.layout, **options, sign_mask=request.mask, finds_amax=finds_amax, finds_rows=by_row
+    )
 
 
 @cache
@@ -133,7 +138,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
         check_columns(sizes[1])
     function = _function(choice.kernel, kernel_structs(request), request.dtype, aligned_runs, device)
     blocks = choice.grid(request, device)
-    if request.finds_amax:
+    if request.finds_amax and not finds_rows(request):
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
     return Launch(function, blocks, choice.arguments.struct, *sizes, threads=choice.threads)
 

@@ -206,6 +206,39 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
+// Quantize the runs of one step. x holds the runs of this thread, if there is a fast path. `amaxes` holds the amaxes
+// from which their tensor scales are computed, if there is more than one tensor scale; otherwise `whole_scale` is the
+// tensor scale. place_of(k) returns the RunPosition of run k. All threads of the thread block must call this function.
+template <class R, class In, bool kAligned, class Place>
+FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
+                                 Run<In, QuantizeTraits<R, In>::kRun> (&x)[QuantizeTraits<R, In>::kUnroll],
+                                 const float (&amaxes)[QuantizeTraits<R, In>::kUnroll], TensorScale whole_scale,
+                                 const Factor* table, Place place_of) {
+  using Traits = QuantizeTraits<R, In>;
+  Words random[Traits::kUnroll] = {};  // computed for all runs at once, so that they share the keys of the rounds
+#pragma unroll
+  for (int k = 0; k < Traits::kUnroll && Traits::kHasFastPath && R::kStochastic; ++k)
+    random[k] = random_words(a, static_cast<i64>(place_of(k).run) * Traits::kRun);
+  u32 pending = 0u;  // bit k: run k must take the exact path
+  TensorScale t = whole_scale;
+#pragma unroll
+  for (int k = 0; k < Traits::kUnroll; ++k) {
+    const u32 own = Traits::kHasFastPath ? transform_run<R>(x[k]) : 0u;  // transform after all loads
+    const RunPosition place = place_of(k);
+    if (!Traits::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
+      t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions, once for the runs of a row
+    if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
+      pending |= place.inside << k;
+  }
+#pragma unroll 1
+  for (int k = 0; pending >> k; ++k) {
+    if (!(pending >> k & 1u)) continue;
+    const RunPosition place = place_of(k);
+    if (!Traits::kOneScale) t = R::TensorRule::template scale<R, In>(tensor_amax_of<R, In>(a, place));
+    quantize_any<R, In, kAligned>(a, place, t, table);
+  }
+}
+
 // Quantize a matrix, or one piece of a tensor in a group. This thread block processes the part that `grid` names.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
@@ -222,43 +255,95 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
   for (u32 step = static_cast<u32>(grid.block); step < walk.steps; step += static_cast<u32>(grid.blocks)) {
     if (is_padding<R, In>(walk, step)) continue;
+    const auto place_of = [&](int k) { return run_position<R, In>(walk, step, k); };
     Run<In, Traits::kRun> x[Traits::kUnroll];
     float amaxes[Traits::kUnroll];
 #pragma unroll
     for (int k = 0; k < Traits::kUnroll; ++k) {
-      const RunPosition place = run_position<R, In>(walk, step, k);
+      const RunPosition place = place_of(k);
       if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
       amaxes[k] = tensor_amax_of<R, In>(a, place);
     }
-    Words random[Traits::kUnroll] = {};  // computed for all runs at once, so that they share the keys of the rounds
+    quantize_step<R, In, kAligned>(a, x, amaxes, whole_scale, table, place_of);
+  }
+}
+
+// Raise *largest to `own`, the float32 bits of a magnitude. All threads of a warp must call this function. If all of
+// them have the same address, only one thread accesses it.
+FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
+  if (__any_sync(0xFFFFFFFFu, index != __shfl_sync(0xFFFFFFFFu, index, 0))) {
+    atomicMax(largest + index, own);
+    return;
+  }
 #pragma unroll
-    for (int k = 0; k < Traits::kUnroll && Traits::kHasFastPath && R::kStochastic; ++k)
-      random[k] = random_words(a, static_cast<i64>(run_position<R, In>(walk, step, k).run) * Traits::kRun);
-    u32 pending = 0u;  // bit k: run k must take the exact path
-    TensorScale t = whole_scale;
+  for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
+  if (threadIdx.x % 32 == 0) atomicMax(largest + index, own);
+}
+
+// Quantize a matrix with one tensor scale per row, and find the amaxes of the rows. They are stored at the address
+// a.tensor_amax. A thread block takes as many whole rows at a time as fit into one step, or one longer row. It reads
+// them from memory once if they fit, and otherwise again, mostly from a cache.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
+  using Traits = QuantizeTraits<R, In>;
+  constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
+  __shared__ u32 largest[kThreads];  // float32 bits of the amaxes of the rows that the thread block has taken
+  const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Traits::kRun,
+            blocks = static_cast<u32>(grid.blocks);
+  const IntegerDivisor divisor = integer_divisor_of(row_runs);
+  const u32 most_rows = minimum<u32>(kThreads, Traits::kStep / row_runs),
+            rows_at_once = maximum(minimum(most_rows, (rows + blocks - 1) / blocks), 1u);
+  for (u32 first = static_cast<u32>(grid.block) * rows_at_once; first < rows; first += blocks * rows_at_once) {
+    const u32 count = minimum(rows_at_once, rows - first), runs = count * row_runs;
+    Run<In, Traits::kRun> x[Traits::kUnroll];
+    const auto run_of = [&](u32 start, int k) {  // among the runs of these rows
+      const u32 run = start + k * kThreads + threadIdx.x;
+      return minimum(run, runs - Traits::kLanes + run % Traits::kLanes);
+    };
+    const auto load = [&](u32 start) {
 #pragma unroll
-    for (int k = 0; k < Traits::kUnroll; ++k) {
-      const u32 own = Traits::kHasFastPath ? transform_run<R>(x[k]) : 0u;  // transform after all loads
-      const RunPosition place = run_position<R, In>(walk, step, k);
-      if (!Traits::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
-        t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions, once for the runs of a row
-      if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
-        pending |= place.inside << k;
-    }
+      for (int k = 0; k < Traits::kUnroll; ++k)
+        x[k] = read_run_of<R, In, kAligned>(a, first * row_runs + run_of(start, k));
+    };
+    largest[threadIdx.x] = 0u;
+    __syncthreads();
 #pragma unroll 1
-    for (int k = 0; pending >> k; ++k) {
-      if (!(pending >> k & 1u)) continue;
-      const RunPosition place = run_position<R, In>(walk, step, k);
-      if (!Traits::kOneScale) t = R::TensorRule::template scale<R, In>(tensor_amax_of<R, In>(a, place));
-      quantize_any<R, In, kAligned>(a, place, t, table);
+    for (u32 start = 0u; start < runs; start += Traits::kStep) {
+      load(start);
+#pragma unroll
+      for (int k = 0; k < Traits::kUnroll; ++k)
+        raise_by_warp(largest, divide(run_of(start, k), divisor), largest_of_run<Untransformed, In, kInput>(x[k]));
     }
+    __syncthreads();
+    if (threadIdx.x < count) const_cast<float*>(a.tensor_amax)[first + threadIdx.x] = float_of(largest[threadIdx.x]);
+    __syncthreads();
+#pragma unroll 1
+    for (u32 start = 0u; start < runs; start += Traits::kStep) {
+      if (runs > Traits::kStep) load(start);
+      const auto place_of = [&](int k) {
+        const u32 run = run_of(start, k), row = divide(run, divisor), block = (run - row * row_runs) / Traits::kLanes;
+        return RunPosition{first * row_runs + run, first + row, block,
+                           scale_offset<R::kLayout, u64>(first + row, block, row_runs / Traits::kLanes),
+                           start + k * kThreads + threadIdx.x < runs};
+      };
+      float amaxes[Traits::kUnroll];
+#pragma unroll
+      for (int k = 0; k < Traits::kUnroll; ++k) amaxes[k] = float_of(largest[place_of(k).row - first]);
+      quantize_step<R, In, kAligned>(a, x, amaxes, TensorScale{}, nullptr, place_of);
+    }
+    __syncthreads();  // before `largest` is set to 0 again
   }
 }
 
 // Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread processes kUnroll
-// runs (see RunPosition) per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of
-// R::kFinders thread blocks, which also find the amaxes (amax.cuh).
+// runs (see RunPosition) per step. If R::kFindsRows, the amaxes of rows are found, too, and stored at the address
+// a.tensor_amax. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
+// blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
-  find_amax<R, Input, kAligned>(a);
-  quantize<R, Input, kAligned>(a, whole_grid());
+  if constexpr (R::kFindsRows) {
+    quantize_rows<R, Input, kAligned>(a, whole_grid());
+  } else {
+    find_amax<R, Input, kAligned>(a);
+    quantize<R, Input, kAligned>(a, whole_grid());
+  }
 }
