@@ -5,6 +5,7 @@ Rows vary the input dtype, the amax (given, or computed by the call), the scale 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import peers
@@ -13,7 +14,7 @@ from rows import BenchmarkRow, Beside, element_bytes, quantized_bytes
 
 import fp4kit
 
-MX, NVFP4, LESS_COMMON = 0.95, 0.93, 0.70  # target efficiencies: time of a copy / time of the call
+MX, NVFP4, PER_TOKEN, LESS_COMMON = 0.95, 0.93, 0.85, 0.70  # target efficiencies: time of a copy / time of the call
 EVERY_DTYPE = {
     "mxfp4-ocp": MX,
     "mxfp8-te": MX,
@@ -37,6 +38,7 @@ FROM_BF16 = {
     "fp8-modelopt": None,
 }
 WITH_AMAX_PASS = ("nvfp4-te", "nvfp4-flashinfer", "nvfp4-torchao", "nvfp4-modelopt")
+ROW_SCALED = ("nvfp4-te-rowscaled", "nvfp4-flashinfer-token")
 SWIZZLED = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te")
 STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 
@@ -109,6 +111,17 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
     )
 
 
+def with_row_amaxes(bench: Bench, recipe: str, x: Any) -> None:
+    """Time quantize per token, where the kernel finds the amaxes of rows itself, and add its rows to `bench`.
+
+    The call reads x once, unlike with_amax_pass. One row is for linear and one for swizzled scales.
+    """
+    for name, layout in (("", "linear"), (", swizzled_128x4", "swizzled_128x4")):
+        q = fp4kit.quantize(x, recipe, scale_layout=layout)
+        call = partial(fp4kit.quantize, x, recipe, scale_layout=layout, out=q)
+        bench.row(f"quantize per token{name}", recipe, x, traffic(recipe, x), call, target=PER_TOKEN)
+
+
 def run(bench: Bench) -> None:
     """Time quantize for the recipes of the tables above, and add the rows to `bench`.
 
@@ -127,6 +140,8 @@ def run(bench: Bench) -> None:
             bench.row("quantize, swizzled_128x4", recipe, x, traffic(recipe, x), call, beside=beside)
         if recipe in WITH_AMAX_PASS:
             with_amax_pass(bench, recipe, x)
+    for recipe in ROW_SCALED:
+        with_row_amaxes(bench, recipe, bench.normal(BF16, (16384, 8192)))
     for recipe in STOCHASTIC:
         _, call = prepared(x, recipe, rounding="stochastic", seed=1)
         bench.row("quantize, stochastic", recipe, x, traffic(recipe, x), call, target=LESS_COMMON)

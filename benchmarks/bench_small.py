@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_quantize import prepared, traffic
+from bench_quantize import ROW_SCALED, prepared, traffic
 from measure import BF16, Bench, main
 from rows import NO_BYTES, BenchmarkRow, element_bytes, quantized_bytes
 
@@ -66,6 +66,8 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]
         yield "quantize along columns", recipe, partial(fp4kit.quantize, x, recipe, axis=0), True
         yield "quantize_both", recipe, partial(fp4kit.quantize_both, x, recipe), True
         yield "swizzle", recipe, partial(fp4kit.swizzle, out, "swizzled_128x4"), True
+    for recipe in ROW_SCALED:
+        yield "quantize per token", recipe, partial(fp4kit.quantize, x, recipe), False
     yield "transpose", "nvfp4-te-2d", partial(fp4kit.transpose, fp4kit.quantize(x, "nvfp4-te-2d")), True
 
 

@@ -84,6 +84,9 @@ CHOSEN = [
     (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", PIECES),
     (work("nvfp4-te-rowscaled", (8192, 32768)), "quantize", PIECES),
+    # If thread blocks find the amaxes of their rows, there is at most one per row, without padding.
+    (work("nvfp4-te-rowscaled", (64, 4096), finds_amax=True, layout="swizzled_128x4"), "quantize", 64),
+    (work("nvfp4-te-rowscaled", (1 << 20, 64), finds_amax=True), "quantize", PIECES),
     (work("mxfp4-ocp", (1, 8192), layout="swizzled_128x4"), "quantize", 128 * 8192 * 2 // (64 * 256)),
     (work("mxfp4-ocp", stochastic=True), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work("mxfp4-ocp", mask=0), "quantize", 4096 * 8192 * 2 // (64 * 256)),

@@ -105,9 +105,7 @@ def kernel_structs(request: LaunchRequest) -> str:
     r = decoding(faking(request.recipe), request.dtype) if request.values else request.recipe
     by_row = finds_rows(request)
     finds_amax = request.finds_amax and not by_row
-    return recipe_struct(
-        r, request.layout, **options, sign_mask=request.mask, finds_amax=finds_amax, finds_rows=by_row
-    )
+    return recipe_struct(r, request.layout, **options, sign_mask=request.mask, finds_amax=finds_amax, finds_rows=by_row)
 
 
 @cache
