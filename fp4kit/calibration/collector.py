@@ -63,8 +63,8 @@ class Collector:
     def add_layer(self, layer: str, columns: int, experts: int | None = None) -> None:
         """Add a layer before any of its inputs is collected. Does nothing if the layer was added already.
 
-        So layers that never see a token are known too: the errors of ``amaxes`` name them, and its policy ``unseen``
-        applies to them.
+        So layers that never see a token are known too. The errors of ``amaxes`` name them, and the argument ``unseen``
+        of ``amaxes`` applies to them if they are experts.
 
         Args:
             layer: the name of the layer; with ``experts``, without an expert number.
@@ -190,8 +190,8 @@ class Collector:
     def found(self, rule: AmaxRule | Headroom = "max") -> dict[str, np.float32]:
         """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input.
 
-        Raises ValueError if the rule is unknown, if it needs histograms that were not collected, or if an input on a
-        GPU was NaN or infinite.
+        Raises ValueError if the rule is unknown, if it needs histograms that were not collected, or in a case in which
+        columns raises it.
         """
         chosen = rule_of("amaxes", rule)
         entries = self._entries("amaxes")

@@ -10,7 +10,7 @@ _EXPERT = re.compile(r"(?P<parent>(?:.+\.)?experts)\.(?P<number>[0-9]{1,7})\.(?P
 
 
 class Expert(NamedTuple):
-    """Name one expert's layer.
+    """One expert's layer, described by the two parts of its name.
 
     stack: the name that the layer has in all experts, without the number: "mlp.experts.up_proj".
     number: the number of the expert, from 0.

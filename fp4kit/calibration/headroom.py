@@ -38,7 +38,7 @@ def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 @cache
 @ieee("headroom")
 def edges() -> npt.NDArray[np.uint32]:
-    """Return the bit pattern of the smallest float32 in each of the bins 1 ... 511.
+    """Return the bit patterns of the smallest float32 in each of the bins 1 ... 511, as uint32 (511,).
 
     The bin of a positive amax is the number of edges that are not above its bit pattern.
     """
@@ -126,10 +126,11 @@ class Headroom:
 
 
 def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
-    """Return the center of the bin at which the block count, summed from bin ``first``, reaches ``percentile`` percent.
+    """Return a percentile of the block amaxes: the amax at the center of the first bin that reaches it.
 
-    Bins before ``first`` count as empty. Return 0 if all bins are empty then. Counts, their sums and the target are
-    float32 numbers, as in Model-Optimizer.
+    A bin reaches the percentile if the bins from ``first`` up to it hold at least ``percentile`` percent of the blocks
+    from ``first`` on. Bins before ``first`` count as empty. Return 0 if all bins are empty then. Counts, their sums and
+    the target are float32 numbers, as in Model-Optimizer.
 
     histogram: the number of blocks per bin, int64 (512,).
     """

@@ -100,8 +100,8 @@ def parser(arguments: Sequence[str] | None = None) -> Parser:
     """Return a new parser of the command line, which lists all commands.
 
     arguments: the arguments that it will parse. Only commands that are named among them have their options, because
-        importing the modules of all commands takes longer than most commands run. None to give every command its
-        options. With --print-completion among the arguments, every command has them too.
+        importing the modules of all commands takes longer than most commands run. Every command has its options if
+        ``arguments`` is None or contains --print-completion.
     """
     if arguments is not None and any(text.startswith("--print-completion") for text in arguments):
         arguments = None

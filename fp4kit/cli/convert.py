@@ -408,7 +408,8 @@ def _remove_leftovers(destination: Path, out: Output) -> None:
 def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
     """Return the assignment of recipes to layers that --bits asks for, or None if --bits was not given.
 
-    Raise CheckpointError for --candidates without --bits, and for --recipe, --scale-search or --codes with it.
+    Raise CheckpointError for --candidates without --bits, and for --bits together with --recipe, --scale-search,
+    --codes or --hadamard.
     """
     if args.bits is None:
         if args.candidates is not None:
@@ -729,7 +730,7 @@ _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
 def _print_losses(out: Output, report: ConversionReport) -> None:
     """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced.
 
-    Print nothing if nothing was lost. At most _MOST_DOUBTS doubts are printed; the rest are only counted.
+    Print nothing if nothing was lost. At most five doubts about scales are printed; the rest are only counted.
     """
     again = [name for name in report.inexact if name not in report.changes]
     total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)

@@ -65,9 +65,9 @@ def register(commands: Any) -> None:
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
     """Run the command fuzz. Return 0 if nothing failed, otherwise 1.
 
-    The GPU's engine is compared with the specification or, with --host or without a GPU, the compiled CPU engine.
-    Without any of them, only invariants of the specification are checked. Raise ValueError for an option that is out of
-    its range, such as a negative --seconds.
+    The GPU's engine is compared with the specification. With --host, or if there is no GPU, the compiled CPU engine is
+    compared instead. Without either engine, only invariants of the specification are checked. Raise ValueError for an
+    option that is out of its range, such as a negative --seconds.
     """
     for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
         if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end

@@ -114,8 +114,8 @@ def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
 def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
     """Return one table row per part of the selftest.
 
-    Its cells are the name of the part, the numbers of cases, values, differing values and cases left out, and the
-    seconds summed over threads.
+    The cells of a row are the name of the part, the numbers of cases, values, differing values and cases left out, and
+    the seconds summed over threads.
     """
     result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}
@@ -129,7 +129,7 @@ def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
 
 
 def _listing(out: Output, title: str, lines: list[str]) -> None:
-    """Print the first _SHOWN of ``lines``, each as "title: line", and the number of the lines that are left out."""
+    """Print the first 20 of ``lines``, each as "title: line", then how many lines are left out, if any."""
     for line in lines[:_SHOWN]:
         out.line(f"{title}: {line}")
     if len(lines) > _SHOWN:

@@ -14,7 +14,7 @@ from fp4kit.recipes import Recipe
 
 _BLOCK_SIZE = 16  # tokens per page
 _DRAWN = (32, 2, 128)  # tokens, heads and head_dim of random keys and values
-_MAX_TOKENS = 1024  # at most so many tokens of the caller's keys or values are compared
+_MAX_TOKENS = 1024  # at most this many tokens of the caller's keys or values are compared
 
 
 def compare_layouts(
@@ -23,8 +23,8 @@ def compare_layouts(
     """Yield counts of the codes and scales that the rollout misreads if pages are in the trainer's layout.
 
     Keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`, in
-    pages of 16 tokens. Each suitable array of the caller serves as keys and as values, up to its first _MAX_TOKENS
-    tokens. An array is suitable if it has three axes and elements, and if both layouts support its head_dim. If no
+    pages of 16 tokens. Each suitable array of the caller serves as keys and as values; only its first 1024 tokens are
+    used. An array is suitable if it is not empty, has three axes, and has a head_dim that both layouts support. If no
     array is suitable, random keys and values are used.
 
     train, rollout: two different names in KV_LAYOUTS.

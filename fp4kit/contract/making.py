@@ -83,6 +83,8 @@ def making_of(
 
     For an array of values, the given recipes are tried, then their own fake quantizers.
 
+    If nothing gives the bytes or values, the ``arithmetic`` of the result is None.
+
     Args:
         whole: the matrix of the side.
         x: some rows of the unquantized weight.
@@ -147,9 +149,9 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
 
 
 def _identified(q: Quantized, x: np.ndarray) -> Making:
-    """Return the recipe that fp4kit.identify finds for some rows of a layer, with the amax that its scale implies.
+    """Return a Making with the recipe that fp4kit.identify finds for some rows, and the amax that their scale implies.
 
-    If there is none, return the verdict of fp4kit.identify as `nearest`.
+    If no recipe gives all bytes, the Making has no arithmetic, and its ``nearest`` is the verdict of fp4kit.identify.
     """
     found = identify(q, x)
     for id in found.exact:

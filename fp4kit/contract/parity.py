@@ -295,7 +295,10 @@ class _Check:
         return compare_layer(name, "tensor", (sides[0], sides[1]), np.zeros(1, np.intp), size)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
-        """Return the indices of the compared rows: evenly spaced groups, each of whole blocks of the recipes."""
+        """Return the indices of the compared rows: evenly spaced groups, each of whole blocks of the recipes.
+
+        Return all rows if the layer has no more than ``self.elements`` elements.
+        """
         height = min(lcm(*(r.block_rows for r in recipes), 1), shape[0])
         groups, needed = -(-shape[0] // height), -(-self.elements // (height * max(shape[1], 1)))
         if needed >= groups:
@@ -347,9 +350,12 @@ class _Check:
     def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
         """Find out in which wrong order the rollout stores the trainer's bytes, and return a Making that names it.
 
-        Without the unquantized weight, the bytes of the trainer count as right. Return a Making without content for the
-        trainer itself, if the layer is not quantized, if the trainer stores no tensors, and if no known order explains
-        the difference.
+        Without the unquantized weight, the bytes of the trainer count as right. Return ``Making(None)``, which names no
+        order, in these cases:
+
+        - The side is the trainer itself, or the trainer stores no tensors.
+        - The layer is not quantized on both sides.
+        - Codes and block scales are equal on both sides, or no known order explains the difference.
 
         Args:
             i: the number of the side, 0 for the trainer and 1 for the rollout.
@@ -397,7 +403,10 @@ class _Check:
         return Arithmetic(side.decoding(r), rows_of_amax, shared, side.transform)
 
     def _amax(self, side: Side, layer: str, r: Recipe) -> Any:
-        """Return the tensor amaxes of a whole layer, which are cached per layer, transform and rule of the recipe."""
+        """Return the tensor amaxes of a whole layer after the side's Hadamard transform, for a recipe.
+
+        Return None if the recipe needs none. The amaxes are computed once per layer, transform and amax rule.
+        """
         contract = side.contract
         transform = None if contract is None else (contract.hadamard, contract.hadamard_signs)
         key = layer, r.tensor_scaling, r.amax_nan, r.flush, transform

@@ -264,9 +264,9 @@ class Contract:
     def environment(self) -> dict[str, str]:
         """Return the environment variables `OPEN_TRAINING_...` that select this contract's recipe of routed experts.
 
-        The flags apply to the weights of routed experts only. To find out whether this contract does too, it is asked
-        for the recipes of a few names of experts and of other layers. All settings besides weights, patterns and
-        excluded are ignored.
+        The flags apply to the weights of routed experts only. Whether this contract does so too is judged by its
+        recipes for the names of a few experts and other layers. All settings except weights, patterns and excluded are
+        ignored.
 
         Returns:
             {name of a variable: its value}: a flag and a block size, and "0" for the flag of the other format.
@@ -295,7 +295,10 @@ class Contract:
         )
 
     def _quantizes_experts(self, recipe: Recipe | None) -> bool:
-        """Return whether a contract quantizes routed experts and no other layers, as far as a few tried names tell."""
+        """Return whether this contract quantizes routed experts by ``recipe``, and no other layers.
+
+        Only the names in _EXPERTS and _NO_EXPERTS are tried. One expert with this recipe is enough.
+        """
         return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 
     @classmethod

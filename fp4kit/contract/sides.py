@@ -282,6 +282,6 @@ def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
 
 
 def largest(amaxes: Iterable[Amax]) -> Amax:
-    """Return the largest of the tensor amaxes of layers that share one; None if they are None."""
+    """Return the largest of the tensor amaxes of layers that share one, element by element; None if all are None."""
     found = [amax for amax in amaxes if amax is not None]
     return np.max(np.stack(found), axis=0) if found else None

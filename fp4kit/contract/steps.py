@@ -113,7 +113,7 @@ def first_step(
 ) -> FirstStep | None:
     """Return the earliest step that differs for the affected elements; None if no recorded step differs.
 
-    Only the first parts of x that hold affected elements are examined, at most _MOST_WINDOWS of them.
+    Only the first parts of x that hold affected elements are examined, at most eight of them.
 
     x: the elements (m, k) of both sides.
     affected: bool (m, k), the elements whose codes or values differ.
@@ -139,7 +139,7 @@ def first_step(
 
 
 def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
-    """Yield the first parts of a matrix that hold affected elements, at most _MOST_WINDOWS, as (rows, columns).
+    """Yield the first parts of a matrix that hold affected elements, at most eight, as slices (rows, columns).
 
     Each part consists of whole blocks of both recipes. It is one tile (what the specification computes at once), so
     that every result is recorded once.
@@ -232,8 +232,10 @@ def _differing(
     """Yield (order, step, name, mask) for each result that differs. No element is in two masks.
 
     An element is in the mask of the first result that differs for it. Results that only one side has are left out,
-    except for scales that the other side does not have at all. A difference in a step before the block scale or the
-    code counts only for elements whose block scale or code differs.
+    except for scales that the other side does not have at all.
+
+    An intermediate result on the way to the block scale counts only for elements whose block scale differs. A quotient,
+    or an intermediate result on the way to the code, counts only for elements whose code differs.
 
     order: the position of the step. mask: bool (m, k).
     """

@@ -31,7 +31,7 @@ _NAMES = {
     "fake_only": "fake quantizer only",
 }
 _ONLY_DECODING = {"decode_rule", "fake_rule"}
-_MANY = 4  # at most so many entries of a list are shown
+_MANY = 4  # at most this many entries of a list are shown
 
 
 def shown(value: Any) -> str:

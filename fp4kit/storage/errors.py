@@ -29,9 +29,10 @@ _OTHER_FILES = {
 
 
 def other_file(path: Path) -> str | None:
-    """Recognize a file that is not a model, such as a web page. Return a text that says what it is and what to do.
+    """Recognize a file of a wrong kind by its first bytes. Return a text that says what it is and what to do.
 
-    Return None if the file does not begin like one of _OTHER_FILES, or if it cannot be read.
+    The kinds are Git LFS pointers, web pages, files of torch.save and GGUF files. Return None for any other file, and
+    for a file that cannot be read. Call it only for files that were already found to be unusable.
     """
     try:
         with path.open("rb") as stream:

@@ -13,7 +13,7 @@ MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint 
 
 
 class _DuplicateKey(ValueError):
-    """Report a key that occurs twice in one object."""
+    """Raised for a JSON object in which a key occurs twice. Its text is the key."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

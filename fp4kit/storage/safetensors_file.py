@@ -227,9 +227,10 @@ class TensorReader:
         self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``count`` bytes of a tensor, beginning at the tensor's byte ``start``. None reads to its end.
+        """Return ``count`` bytes of a tensor as uint8, beginning at the tensor's byte ``start``.
 
-        Raise CheckpointError if the file ends too early.
+        If ``count`` is None, return all bytes from ``start`` to the end of the tensor. Raise CheckpointError if the
+        file ends too early.
         """
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
@@ -255,7 +256,7 @@ class TensorReader:
     def read(self, entry: TensorEntry) -> np.ndarray:
         """Return a tensor as an array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns.
 
-        Raise KeyError if its dtype is not in NUMPY_DTYPES, and CheckpointError if the file ends before.
+        Raise KeyError if its dtype is not in NUMPY_DTYPES, and CheckpointError if the file ends too early.
         """
         return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 

@@ -50,7 +50,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Patch:
-    """Describe an opened patch file.
+    """An opened patch file whose header was checked.
 
     file: the header of the patch file.
     is_directory: True if both versions are directories; False if they are safetensors files or GGUF models.

@@ -55,7 +55,9 @@ def path_of(root: Path, name: str) -> Path:
         return existing_file(root, name)
     found = files_of(root)
     if name not in found:
-        raise CheckpointError(f"{root}: has no file {shown(name)}, but {', '.join(found)}; it is another model's file")
+        raise CheckpointError(
+            f"{root}: has no file {shown(name)}, only {', '.join(found)}; name the version that the patch was made from"
+        )
     return found[name]
 
 

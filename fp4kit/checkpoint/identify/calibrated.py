@@ -93,6 +93,8 @@ def fit_of(
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a layer that resembles its source look like GPTQ's, judged column by column.
 
+    The layer must be one for which fit_of does not return None.
+
     With the stored scales, all codes of at least one column must be nearest to the source (the original weight). In
     addition, the codes of the other columns must be nearest so rarely that random damage cannot explain such a column.
     A code counts as nearest if a quotient rounded to bfloat16 may have given it, because tools compute quotients in
@@ -130,7 +132,7 @@ class _Decoded:
 def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
     """Yield all rows of a layer, in ranges of rows that have about CHUNK elements each.
 
-    Codes and scales must have the shapes, order and values that the recipe needs.
+    The layer must be one for which fit_of does not return None, because codes and scales are not checked here.
 
     layer: the layer as its file stores it.
     shape: the shape (N, K) of the layer.

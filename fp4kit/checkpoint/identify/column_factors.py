@@ -51,10 +51,10 @@ class ScaledRows:
 def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
     """Return the first rows of a layer with estimated factors, or None if the layer does not look scaled per column.
 
-    A layer looks scaled per column if the factors raise the SQNR to at least MIN_DB, and improve it by at least GAIN_DB
+    A layer looks scaled per column if the factors raise the SQNR to at least 12 dB, and improve it by at least 0.5 dB
     over one common factor. Return None also in these cases:
 
-    - The layer has fewer than MIN_ROWS rows.
+    - The layer has fewer than 32 rows.
     - The source or the decoded values contain NaN or infinity, or a factor is not positive.
     - Codes, block scales or the tensor scale do not have the shape, layout or value that the recipe needs.
 
@@ -111,10 +111,10 @@ def _divided(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
-    """Return bfloat16 numbers near the given positive factors, as float32, the nearest first.
+    """Return 25 arrays of bfloat16 numbers near the given positive factors, as float32, the nearest first.
 
-    Each array in the list has one number per factor, a fixed count of bfloat16 steps away from it, from 0 to STEPS in
-    both directions.
+    Each array has one number per factor. All numbers of an array are equally many bfloat16 steps away from their
+    factors: 0 steps in the first array, up to STEPS (12) steps up or down in the others.
     """
     bits = factors.astype(ml_dtypes.bfloat16).view(np.int16)
     steps = sorted(range(-STEPS, STEPS + 1), key=abs)

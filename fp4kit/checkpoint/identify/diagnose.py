@@ -279,7 +279,7 @@ def _explain_source(
     )
     if own == 0 and layer.blank:
         return _zeros(layer)
-    layouts = list(layouts_of(evidence, layer.recipe))
+    layouts = list(layouts_of(evidence))
     if not layouts:
         return _unexplained(f"codes have shape {layer.shape}; the source has shape {x.shape}", MatchCount(total=1))
     fits = {shape: _has_scales(layer, layout) for shape, layout in {layout.shape: layout for layout in layouts}.items()}
@@ -313,7 +313,7 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     3. The other layouts if step 1 explains nothing or needs several mishaps.
     4. Codes that follow a different rule from the recipe that gives the scales, as GPTQ's do.
     5. Columns that were multiplied by factors, if the first layout needs no mishap. If no recipe reproduces every byte
-       with factors, exchanged block scales are tried first.
+       with factors, and ``unnamed`` is True, an order without a name is preferred to factors.
     6. Orders without a name if ``unnamed`` is True.
     7. The nearest hypothesis.
     """
@@ -459,7 +459,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
     for scaling in scalings(rows):
         x = scaling(evidence.x)
         scaled = LayerEvidence(evidence.layer, x, amaxes=(own_amax(x),))
-        plain, trial = next(layouts_of(scaled, evidence.layer.recipe)), SampleVerdict()
+        plain, trial = next(layouts_of(scaled)), SampleVerdict()
         try_layout(scaled, plain, code_orders(evidence.layer.recipe, plain.shape[1])[:1], trial)
         found, tally = exact_hypotheses(scaled, [h for h in trial.exact if not h.mishaps])
         if found:

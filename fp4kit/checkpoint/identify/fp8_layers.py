@@ -119,7 +119,7 @@ _NEARLY_ALL = 0.98
 
 
 def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether at least 98 % of the codes are nearest to the source if the stored scales are divisors on decode.
+    """Return whether at least 98% of the codes are nearest to the source if the stored scales are divisors on decode.
 
     Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
 

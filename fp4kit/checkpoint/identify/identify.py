@@ -231,9 +231,10 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """Advice to pass the right source (original model), if no layer has the signs of its source; otherwise None.
+        """Advice to pass the right source (original model); None if at least one layer may be made from its source.
 
-        All-zero layers are ignored. If there are no other layers, there is no advice.
+        A layer cannot be made from its source if the signs of its codes differ from the signs of the source's values in
+        every known order. All-zero layers are ignored. None too if there are no other layers.
         """
         unlike = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
         if not unlike or not all(unlike):

@@ -142,8 +142,12 @@ def identify_checkpoint(
         A CheckpointVerdict with the recipes and mishaps that explain the layers.
 
     Raises:
-        CheckpointError: nothing is quantized, no layer has a counterpart, or a model holds something unknown beside its
-            quantized layers.
+        CheckpointError: in one of these cases:
+
+            - A model cannot be opened.
+            - The checkpoint has no quantized layer, or no quantized layer has a counterpart in the source.
+            - A model has a tensor, config key or metadata entry that fp4kit does not know. ``ignore`` can exclude those
+              of the checkpoint, but not those of the source.
     """
     stored, origin = open_source(Path(destination)), open_source(Path(source))
     known = weights_of(stored.tensors, stored.config, damaged=True)
@@ -170,7 +174,7 @@ def _nothing_matches(weights: list[Weight], destination: str | Path, source: str
     start = f"{destination}: no quantized layer has the name of a weight of {source}; "
     if in_gguf and not from_gguf:
         way = "llama.cpp's convert_hf_to_gguf.py SRC --outtype bf16"
-        return f"{start}a GGUF file is needed, whose names and order of rows are the same; write one with {way}"
+        return f"{start}a source in GGUF is needed, because its names and row order are equal; write one with {way}"
     return f"{start}give the model that it was made from"
 
 

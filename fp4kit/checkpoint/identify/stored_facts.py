@@ -24,7 +24,7 @@ def problems_of(checkpoint: Checkpoint) -> Counter[str]:
     """Check a sample of the quantized layers for codes that do not seem to belong to their scales, and count warnings.
 
     Return a Counter that maps the text of each warning to the number of sampled layers that have it. The Counter is
-    empty if nothing is odd. At most _MOST_LAYERS evenly spaced layers are sampled.
+    empty if nothing is odd. At most 64 evenly spaced layers are sampled.
 
     Raise CheckpointError if a file cannot be read.
     """
@@ -37,7 +37,7 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield (what, text) pairs that tell about the producer of a checkpoint, such as ("recipe.yaml", "GPTQModifier").
 
     The pairs come from containers, configs, recipe.yaml, metadata and block scales. Metadata of tokenizers and texts of
-    more than _LONGEST characters are left out. Values of weights are not examined.
+    more than 120 characters are left out. Values of weights are not examined.
 
     Raise CheckpointError if a file cannot be read.
     """
@@ -75,17 +75,17 @@ _LONGEST = 120  # longer metadata, such as a vocabulary, is left out
 
 
 def _sample(checkpoint: Checkpoint) -> list[Weight]:
-    """Return at most _MOST_LAYERS evenly spaced quantized layers."""
+    """Return at most 64 evenly spaced quantized layers; all of them if there are no more."""
     layers = list(checkpoint.layers.values())
     count = min(len(layers), _MOST_LAYERS)
     return [layers[i * len(layers) // count] for i in range(count)]
 
 
 def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield ("largest block scale", text) for the most frequent largest block scales of sampled layers.
+    """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a layer.
 
-    Only layers with a tensor scale are counted; if there are none, nothing is yielded. The largest scale tells how a
-    layer was scaled: a tensor scale of amax / (6 x 448) gives 448, and one of amax / (6 x 256) gives 256.
+    A sample of the layers with a tensor scale is read; if there are none, nothing is yielded. The largest block scale
+    tells how a layer was scaled: a tensor scale of amax / (6 x 448) gives 448, and one of amax / (6 x 256) gives 256.
     """
     found: Counter[float] = Counter()
     with Readers() as readers:

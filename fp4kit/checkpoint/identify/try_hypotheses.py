@@ -43,8 +43,8 @@ class SampleVerdict:
     """The hypotheses that fit a sample of a layer.
 
     exact: the hypotheses that reproduce every byte of the sample.
-    nearest: the hypothesis with the highest score; None before the first.
-    score: its score, which is the share of the sample's bytes that it gives, minus MISHAP_PENALTY per mishap.
+    nearest: the hypothesis with the highest score; None before a hypothesis is added.
+    score: the score of ``nearest``: the share of the sample's bytes that it gives, minus MISHAP_PENALTY per mishap.
     codes_only: the hypotheses that reproduce all codes, although no order of block scales fits.
     scales_only: the hypotheses without a mishap that reproduce all block scales and the tensor scale, but not all
         codes.
@@ -98,14 +98,13 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
     return Sample(rows[rows < shape[0]], slice(0, columns))
 
 
-def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
+def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
     """Yield a Layout for each combination of a way to read the codes and an order of rows.
 
     If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. For a
     transposed source, rows are tried only in place. Nothing is yielded if no shape fits.
 
     evidence: the stored layer and its source (the original weight).
-    r: not used.
     """
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):
         turned = reading.source_transposed
@@ -261,7 +260,7 @@ def _compare(
 
 @ieee("identify")
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
-    """Return the hypotheses that reproduce every byte of the whole layer, and the count of its bytes.
+    """Return (hypotheses that reproduce every byte of the whole layer, a MatchCount in which all bytes match).
 
     Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
     the mishap of a wrong tensor scale. Return ([], MatchCount()) if no hypothesis reproduces every byte.

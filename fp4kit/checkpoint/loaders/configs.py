@@ -32,7 +32,7 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the groups that ``config_groups`` of a config.json lists, each of them an object; [] if there are none."""
+    """Return the objects in ``config_groups`` of a config.json; [] if there are none. Other values are left out."""
     found = quantization_config(config).get("config_groups")
     return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
 
@@ -236,7 +236,8 @@ def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors.
 
-    The model type, the ``quant_method`` and the data type of the experts are checked.
+    The model type, the ``quant_method``, the data type of the experts and, for NVFP4 experts, ``moe_quant_algo`` are
+    checked.
     """
     method = quantization_config(config).get("quant_method")
     for key, value, needed in (

@@ -216,7 +216,8 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
     Three kinds of modules are left unquantized:
 
     - A layer that is not fused, if an entry of the list is a dotted path that occurs anywhere in its name.
-    - A fused layer, such as qkv_proj, if this holds for all of its parts. If only for some, raise PartsDisagree.
+    - A fused layer, such as qkv_proj, if this is so for all of its parts. If it is so for only some, raise
+      PartsDisagree.
     - A module with "experts" in its name, if its name occurs in any entry, such as the name of one of its experts.
 
     The function is in SGLang's quantization/utils.py.

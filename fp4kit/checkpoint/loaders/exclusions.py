@@ -158,6 +158,8 @@ def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[s
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns.
 
+    Engines look up some layers and subtrees of multimodal models under other names. These names are listed too.
+
     names: names of single layers to exclude.
     roots: prefixes below which everything is excluded.
     containers: names of containers of experts below which everything is excluded.
@@ -300,7 +302,10 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
 def _verdict(
     reader: Reader, name: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
 ) -> str | None:
-    """Return a message about the fault that an engine meets when it looks up ``name`` in the list, or None.
+    """Return a message about the fault that an engine meets when it looks up ``name`` in the list.
+
+    Return None if there is no fault: all ``members`` are quantized and not excluded, or all are unquantized and
+    excluded.
 
     reader: how the engine looks up modules.
     members: the modules that ``name`` covers, such as the layers that a fused layer joins.
@@ -348,8 +353,12 @@ def check(
 def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str]) -> tuple[Reader, Sequence[str]]:
     """Return a reader that takes names of the checkpoint, and the exclusion list for it.
 
-    transformers renames modules of multimodal models before it looks them up. Serving engines instead rename the plain
-    names in the list of compressed-tensors, so that names of transformers stand for names of the checkpoint.
+    For multimodal models, engines rename modules or the list:
+
+    - transformers renames modules before it looks them up. The returned reader does so too.
+    - vLLM and SGLang rename the plain names in a list of compressed-tensors. The returned list has the checkpoint's
+      names beside the names that transformers uses.
+    - All other readers and lists are returned unchanged.
 
     reader: how the engine looks up modules.
     patterns: the exclusion list.

@@ -38,7 +38,7 @@ _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that p
 _NO_MODELOPT = "the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it"
 _AS_ALONE = "each layer loads as in a checkpoint with its container alone"
 _MIXABLE = "some versions load only layers in NVFP4, W4A16_NVFP4 and FP8, and take all others for unquantized"
-_SGLANG_CT = "not tried; alone, MXFP8 layers fail in this format, and so do MXFP4 layers that are no experts"
+_SGLANG_CT = "not tried; alone, MXFP8 layers fail in this format, and so do MXFP4 layers that are not experts"
 _SGLANG_MIXED = "not tried; the engine has a method for MIXED_PRECISION, but in MXFP8 layers it rejects weight_scale"
 _NO_MODELOPT_FP8 = "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights"
 _ROUNDED_SCALES = (
@@ -135,7 +135,7 @@ RUNS: tuple[ObservationRow, ...] = (
         "SGLang",
         "fails",
         "run",
-        "linear layers that are no experts raise 'No compressed-tensors compatible scheme was found', because the "
+        "linear layers that are not experts raise 'No compressed-tensors compatible scheme was found', because the "
         "engine has MXFP4 only for experts",
     ),
     (

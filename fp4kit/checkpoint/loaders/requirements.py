@@ -248,7 +248,6 @@ def _faults(container: str, parts: LayerTensors, required: tuple[Required, ...])
     If the codes are missing or have a wrong rank, the other tensors are not checked, because N and K are unknown.
 
     container: one of ``containers.CONTAINERS``.
-
     parts: suffix -> (safetensors dtype, shape).
     required: the tensors that engines require; the first is the codes, which determine N and K.
     """
@@ -371,7 +370,8 @@ _EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
     """Yield a warning for each engine that is known to reject or misread a sound checkpoint in this container.
 
-    An engine is known to do so if its cell in the table of observations has a note. There are two exceptions:
+    An engine is known to do so if its cell in the table of observations has a note, and the status "fails" or "wrong
+    values". There are two exceptions:
 
     - Faults that concern only experts, or only other layers (see _EXPERTS_ALONE), are yielded only if the checkpoint
       has such layers.

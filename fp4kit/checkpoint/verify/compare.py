@@ -109,7 +109,12 @@ def compare_checkpoints(
         has quantized a layer, one entry of ``tensors`` describes it instead.
 
     Raises:
-        CheckpointError: a or b does not exist or is malformed, or their configs are nested too deeply to compare.
+        CheckpointError: in one of these cases:
+
+            - a or b does not exist or is malformed.
+            - Their configs are nested too deeply to compare.
+            - One is a model directory and the other a GGUF file, and the gguf package is missing or does not know the
+              architecture.
     """
     left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)

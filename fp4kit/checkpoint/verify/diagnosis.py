@@ -19,17 +19,17 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.reencode import Check, fused_groups, rows_of, usual_db
 
-_MOST_LAYERS = 4  # at most so many layers are explained, because this takes much longer than comparing
-_MOST_ELEMENTS = 1 << 26
+_MOST_LAYERS = 4  # at most this many layers are examined, because this takes much longer than comparing
+_MOST_ELEMENTS = 1 << 26  # layers with more elements are not examined
 _ROWS = 64  # rows of an AWQ layer that are compared
 _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within this of the format's usual SQNR
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Find the faults that explain the bytes of the first few layers in ``names``. Return a dict: layer name -> fault.
+    """Find the faults that explain the bytes of the first four layers in ``names``. Return a dict: layer name -> fault.
 
-    Layers without source rows, stacks of experts and very large layers are not examined. Examined layers whose fault is
-    not found are left out of the result.
+    Layers without source rows, stacks of experts and layers of more than 2^26 elements are not examined. They do not
+    count among the four. Examined layers whose fault is not found are left out of the result.
 
     Args:
         checks: the matrices of the checkpoint, with their source rows.
@@ -80,7 +80,11 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 
 
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
-    """Return whether an AWQ layer decodes to its source only if its factors per column are replaced by reciprocals."""
+    """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals.
+
+    Only the first 64 rows are decoded. Return False if the layer has no such factors, if it has a low-rank part, or if
+    its usual SQNR is unknown.
+    """
     count, origin, form = min(_ROWS, check.stored.shape[-2]), check.origin, check.stored.container
     assert origin is not None and form is not None
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // form.block[0]) * form.block[0])))

@@ -19,10 +19,10 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 
 def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str, Origin, Origin]] | None:
-    """Return (name in the directory, rows in a, rows in b) for every layer that a directory and a GGUF file share.
+    """Return a list of (name in the directory, rows in a, rows in b) for the layers that a directory and a GGUF share.
 
     Rows of q and k in the GGUF file are reordered if that brings their values closer to the values in the directory.
-    Layers of other shapes, and layers whose names the gguf package does not map, are left out.
+    Layers whose shapes differ, and layers whose names the gguf package does not map, are left out.
 
     Return None unless one of a and b is a GGUF file and the other is not.
 
@@ -53,10 +53,11 @@ def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[
 
 
 def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (name in the directory, name in a, name in b, values that differ) for the norms that both have.
+    """Yield (name in the directory, name in a, name in b, number of values that differ) for the norms that both have.
 
-    A norm is a one-dimensional float tensor whose name ends in ".weight". Values are compared as float32. a and b are a
-    model directory and a GGUF file, in any order.
+    The number is 0 for equal norms. A norm is a one-dimensional float tensor whose name ends in ".weight". Norms whose
+    lengths differ are left out. Values are compared as float32. a and b are a model directory and a GGUF file, in any
+    order.
     """
     left, right = open_source(Path(a)), open_source(Path(b))
     directory, file = (right, left) if is_gguf(Path(a)) else (left, right)

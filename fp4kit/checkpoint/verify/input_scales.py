@@ -38,8 +38,9 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
 
     There are three kinds of contradictions:
 
-    - Most scales look like their own reciprocals.
-    - One scale is far from those of similar layers.
+    - The scales look like reciprocals: the median of the input amaxes that follow from them is above 2^19. This is one
+      warning for the whole model.
+    - The input amax of a layer differs by a factor of more than 1024 from the median of similar layers.
     - Layers that an engine fuses have different scales.
 
     weights: the layers of the checkpoint.
@@ -117,7 +118,7 @@ def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
 
 
 def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
-    """Yield a warning for every layer whose input amax is far from the median of its kind.
+    """Yield a warning for every layer whose input amax is more than 1024 times above or below the median of its kind.
 
     Layers are of one kind if their names differ only in numbers. Kinds of fewer than 4 layers are not checked.
 

@@ -63,7 +63,10 @@ class Issue:
 
 
 def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
-    """Yield an error if a wrapper of PyTorch has added parts to names, so that no engine finds the tensors."""
+    """Yield one error, for the first tensor whose name has a part that a wrapper of PyTorch adds, such as "_orig_mod".
+
+    Engines do not find tensors under such names.
+    """
     name, why = wrapper_names.trouble(model.tensors)
     if why:
         yield Issue("error", name, why)

@@ -175,7 +175,9 @@ def reconcile(
     Raises:
         CheckpointError: one of these cases:
 
-            - The source is a GGUF file, has no layer in one of the two formats, or holds something unknown.
+            - The source is a GGUF file, or has no layer in one of the two formats.
+            - The source has a tensor, config key or metadata entry that fp4kit does not know and that matches no glob
+              of ``ignore``.
             - A tensor scale of a repaired layer is not a positive normal float32.
             - The destination exists, is not in a writable directory, lies inside the source, or contains it.
             - The name of the destination does not suit the source, or there is too little disk space.

@@ -46,7 +46,8 @@ def origins_of(
 ) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
 
-    A matrix without a counterpart of equal shape in the source is left out. A single layer has the expert number 0.
+    A matrix is left out if the source has no counterpart of equal shape, or only a transposed one. A single layer has
+    the expert number 0.
 
     stored: the weights of the checkpoint.
     original: the source.
@@ -180,8 +181,8 @@ class ReencodedLayer:
     action: the action by which the matrix was re-encoded, such as "quantize"; "" if it was not.
     compared, differing: part (codes, scales, ...) -> the number of bytes that were compared, and that differ.
     error: the error message if re-encoding failed; otherwise "".
-    usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the matrix
-        was re-encoded or has no source rows.
+    usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the check
+        has a job, or if the function ``usual_db`` cannot compute it, for example without source rows.
     doubt: a warning that the codes do not seem to belong to the scales; "" if nothing is odd.
     """
 
@@ -250,7 +251,10 @@ def checks_of_restored(
 
 
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Name the group of each layer that shares a tensor scale with other layers. Return a dict by layer name."""
+    """Return layer name -> name of its group, for the layers that share a tensor scale with other layers.
+
+    Such layers are, for example, q, k and v. All other layers are left out.
+    """
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
     )

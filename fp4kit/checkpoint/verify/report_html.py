@@ -168,9 +168,10 @@ def _share(count: int, of: int) -> float:
 
 
 def _charts(report: VerifyReport) -> Iterator[str]:
-    """Yield the HTML of the legend, then of each chart whose values differ, and a sentence about the other values.
+    """Yield the HTML of the legend, then of one chart per quantity, such as the SQNR.
 
-    Yield nothing if no layer name has a number.
+    If a quantity is equal in all layers, a sentence takes the place of its chart. A quantity that is unknown in all
+    layers is left out. Yield nothing if no layer name has a number.
     """
     points, other = _points(report.layers)
     if not points:

@@ -1,7 +1,7 @@
 """Measure the error of quantized layers on a sample of their rows, so that a conversion can report it at once.
 
-SQNR is the signal-to-quantization-noise ratio in decibels. It is 10 log10 of the sum of squares of the source, divided
-by the sum of squares of the differences.
+SQNR is the signal-to-quantization-noise ratio in decibels. It is 10 log10(S / N), where S is the sum of squares of the
+source, and N is the sum of squares of the differences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SampledError:
 
     layers: (name, SQNR in decibels) of the sampled layers, worst first. A matrix of a stack has its expert number in
         brackets. Layers without error, such as those whose codes were kept, are left out.
-    total: the number of quantized matrices in the checkpoint.
+    total: the number of quantized matrices in the checkpoint that have a counterpart in the source.
     """
 
     layers: tuple[tuple[str, float], ...]
@@ -37,7 +37,7 @@ class SampledError:
 
     @property
     def median(self) -> float:
-        """The median SQNR in decibels. There must be a layer."""
+        """The median SQNR in decibels. ``layers`` must not be empty."""
         return median(db for _, db in self.layers)
 
     @property

@@ -17,7 +17,10 @@ DECIBELS = (
 
 
 def worst_first(report: VerifyReport) -> list[LayerReport]:
-    """Return the layers with errors, then the layers with warnings, then all others, each by increasing SQNR."""
+    """Return the layers with errors, then the layers with warnings, then all others, each by increasing SQNR.
+
+    In each of the three groups, layers without an SQNR come last.
+    """
     ranks: dict[str, int] = {}
     for issue in report.issues:
         rank = 0 if issue.severity == "error" else 1
@@ -36,14 +39,21 @@ def error_of(db: float) -> str:
 
 
 def median_and_worst(report: VerifyReport) -> tuple[float, float, str] | None:
-    """Return (median SQNR, smallest SQNR, name of that layer) of the layers with finite SQNR; None if none has."""
+    """Return (median SQNR, smallest SQNR, name of the layer with the smallest), both in decibels.
+
+    Layers without a finite SQNR are ignored. Return None if no layer has one.
+    """
     found = [(layer.tally.sqnr_db, layer.name) for layer in report.layers if layer.tally.sqnr_db is not None]
     finite = [(db, name) for db, name in found if math.isfinite(db)]
     return (median(db for db, _ in finite), *min(finite)) if finite else None
 
 
 def summary_of(report: VerifyReport) -> Iterator[str]:
-    """Yield sentences that summarize a report; none if it has no layers."""
+    """Yield one or two lines that summarize a report; none if it has no layers.
+
+    The first line says how many layers are as expected, and names the worst of the others. The second line gives the
+    median and the smallest SQNR. It is left out if no layer has a finite SQNR.
+    """
     if not report.layers:
         return
     named = {issue.subject for issue in report.issues}

@@ -300,10 +300,10 @@ def prepare(
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Check the items of the source. Return the names of the source's tensors that a decoded model does not have.
+    """Check the items of the source. Return the names of its transform matrices, which a decoded checkpoint lacks.
 
-    These tensors are the matrices of transforms. Raise CheckpointError if an item is refused. Transforms that decoding
-    to BF16 undoes are refused only if the checkpoint has quantized layers.
+    Return an empty set if the checkpoint has quantized layers. Raise CheckpointError if an item is refused. Transforms
+    that decoding to BF16 undoes are refused only if the checkpoint has quantized layers.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:
@@ -691,14 +691,17 @@ _REPAIR = ", as the source shows; undo this in the file, or convert the source a
 
 
 def _is_unlike(layer: LayerReport) -> bool:
-    """Return whether so many bytes of codes or block scales differ that a few damaged bytes cannot be the reason."""
+    """Return whether more than 1% of the bytes of the codes, or of the block scales, differ.
+
+    A few damaged bytes cannot be the reason then, so it is worthwhile to search for a fault of the whole layer.
+    """
     return any(100 * differing > compared for differing, compared in (layer.codes, layer.scales))
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
     """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer.
 
-    used: the recipe with which layers were re-encoded; None if it is unknown.
+    used: the recipe with which the layer was re-encoded; None if it is unknown.
     search: the search that determined the block scales; None if they were not searched.
     """
     scales = f" with scales {search.words}" if search is not None else ""
