@@ -363,6 +363,7 @@ class ElementFormat:
         return np.take(self.values, array)
 
 
+# the fields of an ElementFormat that decide the value of every code
 _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "signed", "has_zero")
 
 
@@ -472,7 +473,7 @@ class Codebook(ElementFormat):
 
     @lazy_property
     def order(self) -> np.ndarray:
-        """The codes that `encode` gives, in ascending order of their values: uint8, read-only."""
+        """The codes of the table in ascending order of their values, equal values in code order: uint8, read-only."""
         order = np.argsort(self.values[: len(self.table)], kind="stable").astype(np.uint8)
         order.setflags(write=False)
         return order
@@ -509,7 +510,7 @@ class Codebook(ElementFormat):
 
     @property
     def min_normal(self) -> np.float32:
-        """The smallest magnitude that is not 0."""
+        """The smallest magnitude that is not 0, because a table has no subnormals."""
         return self.min_subnormal
 
     @property
@@ -541,7 +542,10 @@ class Codebook(ElementFormat):
         return self.nearest(rounding_of.as_float64(op, x))[()]
 
     def nearest(self, x: np.ndarray) -> np.ndarray:
-        """Return the codes of the values nearest to x, a float array, without checks: uint8, in the shape of x."""
+        """Return the codes of the values nearest to x, a float array, without checks: uint8, in the shape of x.
+
+        NaN gets the code of the largest value.
+        """
         return np.asarray(self.order[np.searchsorted(self.midpoints, x, side="left")])
 
 
@@ -622,14 +626,17 @@ class PairedMicroexponents(Codebook):
         return super().encode(x, rounding, saturate=saturate, random=random)
 
     def nearest(self, x: np.ndarray) -> np.ndarray:
-        """Return uint8 codes in the shape of x, for the pairs along the last axis of the float array x.
+        """Return the MX4 codes of x, a float array, rounded to nearest: uint8, in the shape of x.
 
-        Nothing is checked.
+        Elements 2i and 2i + 1 of the last axis are a pair, so its length must be even. Nothing is checked.
         """
         return self.nearest_under(x, self.microexponents(x))
 
     def microexponents(self, x: np.ndarray) -> np.ndarray:
-        """Return, for each number, the microexponent that its pair shares, without checks: bool, in the shape of x."""
+        """Return, for each number, the microexponent that its pair shares, without checks: bool, in the shape of x.
+
+        It is True if both numbers of the pair have magnitudes below 1. A NaN makes it False.
+        """
         is_small = (np.abs(x) < 1).reshape(*x.shape[:-1], -1, 2)
         return np.repeat(is_small.all(-1), 2, axis=-1)
 
@@ -736,7 +743,7 @@ class IntegerOrFloat(ElementFormat):
         raise self._needs_scale("decode")
 
     def _needs_scale(self, name: str) -> TypeError:
-        """Return the error of the attribute `name`, which depends on the format of a block."""
+        """Return the TypeError that the attribute `name` raises, because a block scale is needed to compute it."""
         return TypeError(
             f"{self.name}.{name}: bit 7 of each block scale says whether codes are E2M1 or INT4; needs whole blocks:"
             " use fp4kit.quantize and fp4kit.dequantize with a recipe such as 'if4-fouroversix'"

@@ -74,10 +74,13 @@ def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
 
 
 def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -> np.ndarray:
-    """Return the codes of magnitudes a in a format, as integers, by the formula at the head of this file.
+    """Return the codes of magnitudes a, rounded to a float format: int32 for float32 a, int64 for float64.
 
-    The format is treated as if it had no largest value, so the caller must clip a or the codes. emin and mantissa_bits
-    are those of the format. rounding is a function that rounds magnitudes to integers, such as one of ROUNDINGS.
+    With e = max(exponent of a, emin), a code is (e - emin) * 2^mantissa_bits + rounding(a / 2^(e - mantissa_bits)). The
+    format is treated as if it had no largest value, so the caller must clip a or the codes.
+
+    emin and mantissa_bits are those of the format. rounding is a function that rounds magnitudes to integers, such as
+    one of ROUNDINGS.
 
     a is float32 or float64 without NaN. It must be below 2^(127 + mantissa_bits), in float64 below 2^(1023 +
     mantissa_bits). A nonzero a must not be so small that a / step underflows.

@@ -206,7 +206,10 @@ class Unit:
             )
 
     def steps(self) -> dict[str, Any]:
-        """Return the steps that the unit has, by kind of operands, in the order of KINDS."""
+        """Return {kind of operands: step} for the steps that the unit has, in the order of KINDS.
+
+        For a unit with an order instead of steps, the dict is empty.
+        """
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
 
 
@@ -299,6 +302,8 @@ def unit_of(op: str, given: Any) -> Unit:
 @lru_cache(256)
 def to_spec(u: Unit) -> str:
     """Return a string from which from_spec makes an equal Unit: its id if it is listed, otherwise one line of JSON.
+
+    JAX's traced calls and the files of contracts hold units as such strings.
 
     >>> from dataclasses import replace
     >>> slow = replace(UNITS["sm90"], promote=128)

@@ -84,8 +84,8 @@ def without_sign(amax: np.ndarray) -> np.ndarray:
 def as_real(op: str, name: str, amax: Any) -> Any:
     """Return a real number or array, the argument `name` of the function op, as float32.
 
-    Numbers beyond the range of float32 become infinite, which every rule handles. Raise TypeError for anything that is
-    not real.
+    Numbers beyond the range of float32 become infinite, which every rule handles. An AbstractArray gives an
+    AbstractArray. Raise TypeError for anything that is not real.
     """
     array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
@@ -157,7 +157,7 @@ def takes_block_amaxes(r: Recipe) -> bool:
     """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own.
 
     These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with amax rules, block scales and blocks of one
-    row. Static recipes, which always need block amaxes from the caller, do not count here.
+    row. Static recipes do not count here, because every operation accepts block amaxes for them.
     """
     return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
 

@@ -121,9 +121,12 @@ def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | 
 def settings_from_text(text: str) -> LinearSettings:
     """Return the LinearSettings that a text describes, checked. It has one argument per line, and "" stands for None.
 
-    The lines are recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized, unit,
-    out_dtype, backward, rounding and hadamard. Recipes and the unit are the strings of to_spec. Raise the errors of
-    linear_settings, and ValueError or KeyError for an unknown text.
+    PyTorch's operators for the linear layer take the settings as such a text. Its lines are recipe_x, recipe_w,
+    recipe_grad, the recipe and the scale layout of a w that is a Quantized, unit, out_dtype, backward, rounding and
+    hadamard. Recipes and the unit are the strings of to_spec.
+
+    Raise the errors of linear_settings. Also raise ValueError for a wrong number of lines, and KeyError for an unknown
+    hadamard.
     """
     *recipes, weight, layout, unit, out_dtype, backward, rounding, hadamard = text.split("\n")
     recipe_x, recipe_w, recipe_grad = (recipe_from_spec(r) if r else None for r in recipes)

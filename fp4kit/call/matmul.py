@@ -222,7 +222,7 @@ def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a"
 def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Operand]:
     """Return two operands with the number alpha in place of their tensor scales, or unchanged if alpha is None.
 
-    Raise TypeError if alpha is not a number.
+    The factor of a becomes alpha, and that of b becomes None. Raise TypeError if alpha is not a number.
     """
     if alpha is None:
         return a, b
@@ -244,7 +244,9 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c as a contiguous float32 array. If c already is such an array, it is not copied.
+    """Return c, the matrix with which the sums begin, as a contiguous float32 array.
+
+    If c already is such an array, it is not copied.
 
     Raise TypeError unless the dtype of c is float32, float16 or bfloat16. Raise ValueError unless its shape is `shape`,
     the shape of the result. name: the argument in the message.
@@ -380,7 +382,10 @@ def step_of(
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
-    """Return the name of the Unit field that multiplies two operands, or None if no unit multiplies such a pair."""
+    """Return the name of the Unit field (one of units.KINDS) whose step multiplies two operands.
+
+    Return None if no unit multiplies such a pair.
+    """
     elements = {a.element, b.element}
     if a.scales is None and b.scales is None:
         if elements in ({"float16"}, {"bfloat16"}):

@@ -33,7 +33,7 @@ class NamedOperand(NamedTuple):
     operand: Operand
 
     def rows(self, start: int, stop: int) -> NamedOperand:
-        """Return the rows `start` to `stop` of the matrix."""
+        """Return views of the rows from `start` to `stop` - 1 of the matrix."""
         codes, scales, factor = (
             None if part is None else part[:, start:stop]
             for part in (self.operand.codes, self.operand.scales, self.operand.factor)

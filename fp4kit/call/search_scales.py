@@ -42,7 +42,7 @@ class SearchTerms(NamedTuple):
         hessian: float32 (K/16, 16, 16), in the memory of x; None for none.
         offsets: the smallest and largest offset of the candidates; None for the default of the scale format.
         power: the loss is the sum of |difference|^power. For infinity, it is the largest |difference|.
-        grid: start, stop and step of the multiples of the amax; None if block scales are searched.
+        grid: start, stop and step of the multiples of the amax that are tried; None if offsets are tried instead.
     """
 
     weights: Any = None
@@ -195,8 +195,8 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
     - It has codes.
     - It rounds to the nearest E2M1 value (not by "rnw").
     - It has E4M3 scales of amax / 6 for blocks of 16 columns, and one tensor scale.
-    - It is static, which means that it needs block amaxes from the caller, or it searches them as nvfp4-modelopt-mse
-      does.
+    - It is static, which means that it takes calibrated block amaxes from the caller, or it searches them as
+      nvfp4-modelopt-mse does.
     """
     check_has_codes(op, r)
     unfit = unfit_for_search(r)

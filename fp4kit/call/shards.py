@@ -59,7 +59,7 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
 
 
 def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the shape of the block amaxes of a matrix (M, K)."""
+    """Return the shape of the block amaxes of a matrix (M, K): (ceil(M / block rows), K / block columns)."""
     return -(-shape[0] // r.block_rows), shape[1] // r.block_size
 
 

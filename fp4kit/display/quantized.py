@@ -97,8 +97,8 @@ def _block(q: Quantized) -> str:
 
 
 def _largest(q: Quantized) -> str:
-    """Return text for the magnitude that the largest code stands for, such as "6 or more".
+    """Return text for the magnitudes that the row "largest code" counts, such as "6 or more".
 
-    Integers in two's complement have the words "or more", because their negative range reaches one further.
+    The words "or more" are for two's complement integers, whose negative range reaches one further.
     """
     return f"{q.recipe.element.max:g} or more"

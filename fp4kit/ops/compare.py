@@ -222,7 +222,10 @@ def _precision(name: str, a: Any) -> np.dtype:
 
 
 def _linear(a: Any) -> Any:
-    """Return a Quantized with its block scales in linear layout. Return an array unchanged."""
+    """Return a Quantized with its block scales in linear layout.
+
+    Return an array, and a Quantized whose scales are linear or missing, unchanged.
+    """
     if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
         return a
     scales = unswizzle_scales(a.block_scale, a.scale_layout, a.scale_shape)

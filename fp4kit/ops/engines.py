@@ -222,6 +222,8 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
     """Return the result of an operation on a parsed call, from the first engine that supports it.
 
+    HostGroup and HostClipGroup call this function once per array of a group.
+
     operation: the name of the engine's function, which is called with the call and `arguments`. Raise the errors of
     run.
     """
@@ -231,8 +233,10 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
     """Return a CudaGroup, which runs N parsed calls in one launch, or a HostGroup, which runs them in a loop.
 
-    op: the public function that error messages name. stack: the stacked array on a GPU whose items are the arrays of
-    the calls; None if they are separate arrays.
+    The first call decides; without calls, the result is a HostGroup.
+
+    op: the public function that error messages name. r: the recipe of all calls. stack: the stacked array on a GPU
+    whose items are the arrays of the calls; None if they are separate arrays.
     """
     return (
         _cuda().CudaGroup(calls, stack)
@@ -243,6 +247,8 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
     """Return a CudaClipGroup, which clips N gradients in one launch, or a HostClipGroup, which loops over them.
+
+    The first call decides; without calls, the result is a HostClipGroup.
 
     calls: the parsed calls, each with the array x that was fake-quantized. amaxes: one clip limit per call, or None to
     compute it from the x of the call.

@@ -226,7 +226,10 @@ def _energies(
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise): inf if the noise is 0, -inf if the signal is 0, NaN if either is not finite."""
+    """Return 10 log10(signal / noise) in dB.
+
+    The result is NaN if either sum is not finite, inf if the noise is 0, and -inf if only the signal is 0.
+    """
     if not np.isfinite([signal, noise]).all():
         return nan
     if noise == 0:

@@ -375,7 +375,7 @@ def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> Explai
 
 
 def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep:
-    """Return the step for one number, or for one code of a format."""
+    """Return the ExplainedStep of one entry of a recorded result: a number if fmt is None, otherwise a code of fmt."""
     if fmt is not None:
         return ExplainedStep(name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
     width = 8 * entry.dtype.itemsize
@@ -387,8 +387,8 @@ def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
     """Yield the steps with unique names, without numbers that only repeat the step before.
 
-    A decoded value is left out if the result has the same format. An element value is left out if it equals the value
-    of the code.
+    A name that occurs again gets a number, as in "block scale (2)". A decoded value is left out if the result has the
+    same format. An element value is left out if it equals the value of the code.
     """
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}

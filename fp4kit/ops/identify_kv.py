@@ -72,7 +72,10 @@ class KVIdentification:
 
     @property
     def verdict(self) -> str:
-        """The layout that fits, and what is wrong with the assumed layout, in one sentence."""
+        """One sentence that names the layout that fits, and says what is wrong with the assumed layout.
+
+        If a layout fits only with a fault, the sentence names both. If nothing fits, it names the nearest layout.
+        """
         best = self.matches[0]
         if not best.fits:
             return (

@@ -95,5 +95,8 @@ def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: 
 
 
 def _prepared_list(name: str, xs: Any, u: Unit) -> list[Any]:
-    """Return the operands of a sequence in the form that the engines (CPU and GPU) take. name: for messages."""
+    """Return the operands of a sequence in the form that the engines take, each as `prepared` returns it.
+
+    name: "a" or "b", the argument that messages name. Raise TypeError if xs is not iterable.
+    """
     return [prepared(OP, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(OP, name, xs))]

@@ -23,7 +23,7 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
 
     Args:
         q: the quantized array, such as the result of fp4kit.quantize.
-        ax: the Axes to draw on.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes, with one bar per finite value of the format. The height of a bar is a share of all elements.
@@ -77,7 +77,7 @@ def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:
     Args:
         ratios: {name of the layer: SQNR in dB}, such as {name: fp4kit.compare(x, q).sqnr}. A layer without an error
             (inf) or without a signal (-inf) has a label, but no bar.
-        ax: the Axes to draw on.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes, with the layers from the worst to the best.
@@ -111,7 +111,7 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
 
     Args:
         budget: the result of fp4kit.error_budget.
-        ax: the Axes to draw on.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes, with one bar per source. The scale is logarithmic. Hatched bars are sums of other bars. A source

@@ -23,15 +23,16 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
 
     Args:
         element: the format, such as fp4kit.formats.E2M1.
-        x: numbers on the scale of the format. Each gets a mark, and an arrow to the value of its code, rounded to
-            nearest even. None draws the values alone.
-        ax: the Axes to draw on.
+        x: numbers on the scale of the format. Each gets a mark, and an arrow to the value to which element.encode
+            rounds it. None draws the values alone.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes. Its first line holds the values.
 
     Raises:
-        ValueError: x holds a NaN or an infinity.
+        TypeError: element is IF4, whose codes have no values without a block scale.
+        ValueError: x holds a NaN or an infinity, or element is MX4 and x has an odd length.
     """
     if x is not None and not np.isfinite(np.asarray(x, np.float32)).all():
         raise ValueError("plot.number_line: x holds a NaN or an infinity; needs finite numbers")
@@ -71,7 +72,7 @@ def error_against_scale(
         recipes: one or several recipes with equal element and scale formats, in blocks of one row.
         tensor_amax: the amax of the tensor that the block comes from, or of its row for recipes with one tensor scale
             per row. None uses the amax of x. Recipes without a tensor scale per tensor or row ignore it.
-        ax: the Axes to draw on.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes. The first line is the curve, and the second is the smallest error. Each further line marks a recipe.
@@ -139,17 +140,17 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
 
 
 def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
-    """Return one quantized block. tensor_amax is used if the recipe has a tensor scale per tensor or row."""
+    """Return the Quantized of one block x. tensor_amax is used if the recipe has a tensor scale per tensor or row."""
     return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None)
 
 
 def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return scales of a block and the block's values under each scale, of shapes (scales,) and (scales, block).
 
-    For block scales of at most 8 bits, the scales are all positive values of the format, times the tensor scale of q.
-    With elements IF4, all scales come twice, first those of E2M1 and then those of INT4.
-    For float32 or 16-bit block scales, the recipe computes them from 256 amaxes per octave, from 1/8 to 8 times the
-    amax of the block.
+    - Block scales of at most 8 bits: all positive values of the format, times the tensor scale of q. With elements IF4,
+      all scales come twice, first those of E2M1 and then those of INT4.
+    - Block scales of float32 or 16 bits: those that the recipe computes from 256 amaxes per octave, from 1/8 to 8 times
+      the amax of the block.
     """
     if r.scale is None:
         amaxes = np.float64(q.tensor_amax) * np.exp2(np.arange(-768, 769) / 256)
@@ -176,7 +177,7 @@ def _scale_of(q: Any, r: Recipe) -> float:
 
 
 def _scale_name(r: Recipe) -> str:
-    """Return the label of the axis of scales."""
+    """Return the label of the horizontal axis, which shows block scales, times the tensor scale if r has both."""
     return "block scale × tensor scale" if r.scale is not None and r.tensor_scaling != "none" else "block scale"
 
 

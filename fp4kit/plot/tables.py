@@ -37,7 +37,7 @@ def block(
         recipe: a recipe id, an alias or a Recipe with blocks; or several of them with blocks of equal length.
         index: the index of any element of the block.
         tensor_amax: as for fp4kit.quantize; None computes it from x.
-        ax: the Axes to draw on.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes. Its image holds the magnitudes relative to the largest of their row; its texts are the numbers.
@@ -145,7 +145,7 @@ def compare_recipes(found: RecipeComparison, part: str = "codes", *, ax: Any = N
     Args:
         found: the result of fp4kit.compare_recipes.
         part: "codes", "scales", "tensor_scales" or "values".
-        ax: the Axes to draw on.
+        ax: the Axes to draw on; None makes a new figure.
 
     Returns:
         The Axes. Its image holds the shares in percent; NaN where two recipes cannot be compared.

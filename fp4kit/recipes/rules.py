@@ -32,8 +32,8 @@ class BlockRuleTraits(NamedTuple):
         apply: how the factor is applied to elements: "multiply", "divide" or "compare".
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
         needs_tensor: True if the formula reads tensor_amax itself, besides the scales made from it.
-        flush: the value that Recipe.flush must have: True if the rule's arithmetic replaces subnormals by zero. None:
-            either value is allowed.
+        flush: the value that Recipe.flush must have: True if the rule's arithmetic replaces subnormals by zero, False
+            if it does not. None: either value is allowed.
         encode: True if the factor is computed from the tensor's encode scale instead of the decode scale.
         then_encode: True if elements are multiplied by the encode scale after the factor is applied.
         reads_amax: True if the factor depends on the block amax, not on the scale code alone.

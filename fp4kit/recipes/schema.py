@@ -60,8 +60,8 @@ class Recipe:
         id: a nonempty name; in the table `<format>-<producer>[-<variant>]`.
         element: the format of an element code.
         scale: the format of a block scale. None: the recipe has float32 scales only, in tensor_scale.
-        block: (rows, columns) of the elements that share a block scale; columns run along the quantized axis. None: no
-            blocks.
+        block: (rows, columns) of the elements that share a block scale, or a tensor_scale with tensor_scaling "block".
+            Columns run along the quantized axis. None: no blocks.
         block_rule: name of the rule that computes the block scale, or None.
         source: the producer, its version, and the file or function.
         exact: what the recipe equals bit for bit, and the exceptions.
@@ -76,7 +76,8 @@ class Recipe:
             element gets the code whose value times the factor is nearest to it.
         rounding: how a scaled element is rounded to a code; see reference.codec.encode.
         sign: which codes get the sign bit; see reference.codec.encode.
-        nan_code: the code of a NaN element. None: the NaN of the element format.
+        nan_code: the code of a NaN element. None: the NaN of the element format, or the code of its largest value if
+            it has no NaN.
         nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
         amax_nan: the effect of NaN elements on an amax. "ignore": NaN elements are left out. "propagate": the amax is
             NaN. "lanes": NaN elements are left out, but a block's amax is NaN if all its elements at odd indices are

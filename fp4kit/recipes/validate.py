@@ -124,7 +124,7 @@ def _refuse(r: Any, field: str, needed: str) -> NoReturn:
 
 
 def _check_types(r: Any) -> None:
-    """Check the type of each field, and that names of rules are known. Combinations of fields are not checked.
+    """Check id, the texts and flags, and that the names of rules are known. Combinations of fields are not checked.
 
     Raise TypeError if id, a text or a flag has the wrong type. Raise ValueError for an empty id or an unknown name.
     """

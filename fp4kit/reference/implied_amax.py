@@ -30,7 +30,7 @@ FEW = 64  # the largest number of scales whose interval is kept
 
 
 def covered_range(recipe: Recipe) -> np.float32:
-    """Return the tensor amax for which the tensor scale is 1.
+    """Return the tensor amax for which the tensor scale is 1, such as 2688 for most NVFP4 recipes.
 
     For amax rules, the result is tensor_rules.amax_range. For other rules, it is tensor_rules.full_range if the recipe
     has block scales, otherwise the largest element value.

@@ -49,9 +49,9 @@ def _as_floats(scaled: np.ndarray, recipe: Recipe) -> _Codes:
 
 
 def _as_integers(scaled: np.ndarray) -> _Codes:
-    """Return the INT4 codes of scaled elements: scaled * float32(7/6), rounded to nearest even, from -7 to 7.
+    """Return the INT4 codes of scaled elements, and their values: the integers scaled * float32(7/6), rounded.
 
-    NaN has the code 0 and the value NaN.
+    Rounding is to nearest even, and values are limited to -7 to 7. NaN has the code 0 and the value NaN.
     """
     wide = show("element * factor * 7/6", scaled * _INTEGER_FACTOR)
     values = np.rint(np.clip(wide, -INT4.max, INT4.max))

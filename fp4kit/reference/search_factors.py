@@ -85,9 +85,9 @@ class TriedCodes:
         self.seen: np.ndarray | None = None
 
     def take_untried(self, amax: np.ndarray) -> np.ndarray:
-        """Return a mask of the blocks for which the scale code of their amax was not tried yet.
+        """Return a mask of the blocks for which the scale code of their amax was not tried yet, and record the codes.
 
-        The codes are recorded as tried.
+        A later call with amaxes that give these codes returns False for them.
         """
         codes = self.code(amax)[..., None]
         if self.seen is None:
