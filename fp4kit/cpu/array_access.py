@@ -20,14 +20,17 @@ _FLOAT32 = np.dtype(np.float32)
 class ArrayAccess(NamedTuple):
     """The functions by which a cached call handles the arrays of one library.
 
-    address(array): returns the address of the array's first element, or None if the argument is None. maker(shape,
-    dtype, reused): returns a function without arguments that makes a new uninitialized array. dtype is a
-        NumPy dtype. If reused is True, the memory of a large array is reused after it is freed (see cpu/buffers.py).
-    is_float32(array): returns True for a contiguous, aligned float32 array, which the C library can read in place.
-    to_bytes(array): returns the bytes of the array's elements in row-major order. move_last(array, axis): returns a
-    view whose last axis is moved to `axis`. result(array): converts an array from a maker to the array that the caller
-    gets. The field is None if no conversion
-        is needed.
+    Attributes:
+        address: address(array) returns the address of the array's first element, or None if the argument is None.
+        maker: maker(shape, dtype, reused) returns a function without arguments that makes a new uninitialized array.
+            dtype is a NumPy dtype. If reused is True, the memory of a large array is reused after it is freed (see
+            cpu/buffers.py).
+        is_float32: is_float32(array) returns True for a contiguous, aligned float32 array, which the C library can read
+            in place.
+        to_bytes: to_bytes(array) returns the bytes of the array's elements in row-major order.
+        move_last: move_last(array, axis) returns a view whose last axis is moved to `axis`.
+        result: result(array) converts an array from a maker to the array that the caller gets. The field is None if no
+            conversion is needed.
     """
 
     address: Callable[[Any], int | None]
@@ -61,7 +64,10 @@ def _is_float32(a: np.ndarray) -> bool:
 
 
 def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
-    """Return a function that makes a NumPy array; see ArrayAccess.maker."""
+    """Return a function without arguments that makes a new uninitialized NumPy array of this shape and dtype.
+
+    reused: True reuses the memory of a large array after it is freed (cpu/buffers.py).
+    """
     return partial(buffers.empty if reused else np.empty, shape, dtype)
 
 
@@ -99,7 +105,9 @@ def _torch() -> ArrayAccess:
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the ArrayAccess for JAX. Results are NumPy arrays that are passed to JAX, whose arrays are read-only.
+    """Return the ArrayAccess for JAX, whose arrays are read-only.
+
+    So results are written to NumPy arrays, which are converted to JAX arrays at the end.
 
     like: a JAX array, on whose device results are placed.
     """

@@ -3,9 +3,12 @@
 A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
 in Python. Calls of quantize, dequantize and fake_quantize can be cached for matrices with any strides and axis, and for
 contiguous arrays of any shape. The functions that make a cached call raise Declined if the library does not support the
-recipe, or if elements are not aligned. A cached call returns None if it cannot compute the result: if an element is NaN
-or infinite, or if the thread's arithmetic is not IEEE's (flushed subnormals, another rounding mode). Then the caller
-runs the call by cpu/engine.py.
+recipe, or if elements are not aligned.
+
+A cached call returns None if it cannot compute the result. That is so if an element is NaN or infinite, or if the
+library leaves a block to the specification for another reason. It is also so if the caller's tensor_amax is an array
+that the library cannot read in place, or if the thread's arithmetic is not IEEE's (flushed subnormals, another rounding
+mode). Then the caller runs the call by cpu/engine.py.
 
 Prototype: the arguments of a call to the C library, without addresses.
 """

@@ -27,7 +27,9 @@ TABLES_FROM = 256
 
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
-    """Return the library's index of the decoder for a recipe and an output dtype, or -1 for amax rules.
+    """Return the library's index of the decoder for a recipe and an output dtype.
+
+    Return -1 for a recipe with amax rules, which is decoded by tables (own_format.py) instead of a compiled decoder.
 
     Raise Declined if there is no usable library, or if it has no decoder for the recipe.
     """
@@ -53,8 +55,10 @@ def dequantize_matrix(
 ) -> None:
     """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out.
 
-    The arguments and the result are the same as for reference.dequantize.dequantize_matrix. scales: the codes of the
-    linear block scales; None for a recipe without block scales. tensor: the tensor scale.
+    The arguments and the result are the same as for reference.dequantize.dequantize_matrix. Raise Declined in the cases
+    in which decoder_of does.
+
+    scales: the codes of the linear block scales; None for a recipe without block scales. tensor: the tensor scale.
     """
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)

@@ -216,8 +216,10 @@ def quantize_matrix(
 ) -> None:
     """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales.
 
-    The arguments and the result are those of reference.quantize.quantize_matrix. amax: the tensor amax; None without a
-    tensor scale. scales: None for a recipe without block scales.
+    The arguments and the result are those of reference.quantize.quantize_matrix. Raise Declined if the library does not
+    support the recipe (kernels_of).
+
+    amax: the tensor amaxes; None without a tensor scale. scales: None for a recipe without block scales.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     given = _Scales(tensor, options.block_amax)
@@ -248,8 +250,10 @@ def encode_matrix(
 ) -> None:
     """Encode a matrix x (M, K) under given scales, and write its codes into packed.
 
-    The arguments and the result are the same as for reference.quantize.encode_matrix. tensor: the tensor scale. scales:
-    the codes of the block scales; None for a recipe without block scales.
+    The arguments and the result are the same as for reference.quantize.encode_matrix. Raise Declined if the library
+    does not support the recipe (kernels_of), or not under given scales (not_encoded_under_scales).
+
+    tensor: the tensor scale. scales: the codes of the block scales; None for a recipe without block scales.
     """
     if (reason := not_encoded_under_scales(recipe)) is not None:
         raise Declined(f"{recipe.id} has {reason}")
@@ -431,7 +435,10 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
-    """Return the tensor amaxes of a matrix, as reference.quantize.tensor_amax does.
+    """Return the tensor amaxes of a matrix (M, K), as reference.quantize.tensor_amax does.
+
+    The result is float32 of shape () for one tensor scale or none, (M,) for one per row, or (M, blocks) for one per
+    block.
 
     Return None if the library cannot compute them, because an element is NaN or infinite. For recipes with one tensor
     scale per row or block, also return None if x is transformed, or if rows or blocks have an unsupported length.

@@ -94,7 +94,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
     if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
     if encode.kernels_of(call.recipe).own is not None and call.random is not None:
-        raise Declined("the CPU engine has no stochastic rounding for formats of one's own")
+        raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
     encode.check_array(call.x)
 
 
@@ -185,7 +185,7 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
     """Return the amax of every block of a matrix over the elements of one shard (see ops/partial.py).
 
-    A shard is the part of the flattened matrix that one process holds.
+    A shard is the part of the flattened matrix that one process holds. Blocks without elements in the shard get 0.
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
@@ -199,7 +199,9 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recip
 def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Write the codes of a shard's elements into out, the packed codes of a matrix (see ops/partial.py).
+    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out.
+
+    A shard is the part of the flattened matrix that one process holds (see ops/partial.py).
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 

@@ -44,7 +44,10 @@ class Tables(NamedTuple):
 
 @lru_cache(64)
 def tables_of(r: Recipe) -> Tables:
-    """Return the tables of a recipe with an amax rule. Raise Declined if there is no usable library."""
+    """Return the tables of a recipe with an amax rule, from which the library encodes and decodes.
+
+    Raise Declined if there is no usable library. For elements with a Codebook, the library is not needed here.
+    """
     size = 16 if r.element.bits == 4 else 256
     arrays = [*_element_pieces(r, size), _values(r.element, size)]
     if r.scale is not None:

@@ -45,7 +45,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over the elements of one shard.
+    """Return the amax of every block of a matrix over the elements of one shard; 0 for blocks without such elements.
 
     The arguments and the result are the same as for reference.partial.partial_amax.
     """
@@ -70,7 +70,7 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of a shard's elements into out, the packed codes of a matrix of the given shape.
+    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out.
 
     The arguments and the result are those of reference.partial.partial_cast. amax: the amaxes of all blocks of the
     matrix.

@@ -74,7 +74,8 @@ def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
     For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does. recipe.amax_nan decides how NaN
-    elements count (see reference.blocks.reduce_amax). An empty array gives an empty result, or zeros.
+    elements count (see reference.blocks.reduce_amax). An empty array gives an empty result or, for a recipe without
+    blocks, zeros.
     """
     if call.recipe.block is None:
         return compute_tensor_amax(call.moved, call.recipe)
@@ -317,7 +318,7 @@ def dequantize(
     out: np.ndarray | None = None,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
-    """Decode q and round the values to dtype, in `out` if given, otherwise in a new array of the shape of q.
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
 
     functions: the functions of the engine that computes the values.
     """
@@ -482,15 +483,15 @@ def transpose(
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Convert block scales from layout `source` to layout `target`.
+    """Return block scales, uint8, converted from layout `source` to layout `target`.
 
-    Return a uint8 array. shape: the shape (..., R, C) of the scales in linear layout.
+    shape: the shape (..., R, C) of the scales in linear layout.
     """
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Pack 4-bit codes, two per byte.
+    """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
 
     Raise ValueError if a code is above 15. An empty array gives an empty array.
     """
@@ -517,10 +518,15 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Write the codes of a shard to `out`, the packed codes of the whole matrix, for fp4kit.partial_cast.
+    """Write the codes of a shard to `out`, the packed codes of the whole matrix, and change no other code of `out`.
+
+    fp4kit.partial_cast calls this. A shard is the part of the flattened matrix that one process holds.
 
     Args:
-        block_amax, shape, start: as in fp4kit.partial_cast.
+        shard: the elements of the shard, 1-d.
+        block_amax: the amaxes of all blocks of the matrix.
+        shape: the rows and columns (M, K) of the matrix.
+        start: the index of the shard's first element in the flattened matrix.
         amax: the tensor amax; None uses the largest of block_amax, or 0 if there are no blocks.
         cast: the engine's function that computes the codes.
     """

@@ -49,7 +49,7 @@ def kernel_computes_amaxes(call: Call) -> bool:
 
 
 def clip(call: Call, amax: Any) -> Any:
-    """Return call.grad where |call.x| <= amax, and 0 elsewhere.
+    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere and where call.x or amax is NaN.
 
     Args:
         amax: the clip limit, float32 of shape (1, 1), (rows, 1) or (rows, blocks). Rows count over all axes but the

@@ -1,8 +1,8 @@
 """Search amaxes of CuPy arrays on a grid: for recipes without block scales (fp8-modelopt, ...) and with amax rules.
 
 The amaxes are tensor amaxes, or block amaxes if a recipe with an amax rule has block scales. The candidates for each
-amax are multiples of the amax. The multiple with the smallest loss wins, where the loss
-measures the errors of the fake-quantized values.
+amax are multiples of the amax. The multiple with the smallest loss wins, where the loss measures the errors of the
+fake-quantized values.
 """
 
 from __future__ import annotations

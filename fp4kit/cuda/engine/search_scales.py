@@ -121,8 +121,8 @@ def search_matrix(
     Args:
         amax: the tensor amax.
         terms: the loss and the candidates.
-        unproven: a uint64 array of one element, to which the pruned search adds the number of blocks for which it had
-            to try every candidate; None does not count them.
+        unproven: a uint64 array of one element, to which the number of blocks is added for which every candidate had to
+            be tried. The full search tries every candidate of every block. None does not count blocks.
         mask: the sign mask of a Hadamard transform to apply first; None for no transform. Only the pruned search
             without Hessians supports a transform.
     """

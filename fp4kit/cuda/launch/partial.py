@@ -121,7 +121,7 @@ def prepare(
 
 
 def check_blocks(r: Recipe) -> None:
-    """Raise Declined unless the kernel quantize, and so the partial kernels, support the block shape of a recipe."""
+    """Raise Declined unless a kernel quantizes matrices with the blocks of a recipe, as the partial kernels then do."""
     kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 

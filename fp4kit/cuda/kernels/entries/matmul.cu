@@ -120,8 +120,8 @@ struct Sum {
     value = truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits);
   }
 
-  // Add the products of one step to the sum as NVIDIA's matrix units do. Each term is the exact sum of 16 products. The
-  // arguments are those of `add`.
+  // Add the products of one step to the sum as NVIDIA's FP4 units do. Each term is the exact sum of 16 products of
+  // elements, times the product of both block scales. The arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     double largest = sum_power(value, zero_power);

@@ -124,7 +124,8 @@ FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, cons
 
 // Store the factors and exponents of a line from the codes of its four scales: E8M0 codes if kE8M0, otherwise E4M3
 // codes, whose sign is ignored. The scales cannot be integers if one is NaN, if exponents differ by more than
-// kMostBits, or if an exponent is not in [-40, 40].
+// kMostBits, or if an exponent is not in [-40, 40]. Then the factors become 0, and the bottom of the exponents becomes
+// kUnusable.
 template <bool kE8M0>
 FP4KIT_DEVICE void store_scales(Fp4Lines& lines, int line, u32 codes) {
   i32 factors[kGroups], exponents[kGroups];
@@ -244,8 +245,9 @@ FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
   return double_of(double_bits_of(fma_rn(exact, unit, c)) & ~((u64{1} << 29) - 1));
 }
 
-// Add a step to the sums of rows `first` and `first` + 1 of a thread: exactly where no term loses bits, otherwise term
-// by term. add_step describes the other arguments.
+// Add a step to the sums of a thread, one result at a time: by add_exactly if no term of the result loses bits, and
+// otherwise term by term (add_slowly). add_step calls this function if loses_no_bits is false, and describes the
+// arguments.
 FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& s, Fp4Sums& sums, const Place& place,
                                       i64 matrix, i64 row, i64 column, i64 step) {
   for (int i = 0; i < kSide; ++i) {

@@ -59,6 +59,8 @@ FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns
 }
 
 // Quantize a tile with blocks in a row, one run of 16 elements at a time. The runs of a block are in neighboring lanes.
+// All threads of the warp must call this function. If P::kKeepsElements, the elements are read from `elements`,
+// otherwise from a.x.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
                                  const TileElements<P>& elements) {

@@ -41,8 +41,8 @@ FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row
   }
 }
 
-// Return the amax of block `block` in the row of blocks that contains row `row`. Return 1 if the factor does not depend
-// on it.
+// Return the amax of block `block` in the row of blocks that contains row `row`. Return 1, without reading the block,
+// if kReadsBlock is false, because nothing then depends on the amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 block) {
   if constexpr (!kReadsBlock<R>) return 1.0f;

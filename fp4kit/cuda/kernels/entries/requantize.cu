@@ -126,16 +126,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(R
   find_scale_range(a, whole_grid());
 }
 
-// Store the tensor amax that gives 2^m in *a.tensor_amax if 2^m can be the tensor scale. This is the second launch.
-// Launch with any grid.
+// If 2^m can be the tensor scale, store the tensor amax that gives 2^m in *a.tensor_amax. Otherwise leave
+// *a.tensor_amax unchanged. This is the second launch. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(RequantizeArguments a) {
   i32 m;
   float amax;
   if (first_item(whole_grid()) == 0 && can_keep<R, Input>(a.extent, m, amax)) *a.tensor_amax = amax;
 }
 
-// Store the blocks whose codes can be kept in a.packed and a.scales if 2^m can be the tensor scale. This is the third
-// launch. A thread processes one block at a time. Launch with any grid.
+// If 2^m can be the tensor scale, store the blocks whose codes can be kept in a.packed and a.scales, and store the
+// tensor scale and its amax. Otherwise do nothing. This is the third launch. A thread processes one block at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

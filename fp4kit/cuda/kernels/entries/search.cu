@@ -75,7 +75,9 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
 //   kEight         a.lower <= -8 and a.upper >= 8
 //   neither        any other a.lower and a.upper
 //
-// A block whose amax is 0, infinite or NaN gets its lowest candidate.
+// A block whose amax is 0, infinite or NaN gets its lowest candidate. The number of blocks that had a full search is
+// added to *a.unproven, unless a.unproven is null. All threads of the thread block must call this function, after
+// make_pruning_tables.
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWeighted>& memory) {
   Candidates& shared = memory.candidates;

@@ -19,7 +19,7 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
 
 // Multiply eight rows of two bfloat16 columns by a power of two per column, and encode them as E2M1. Store the codes of
 // the left column in words[0] and the codes of the right column in words[1]. `factors` holds the two powers of two as
-// bfloat16. The codes get the sign bits of `signs`, which holds one pair per row.
+// bfloat16, the left column's in the low half. The codes get the sign bits of `signs`, which holds one pair per row.
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
   u32 four[2];  // of rows 0 to 3 and of rows 4 to 7; bytes: left, right, left, right
 #pragma unroll
@@ -36,8 +36,9 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
   words[1] = prmt(four[0], four[1], 0x7531u);
 }
 
-// Encode two columns of finite elements, whose factors are f[0] and f[1]. Pack the codes of column j into words[j],
-// with the result of exact_codes.
+// Encode two columns of finite elements, whose factors are f[0] and f[1]. Pack the codes of column j into words[j], the
+// first code in the lowest bits. They equal the codes of exact_codes if takes_fast_path is true for the column, and
+// have no meaning otherwise.
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
                                   u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {

@@ -139,8 +139,9 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return true if the table is valid for a block. `base` is the first scale of the block before it is rounded to E4M3.
-// Return false if amax or base is NaN. has_table_for(t) must be true.
+// Return true if the table is valid for a block: if its amax is at most the tensor's amax, and `base` is at least 2^-6
+// (so that its code is normal) or the amax is 0. `base` is the first scale of the block before it is rounded to E4M3.
+// If the amax is NaN, the result is false. has_table_for(t) must be true.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }

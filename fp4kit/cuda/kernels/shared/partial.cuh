@@ -110,9 +110,9 @@ FP4KIT_DEVICE u32 low_bits(int n) {
   return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u;
 }
 
-// Store codes `from` ... `to` - 1 of a run at `out`, and change no other bit. Words are changed only by atomic
-// operations on the bits of these codes. So the process that owns the other codes of a word may store them at the same
-// time.
+// Store codes `from` ... `to` - 1 of a run at `out`, and change no other bit. Both numbers are clamped to the run
+// first. Words are changed only by atomic operations on the bits of these codes. So the process that owns the other
+// codes of a word may store them at the same time.
 template <int kWords>
 FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i64 to) {
   constexpr int kPerWord = kRun / kWords, kBits = 32 / kPerWord;

@@ -140,7 +140,8 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
 }
 
 // Return the maximum of `largest` over a group of lanes: those whose index differs from this lane's only in the bits
-// `first`, 2 `first`, ..., `end` / 2. `first` and `end` are powers of two.
+// `first`, 2 `first`, ..., `end` / 2. `first` and `end` are powers of two. All threads of the warp must call this
+// function.
 FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 #pragma unroll
   for (int lane = first; lane < end; lane *= 2) largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lane));

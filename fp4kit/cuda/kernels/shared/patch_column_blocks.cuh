@@ -8,7 +8,7 @@
 #include "transpose_square.cuh"
 
 // Store in `largest` the float32 bits of the block's largest magnitude, for each column of a patch. The threads that
-// hold the patches of one block combine their maxima.
+// hold the patches of one block combine their maxima. All threads of the warp must call this function.
 template <class In, class P>
 FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                  u32 (&largest)[P::kPatchColumns]) {
@@ -122,8 +122,9 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
   }
 }
 
-// Quantize a patch of blocks in columns, and store the codes and scales in the staging buffer. Columns that must not
-// take the fast path are then loaded again and encoded by the exact path.
+// Quantize a patch of blocks in columns, and store the codes and scales in the staging buffer. x holds the elements of
+// the patch, and is overwritten if R::kHadamard. Columns that must not take the fast path are then loaded again and
+// encoded by the exact path. All threads of the warp must call this function.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPosition& s,
                                           Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

@@ -87,7 +87,8 @@ FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int
 }
 
 // Copy the codes of a tile along columns from the staging buffer to memory. If the columns of codes begin at multiples
-// of 16 bytes, 16 bytes are stored at a time.
+// of 16 bytes, 16 bytes are stored at a time. The threads of the thread block share the work, and must synchronize
+// before.
 template <class P>
 FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // bytes of codes per column
@@ -121,7 +122,8 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
 }
 
 // Copy the scales of a tile along columns from the staging buffer to memory. A thread copies the scales of four
-// columns: of all their blocks for the linear layout, otherwise of four blocks that are contiguous in the layout.
+// columns: of all their blocks for the linear layout, otherwise of four blocks that are contiguous in the layout. The
+// threads of the thread block share the work, and must synchronize before.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;

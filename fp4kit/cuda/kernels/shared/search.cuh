@@ -2,7 +2,8 @@
 // cannot win. If it cannot prove its result, a warp tries all candidates of the block.
 //
 // Let L(c) be the loss of scale code c as loss_of computes it, and L*(c) the same sum with the truly nearest value for
-// every element. The upward codes are first ... end - 1, up to eight codes whose scales are above amax / 7.
+// every element. The upward codes are first ... end - 1, where `first` is the first candidate whose scale is above amax
+// / 7. They are at most eight codes, or all codes up to 15 if `first` is below 8 (subnormal).
 //
 // Downward. An element above 6 scales has the residual d = |x| - 6 scale, which grows as the scale shrinks. Consider
 // the sum of only these elements' losses, with zeros for the others. It is at most L(c), because rounding is monotone.
@@ -91,8 +92,9 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Find the code with the smallest loss for a block with amax > 0, and store it in `best`. The search tries the upward
-// codes first, and then lower codes. Return true if `best` is proven to be the best of all candidates.
+// Find the code with the smallest loss for a block with a finite amax > 0, and store it in `best`, which the caller
+// initializes with range.low and an infinite loss. The search tries the upward codes first, and then lower codes.
+// Return true if `best` is proven to be the best of all candidates. If the result is false, `best` may be wrong.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

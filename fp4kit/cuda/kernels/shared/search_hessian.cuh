@@ -30,9 +30,9 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return true if elimination proves that H - mu D has no negative eigenvalue (see the head of this file). Return false
-// in doubtful cases, such as a pivot near zero, a pivot of 2^100 or more, or NaN. Each of 32 threads calls this
-// function with a different mu: 0/32 ... 31/32.
+// Return true if Gaussian elimination proves that H - mu D has no negative eigenvalue (see the head of this file).
+// Return false in doubtful cases, such as a pivot near zero, a pivot of 2^100 or more, or NaN. Each of 32 threads calls
+// this function with a different mu: 0/32 ... 31/32.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)

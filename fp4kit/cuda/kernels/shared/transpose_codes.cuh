@@ -60,7 +60,8 @@ struct CodeTile {
   }
 };
 
-// Load the codes of the tile at (row, column) of the input, transpose them, and store them in `tile`.
+// Load the codes of the tile at (row, column) of the input, transpose them, and store them in `tile`, which is in
+// shared memory. The 256 threads of a thread block share the work. They must synchronize before they read the tile.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
@@ -88,7 +89,8 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
   }
 }
 
-// Store the transposed codes of `tile` in the output. They were loaded from (row, column) of the input.
+// Store the transposed codes of `tile` at (row, column) of the output. Codes outside of the output are left out. The
+// threads of a thread block share the work, and must synchronize after read_tile.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
