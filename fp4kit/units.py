@@ -61,17 +61,25 @@ class DotAdd:
 class FloorDotAdd:
     """One step of a matrix unit of AMD's CDNA3, which is what one instruction adds.
 
-    The products are divided among `sums` partial sums: product k belongs to partial sum k % sums. The products of a
-    partial sum are aligned to their largest exponent, truncated toward zero to fraction_bits fraction bits, and added
-    exactly. The partial sums are then added to C. Each number is rounded down (floor): a partial sum keeps sum_bits + 1
-    fraction bits, C keeps fraction_bits, and the total keeps sum_bits. The total is rounded to float32, to nearest
-    even.
+    The products are divided among `sums` partial sums: product i belongs to partial sum i % sums. To round down is to
+    take the floor. One step does the following:
+
+    - The products of a partial sum are aligned to their largest exponent, truncated toward zero to fraction_bits
+      fraction bits, and added exactly.
+    - If there are two partial sums, each is aligned to the larger of their two exponents and rounded down to
+      fraction_bits fraction bits. The two are then added exactly.
+    - This sum and C are aligned to the larger of their two exponents. The sum is rounded down to sum_bits + 1 fraction
+      bits, and C to fraction_bits. The two are then added exactly.
+    - The total is normalized, rounded down to sum_bits fraction bits, and rounded to float32, to nearest even.
+
+    The exponent of a product is the sum of the exponents of its factors. The exponent of a partial sum is the largest
+    exponent of its products, and that of the sum of two is the larger of theirs.
 
     Args:
         k: number of products per step.
         fraction_bits, sum_bits: see above, 1 to 40.
         sums: the number of partial sums, 1 or 2.
-        c_vanishes: True if C counts as 0 where its exponent is more than fraction_bits + 1 below the largest.
+        c_vanishes: True if C counts as 0 where its exponent is more than fraction_bits + 1 below that of the sum.
         zero_exponent: the exponent of a product that is zero.
 
     Raises:
@@ -170,7 +178,7 @@ class Unit:
                     f"Unit {self.id}: order is {self.order!r:.60}; needs None or one of {', '.join(ORDERS)}"
                 )
             if self.steps() or self.promote is not None:
-                raise ValueError(f"Unit {self.id}: it has an order, and steps or promote too; needs one of the two")
+                raise ValueError(f"Unit {self.id}: it has an order, but also steps or promote; needs one of the two")
             return
         if not self.steps():
             raise ValueError(f"Unit {self.id}: it has no step and no order; needs one of the two")
@@ -195,7 +203,7 @@ class Unit:
             raise ValueError(f"Unit {self.id}: the step {kind} has group {group}; needs {16 if kind == 'fp4' else 1}")
         if kind == "fp4" and (group != 16 or step.k % 32):
             raise ValueError(
-                f"Unit {self.id}: the step fp4 has k {step.k} and group {group}; needs a multiple of 32, and 16"
+                f"Unit {self.id}: the step fp4 has k {step.k} and group {group}; needs k a multiple of 32, and group 16"
             )
         if kind == "mx" and step.k % 32:
             raise ValueError(f"Unit {self.id}: the step mx has k {step.k}; needs a multiple of 32")

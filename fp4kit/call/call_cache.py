@@ -35,8 +35,8 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
 
     - (key, None): the call is the first with its key. The caller passes the key to run_first.
     - (key, cached call): the call is cached.
-    - (None, None): the call cannot be cached, the engine has made no cached call for its key, or the call is on the
-      host inside of `with fp4kit.specification()`.
+    - (None, None): the call cannot be cached, the first call with its key stored that there is no cached call for it,
+      or the call is on the host inside of `with fp4kit.specification()`.
 
     Args:
         op: the public function.

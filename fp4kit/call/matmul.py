@@ -374,9 +374,8 @@ def step_of(
     step: DotAdd | FloorDotAdd | None = None if kind is None else getattr(u, kind)
     if step is None:
         raise ValueError(
-            f"{given}; {u.id} has no instruction for that, but for"
-            f" {', '.join(u.steps())}; use another unit, unit='dequantized', or decode both to bfloat16 with"
-            " fp4kit.dequantize"
+            f"{given}; {u.id} has no instruction for this pair, only for {', '.join(u.steps())}; use another unit,"
+            " unit='dequantized', or decode both to bfloat16 with fp4kit.dequantize"
         )
     return step
 

@@ -166,5 +166,7 @@ def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
         raise ValueError(f"{OP}: m_indptr goes from {starts[0]} to {starts[-1]}; needs 0 to {rows}, the rows of a")
     for i, (start, stop) in enumerate(pairwise(starts)):
         if stop < start:
-            raise ValueError(f"{OP}: m_indptr[{i + 1}] is {stop}, less than m_indptr[{i}]; needs numbers that increase")
+            raise ValueError(
+                f"{OP}: m_indptr[{i + 1}] is {stop}, less than m_indptr[{i}]; needs numbers that do not decrease"
+            )
     return starts

@@ -40,7 +40,8 @@ class SearchTerms(NamedTuple):
     Attributes:
         weights: float32 (K,), in the memory (host or device) of x; None for all ones.
         hessian: float32 (K/16, 16, 16), in the memory of x; None for none.
-        offsets: the smallest and largest offset of the candidates; None for the default of the scale format.
+        offsets: (smallest, largest) offset of the candidates: of the scale code for E4M3, and of the exponent for E8M0.
+            None for the default of the scale format.
         power: the loss is the sum of |difference|^power. For infinity, it is the largest |difference|.
         grid: start, stop and step of the multiples of the amax that are tried; None if offsets are tried instead.
     """

@@ -370,7 +370,7 @@ class KVCache:
                 f" {tuple(self.shape)} (pages, block_size, heads, head_dim)"
             )
         elif any(np.shares_memory(a, b) for a in map(_on_host, self.arrays) for b in map(_on_host, out.arrays)):
-            raise ValueError("KVCache.converted: out shares memory with the cache; needs other memory")
+            raise ValueError("KVCache.converted: out shares memory with the cache; needs memory of its own")
         out.write(np.arange(self.shape.pages * self.shape.block_size), self.read())
         return out
 

@@ -228,6 +228,7 @@ class GroupedPlan:
         self._on_device = bool(self._calls) and self._calls[0].on_device
         calls, moved = self._calls, None
         if self._on_device:
+            # Only block amaxes are checked here. The group checks tensor amaxes, and reads them in every call.
             calls = each(
                 self._op, lambda c: with_amaxes(c, None, c.block_amax)._replace(tensor_amax=c.tensor_amax), calls
             )

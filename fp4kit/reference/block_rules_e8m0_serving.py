@@ -412,8 +412,8 @@ def factor_e8m0_comfy_kitchen(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in comfy-kitchen: 2^(127 - code).
 
-    Code 0 stands for the scale 0 there, so that its factor is infinite. In a block of zeros it is 1. tensor, recipe and
-    dtype are not used.
+    Code 0 stands for the scale 0 there, so that its factor is infinite. In a block of zeros, the factor is 1. tensor,
+    recipe and dtype are not used.
     """
     return np.where(codes > 0, inverse_e8m0(codes), np.where(amax == 0, ONE, np.float32(np.inf)))
 

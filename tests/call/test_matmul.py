@@ -28,7 +28,7 @@ BAD = {
     "stacks": (lambda: fp4kit.matmul(np.stack([BF16] * 2), np.stack([BF16] * 3)), ValueError, r"a is a stack \(2,\)"),
     "two kinds": (lambda: fp4kit.matmul(BF16, NV), ValueError, "a is bfloat16 and b E2M1 with E4M3 scales of 16"),
     "two scales": (lambda: fp4kit.matmul(NV, MX), ValueError, "b E2M1 with E8M0 scales of 32; sm100 has no"),
-    "an old unit": (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "but for float16, bfloat16, fp8"),
+    "an old unit": (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "only for float16, bfloat16, fp8"),
     "blocks": (lambda: fp4kit.matmul(FP8, FP8, unit="float32-blocks"), ValueError, "needs E2M1 elements"),
     "blocks of 8": (lambda: fp4kit.matmul(NV8, NV8, unit="float32-blocks"), ValueError, "a multiple up to 512"),
     "axis 2": (lambda: fp4kit.matmul(fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0), MX,
