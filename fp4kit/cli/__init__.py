@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
-    """Parse the arguments, run the command that they name, and return its exit code.
+    """Parse the arguments, run the command that they name, and return its exit code; 0 after --help and --version.
 
     Raise UsageError for arguments that the command does not accept, and ValueError if there is no command.
 

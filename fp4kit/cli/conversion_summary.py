@@ -77,6 +77,8 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
     """Return the names of the engines that load the result; () if none is known.
 
     The result is () too for a Diffusers model, and for a single safetensors file, whose config engines would lack.
+    Engines that would misread rotated layers are left out. If layers have AWQ's factors per column, only engines that
+    know AWQ are left, and none if layers have several formats.
     """
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:
@@ -191,7 +193,10 @@ def _recipe_line(plan: Plan) -> str:
 
 
 def _error_lines(error: SampledError) -> Iterator[str]:
-    """Yield the line about the error. If some layers lose much more than others, also yield advice to keep them."""
+    """Yield the line about the error. If layers are at least 3 dB below the median, also yield advice to keep them.
+
+    The advice names at most three layers, the worst first.
+    """
     (worst, db), count = error.layers[0], len(error.layers)
     of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
     noise = 100 * 10 ** (-error.median / 20)

@@ -386,7 +386,8 @@ def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
     """Remove the files that an interrupted run left for ``destination``, and return their paths.
 
-    Each path is noted on stderr. In a dry run, nothing is removed and [] is returned.
+    Each path is noted on stderr. In a dry run, the notes say what would be removed, but nothing is removed and [] is
+    returned.
     """
     found = list(leftovers_of(destination) if args.dry_run else remove_leftovers(destination))
     partial = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)

@@ -127,7 +127,7 @@ class _Signals:
         """Handle the signal ``number``: raise Stopped while the command runs. After the command has ended, exit.
 
         The exit code is then the command's. While the command runs, a signal is ignored if the last line is being
-        written, or if another signal was received less than _REPEAT_WINDOW seconds before. A forked worker process dies
+        written, or if another signal was received less than half a second before. A forked worker process dies
         from the signal instead. ``frame`` is not used.
         """
         if os.getpid() != self._process:  # in a forked worker: die as without this handler

@@ -62,10 +62,10 @@ class Parser(argparse.ArgumentParser):
         return f"{usage}\n\nexamples:\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and return (namespace, []). Raise UsageError for an unknown argument.
+        """Parse the arguments, and return (namespace, list of unknown positional arguments).
 
-        For a parser of subcommands, and for arguments with the separator "--", argparse returns unknown positional
-        arguments instead.
+        The list is usually empty, because an unknown argument raises UsageError. Unknown positional arguments are
+        listed only by a parser of subcommands, or if "--" is among the arguments.
 
         args: the arguments; None for the arguments of this process.
         """

@@ -20,7 +20,7 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
     """Return the lines of a table that fits a terminal. No line ends in a space.
 
     If the table is too wide, the names in the first column are shortened in the middle. If a name would get fewer than
-    NAME_WIDTH columns, or if two names would look alike, each name gets a line of its own above its further cells.
+    24 terminal columns, or if two names would look alike, each name gets a line of its own above its further cells.
 
     columns: the titles. A leading ``#`` marks a column of numbers, which is aligned to the right; it is not printed.
     rows: the cells of each row, each one line of text. The first column holds names.
@@ -135,7 +135,7 @@ def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
 def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tuple[str, ...]] | None:
     """Return the rows of a table with their names (first cells) shortened to ``room`` terminal columns.
 
-    Return None if ``room`` is less than NAME_WIDTH or if different names would look alike.
+    Return None if ``room`` is less than 24 (NAME_WIDTH), or if different names would look alike.
 
     grid: the rows; the first is the titles.
     ellipsis: the text that replaces the middle of a shortened name.

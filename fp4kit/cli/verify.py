@@ -146,7 +146,11 @@ _NO_LAYERS = (
 
 
 def _next_step(report: VerifyReport) -> str:
-    """Return the command to run next: to check the values, or to find out why bytes differ; "" if there is none."""
+    """Return the command to run next; "" if there is none, or if no layer is quantized.
+
+    Without a source, this is verify with --source. If a byte of a layer differs from the source, or if a layer has an
+    error, it is identify.
+    """
     path = shlex.quote(str(report.path))
     if not report.layers:
         return ""

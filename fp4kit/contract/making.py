@@ -108,7 +108,10 @@ def making_of(
 
 
 def _fits(part: Weights, r: Recipe) -> bool:
-    """Return whether a recipe gives codes in the formats that a Quantized has. Any recipe fits an array of values."""
+    """Return whether a recipe gives codes in the formats that a Quantized has. Any recipe fits an array of values.
+
+    A recipe that only fake-quantizes gives no codes, so it does not fit a Quantized.
+    """
     if part.q is None:
         return True
     own = part.q.recipe

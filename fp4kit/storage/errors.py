@@ -32,7 +32,7 @@ def other_file(path: Path) -> str | None:
     """Recognize a file of a wrong kind by its first bytes. Return a text that says what it is and what to do.
 
     The kinds are Git LFS pointers, web pages, files of torch.save and GGUF files. Return None for any other file, and
-    for a file that cannot be read. Call it only for files that were already found to be unusable.
+    for a file that cannot be read. Error messages use the text to explain why a file is not what the user takes it for.
     """
     try:
         with path.open("rb") as stream:

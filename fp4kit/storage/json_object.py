@@ -47,7 +47,7 @@ def parse_object(text: bytes, label: str) -> dict[str, Any]:
 def load_object(path: Path, label: str) -> dict[str, Any]:
     """Return the JSON object in the file ``path``. ``label`` names the file in errors.
 
-    Raise CheckpointError if the file is larger than MAX_BYTES, and in all cases in which parse_object raises it. Raise
+    Raise CheckpointError if the file is larger than 256 MiB, and in all cases in which parse_object raises it. Raise
     OSError if the file cannot be read.
     """
     size = path.stat().st_size

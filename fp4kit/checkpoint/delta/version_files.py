@@ -69,6 +69,8 @@ def are_of_files(names: Collection[str]) -> bool:
 def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
     """Return {name in a patch: final path} for a model of single files that is written as ``target``.
 
+    The path is ``target`` itself, except for a split GGUF model, whose files get the number of the part in their names.
+
     names: the names in the patch of all files of the new version; not empty.
 
     Raises CheckpointError if ``target`` is not named like the files that the patch produces.

@@ -41,12 +41,12 @@ class Fit:
 
     @property
     def is_sound(self) -> bool:
-        """True if no code is far from its source value, and the signal-to-noise ratio is at least LEAST_DB."""
+        """True if no code is far from its source value, and the signal-to-noise ratio is at least 12 dB."""
         return self.far == 0 and self.has_signal
 
     @property
     def has_signal(self) -> bool:
-        """True if the signal-to-noise ratio is at least LEAST_DB."""
+        """True if the signal-to-noise ratio is at least 12 dB, so that the layer resembles its source."""
         return self.sqnr_db >= LEAST_DB
 
 

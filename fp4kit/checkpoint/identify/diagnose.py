@@ -384,6 +384,9 @@ def _search_family(
 ) -> Diagnosis | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
+    The known searches are the search of a recipe, up to blocks in which two scales have equal errors, Model-Optimizer's
+    four over six, and auto-round's search with an importance matrix.
+
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
     nearest: the hypothesis that fits a sample best.
@@ -530,9 +533,9 @@ def _with_four_over_six(
 ) -> Diagnosis:
     """Add the rule FOUR_OVER_SIX to an explanation if the rule reproduces every byte too, and return the result.
 
-    If the rule does not reproduce every byte, return the explanation unchanged. Only recipes that choose scales like
-    the rule are considered. With the rule added, the layer gets one verdict with the other layers of a checkpoint that
-    Model-Optimizer made.
+    If the rule does not reproduce every byte, or if the explanation needs a mishap, return the explanation unchanged.
+    Only recipes that choose scales like the rule are considered. With the rule added, the layer gets one verdict with
+    the other layers of a checkpoint that Model-Optimizer made.
 
     explained: an explanation that reproduces every byte.
     hypotheses: the hypotheses of this explanation.

@@ -131,7 +131,7 @@ def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
 
 
 def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether the decoded values have a signal-to-noise ratio of at least LEAST_DB, with x as the signal."""
+    """Return whether the decoded values have a signal-to-noise ratio of at least 12 dB, with x as the signal."""
     with np.errstate(all="ignore"):
         values = E4M3.values[layer.codes] * layer.spread(layer.scales)
         noise = np.sum(np.square(values - x.astype(np.float32), dtype=np.float64))
@@ -172,6 +172,8 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
 
 def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
     """Return whether a recipe reproduces all codes and scales of a layer, from its own amax or from one of ``amaxes``.
+
+    Return False if the recipe does not allow the row length of the layer.
 
     x: the source (the original weight), of shape (N, K).
     r: the recipe.

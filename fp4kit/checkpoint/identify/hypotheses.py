@@ -162,8 +162,8 @@ def expected_parts(
 ) -> tuple:
     """Quantize the source of some stored rows, and return the parts that these rows should have.
 
-    Return the codes (n, K), one per byte, the block scales (n, B) and the tensor scale (one number, one per row, or
-    None).
+    Return the codes (n, K), one per byte, the block scales (n, B) and the tensor scale: one number, one per row, or
+    None if the recipe has none.
 
     evidence: the stored layer and its source (the original weight).
     layout: how the rows are read, and from which source rows they were made.
@@ -232,8 +232,10 @@ def own_amax(x: np.ndarray) -> np.float32:
 def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
     """Return the tensor amaxes with which a recipe may have made the layer, or [None] if the recipe uses none.
 
-    Return the members of ``evidence.amaxes`` that give the stored tensor scale. If no member gives it, return all
-    members and the amaxes that follow from the stored scale. Amaxes that give equal tensor scales are returned once.
+    Return the members of ``evidence.amaxes`` that give the stored tensor scale, up to 2 ulp. If no member gives it,
+    return all members and the amaxes that follow from the stored scale. If no tensor scale is stored, return all
+    members. Amaxes that give equal tensor scales are returned once. A member 0 is left out unless the layer's own amax
+    is 0.
     """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
@@ -251,8 +253,8 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Yield the amaxes that a stored tensor scale implies if it is right, if it is inverted, and if it is the amax.
 
-    Only amaxes are yielded whose ratio to the layer's own amax lies in AMAX_RATIO_RANGE. Nothing is yielded if the
-    scale is not positive and finite, or differs between rows.
+    Only amaxes are yielded that are 2^-6 to 2^10 times the layer's own amax. Nothing is yielded if the scale is not
+    positive and finite, or differs between rows.
 
     stored: the stored tensor scale, one number or one per row.
     own: the layer's own amax.
@@ -268,10 +270,12 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in linear order, once for each fault that may have changed the stored scales.
+    """Yield the block scales of a layer in linear order: as declared, then once for each fault that may have happened.
 
-    The mishaps are the wrong orders of corruptions.scale_orders. For E8M0 scales, exponents that are off by one are
-    mishaps too; these are tried on scales in the right order only.
+    Such a fault (mishap) is undone in the scales that are yielded. The mishaps are the wrong orders of
+    corruptions.scale_orders. For E8M0 scales, exponents that are off by one are mishaps too; these are tried on scales
+    in the declared order only. An order that does not fit the number of stored scales is left out, so that nothing is
+    yielded if none fits.
 
     layout: the layout in which the codes are read, which determines the shape (N, B) of the scales.
     """

@@ -109,7 +109,8 @@ class CheckpointVerdict:
 
     If layers have several formats, ``recipes``, ``mishap`` and ``rules`` are about the format with the most layers.
 
-    recipes: the ids of the recipes that explain the most layers; empty if no recipe explains a layer.
+    recipes: the ids of the recipes that explain the most layers; empty if no layer is explained, or if a rule explains
+        more layers than any recipe.
     mishap: the mishap (a fault such as swapped nibbles) that most explained layers have; None if most have none.
     layers: the verdicts on all layers of all formats, in their order.
     others: the verdicts on the other formats.
@@ -207,10 +208,7 @@ class CheckpointVerdict:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The recipes that explain the most layers, or the rules that do if no recipe explains a layer.
-
-        () if no rule explains a layer either.
-        """
+        """``recipes`` if there are any, otherwise ``rules``: the names of what made most layers; () if unknown."""
         return self.recipes or self.rules
 
     @property
@@ -323,8 +321,8 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
     2. Among the layers with this mishap, choose the recipes that explain the most layers. List the recipe that the file
        records first, then the recipes of the producer that the file names, then all others.
 
-    After MAX_FAILURES layers in a row that have neither an explanation nor a known cause, `explain` stops searching for
-    faults without a name. The search resumes after the next layer that has one of them.
+    After four layers in a row that have neither an explanation nor a known cause, `explain` stops searching for faults
+    without a name. The search resumes after the next layer that has one of them.
 
     layers: the layers with their sources. One layer is requested at a time, so that an iterator that reads files needs
         the memory of one layer.
@@ -367,7 +365,7 @@ def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer. After MAX_FAILURES failures in a row, stop the search for faults without a name.
+    """Yield the verdict on each layer. After four failures in a row, stop the search for faults without a name.
 
     A failure is a layer without explanation or cause. Layers of zeros are not counted. The next layer with an
     explanation or a cause resumes the search.
@@ -381,7 +379,10 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Diagnosis:
-    """Explain one layer with ``explain`` or ``explain_fp8``.
+    """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer.
+
+    If the file declares AWQ or SmoothQuant, the explanation names this method alone. A layer with a low-rank part is
+    explained by ``_of_rest``. A tuned layer is recognized as auto-round's if the file names auto-round.
 
     unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
         result says that they were not tried.
@@ -427,6 +428,8 @@ def _declared(text: str, scaling: str) -> str:
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
     """Return whether each code of a layer in blocks is near the code of its source value, given the stored scales.
+
+    The signal-to-noise ratio must also be at least 12 dB. Return False if ``fit_of`` cannot compare the layer.
 
     steps: the largest distance that counts as near, in representable values.
     """

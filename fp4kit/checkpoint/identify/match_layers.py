@@ -222,6 +222,10 @@ class _Pairs:
     Each item is a function without arguments. It reads the layer and its source when it is called, so that only one
     pair is in memory.
 
+    stored, weights: the checkpoint, and its quantized weights.
+    source: the model with the original weights.
+    readers: where to read both from.
+    tick: called with the number of bytes of stored layers read since the last call.
     rotations: layer name -> rotation, for the rotated layers of the checkpoint. They are compared with rotated rows of
         the source.
     """

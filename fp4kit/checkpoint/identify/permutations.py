@@ -40,11 +40,8 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
     """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
 
     A stored row is matched with the most similar source row among those with its signs. It may be any row of the source
-    or of the other half of a gated pair. Yield nothing in these cases:
-
-    - A row has no match, or two rows have the same match.
-    - The rows are in place.
-    - The layer has only one row, or more than MAX_ROWS rows.
+    or of the other half of a gated pair. An order of codes is left out if a row has no match, if two rows have the same
+    match, or if all rows are in place. Yield nothing if the layer has only one row, or more than 2^15 rows.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -159,8 +156,9 @@ def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None
 def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
     """Yield (hypothesis, name of the fault) for each recipe and amax whose blocks are the stored blocks, permuted.
 
-    A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere. Yield
-    nothing if there are no block scales, or if their number does not fit the layer.
+    A block is its codes and its scale. Blocks may have moved within their rows. In a layer of at most 2^18 blocks and
+    2^23 elements, they may have moved anywhere. Yield nothing if there are no block scales, or if their number does not
+    fit the layer.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.

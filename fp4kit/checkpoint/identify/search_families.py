@@ -101,8 +101,9 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
 def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether every block scale is computed from the block's amax or 1.5 times the amax (four over six).
 
-    Both kinds of scales must occur, and the stored one must have the smaller error in almost all blocks. Codes are not
-    compared. Return False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
+    Both kinds of scales must occur, and the stored scale must have the smaller error in at least 90% of the blocks.
+    Codes are not compared. Return False if the layer is not NVFP4 with one tensor scale that follows from a candidate
+    amax.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -154,7 +155,7 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
 
 @ieee("identify")
 def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether almost every code lies within half a unit of its quotient, for a sample of a layer.
+    """Return whether at least 98% of the codes lie within half a unit of their quotients, for a sample of a layer.
 
     The quotient is the source divided by the stored scales. A code q lies within half a unit of the quotient y if
     round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. At least half of the codes must

@@ -20,8 +20,9 @@ from fp4kit.reference.tensor_rules import tensor_scale
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
     """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale.
 
-    Return () if there are none. Return () too if codes or block scales are not in linear order, or if the tensor scale
-    is not a single positive finite number. Recipes that search scales themselves are not tried.
+    Return () if there are none. Return () too if codes or block scales are not in linear order, or if a tensor scale is
+    stored that is not a single positive finite number. Recipes that search scales themselves, and recipes with blocks
+    of several rows, are not tried.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.

@@ -44,10 +44,10 @@ class SampleVerdict:
 
     exact: the hypotheses that reproduce every byte of the sample.
     nearest: the hypothesis with the highest score; None before a hypothesis is added.
-    score: the score of ``nearest``: the share of the sample's bytes that it gives, minus MISHAP_PENALTY per mishap.
-    codes_only: the hypotheses that reproduce all codes, although no order of block scales fits.
-    scales_only: the hypotheses without a mishap that reproduce all block scales and the tensor scale, but not all
-        codes.
+    score: the score of ``nearest``: the share of the sample's bytes that it gives, minus 0.05 per mishap.
+    codes_only: the hypotheses that reproduce all codes of the sample, although no order of block scales fits.
+    scales_only: the hypotheses without a mishap that reproduce all block scales of the sample and the tensor scale, but
+        not all codes.
     """
 
     exact: list[Hypothesis] = field(default_factory=list)
@@ -86,6 +86,9 @@ class Sample:
 
 def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
     """Return a sample of a layer of ``shape``: groups of rows, spread evenly from the first rows to the last.
+
+    The sample has about 2^16 elements, in at least two groups of rows and at most about 1024 columns. A smaller layer
+    is its own sample.
 
     r: a recipe of the layer's format, which determines the sizes of groups and blocks.
     """
@@ -150,8 +153,7 @@ def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
 def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
     """Read a sample of the layer in ``layout``, and return the orders of codes whose signs agree with the source.
 
-    Signs agree if the share of nonzero codes with the sign of the source is at least SIGNS_AGREE. Return [] if there is
-    no such order.
+    Signs agree if at least 99% of the nonzero codes have the sign of the source. Return [] if there is no such order.
     """
     r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)

@@ -27,7 +27,7 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entry ``quantization_config`` of config.json, or {} if there is none."""
+    """Return the entry ``quantization_config`` of config.json, or {} if there is none or it is not an object."""
     return _section(config, "quantization_config")
 
 

@@ -109,7 +109,7 @@ def _expression(text: str, pattern: str) -> re.Pattern[str]:
 
 
 def _prepared(patterns: Iterable[str]) -> Patterns:
-    """Return ``patterns`` as Patterns, unchanged if it is one already, so that its cache is kept."""
+    """Return a Patterns object with these patterns. A Patterns object is returned itself, so that its cache is kept."""
     return patterns if isinstance(patterns, Patterns) else Patterns(patterns)
 
 

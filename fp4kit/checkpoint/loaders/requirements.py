@@ -302,7 +302,7 @@ def _layer_findings(
 
 
 def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
-    """Check a tensor scale. Return None if it is a positive normal float32, otherwise (severity, message).
+    """Check a tensor scale or input scale. Return None if it is a positive normal float32, else (severity, message).
 
     A subnormal is a warning. NaN, infinity, 0 and negative numbers are errors.
 
@@ -322,7 +322,8 @@ _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest 
 def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
     """Return a message if vLLM would fuse layers with different tensor scales into one layer with one scale.
 
-    The message says by which factors values are wrong. Return None if the scales agree or some of them are unusable.
+    The message says by which factors values are wrong. Return None if the scales agree, if some of them are unusable,
+    or if fewer than two are known.
 
     members: the names of the layers that the fused layer joins.
     suffix: the suffix of the tensor scale.
@@ -342,12 +343,12 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding for every tensor scale that is unusable, and for every fused layer whose tensor scales differ.
+    """Yield a finding for every scale that is unusable, and for every fused layer whose tensor scales differ.
 
     Fused layers are checked only if engines contains "vLLM".
 
     layers: the names of the quantized layers.
-    scales: tensor name -> stored value.
+    scales: tensor name -> stored value, for tensor scales and input scales.
     """
     for name, value in scales.items():
         layer, part = split_module(name)

@@ -247,8 +247,9 @@ def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator
 def family_of(config: Mapping[str, Any]) -> str:
     """Return the family of a model, one of FAMILIES, judged by the content of its config.json.
 
-    If neither the model type, the architecture nor a vision part tells the family, return "moe" if the config has a
-    positive number of experts, otherwise "dense".
+    The first of these that tells the family decides: the model types whose experts are read as stacks, a nested
+    ``text_config`` or ``vision_config`` ("vlm"), any other model type, and the architecture. If none does, return "moe"
+    if the config has a positive number of experts, otherwise "dense".
     """
     by_stacks = _FAMILY_OF_STACKS.get(str(config.get("model_type", "")))
     if by_stacks is not None:

@@ -71,7 +71,8 @@ class LayerDifference:
 class CheckpointComparison:
     """All differences between two checkpoints. How tensors are distributed over files is not compared.
 
-    same: the number of tensors that are equal in dtype, shape and every byte.
+    same: the number of tensors that are equal in dtype, shape and every byte. Between a model directory and a GGUF
+        file, layers and norms with equal values count too.
     tensors, layers, configs: the differences; each is empty if there are none.
     refused: the tensors, config keys and metadata entries of a or b that fp4kit does not know. If there are any, no
         layer is decoded, and ``layers`` is empty.
@@ -169,9 +170,9 @@ def _shared_layers(
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
-    """Return the difference in presence, dtype or shape of the tensor ``name`` in two checkpoints, or None.
+    """Return the first difference in presence, dtype or shape, in this order, of a tensor in two checkpoints.
 
-    ``name`` must exist in at least one of them. Only the first difference is returned.
+    Return None if both checkpoints have the tensor ``name``, with equal dtype and shape. At least one must have it.
 
     Args:
         left, right: the checkpoints a and b.
@@ -269,7 +270,7 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the counts that are not None, or None if all counts are None."""
+    """Return the sum of the counts that are not None, or None if all counts are None, as in an unquantized layer."""
     present = [count for count in counts if count is not None]
     return sum(present) if present else None
 

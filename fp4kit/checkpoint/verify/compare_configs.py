@@ -46,8 +46,8 @@ def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifferen
     """Return the differences between the configs and the metadata of two checkpoints; () if there are none.
 
     The order of keys is ignored. Values of different types always differ: 1 equals neither 1.0 nor true. If both
-    checkpoints have files of the same names, metadata is compared file by file. Otherwise the metadata of all files of
-    each checkpoint is merged before it is compared.
+    checkpoints have exactly the same file names, metadata is compared file by file. Otherwise the metadata of all files
+    of each checkpoint is merged before it is compared.
 
     Raises CheckpointError if the configs are nested too deeply.
     """
@@ -128,7 +128,7 @@ def _text(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """Return a value as JSON text, or for an object or list of more than 40 characters its number of entries."""
+    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long."""
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:
         return f"{len(value)} entries"
     return _text(value)

@@ -67,8 +67,9 @@ def unlike_activations(
 ) -> Iterator[Issue]:
     """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations.
 
-    Layers without an input scale are ignored, because the requirements of engines already report them. Raises
-    CheckpointError if the activations do not fit the layers (see Activations.of_layers).
+    The stored float32 must equal the computed one. Layers without an input scale are ignored, because the requirements
+    of engines already report them. Scales that ``stored`` lacks are ignored too. Raises CheckpointError if the
+    activations do not fit the layers (see Activations.of_layers).
 
     weights: the layers of the checkpoint.
     stored: tensor name -> stored value of input scales.

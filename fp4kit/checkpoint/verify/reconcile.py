@@ -109,7 +109,7 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
 
 
 def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
-    """Return the bytes of a weight's stored tensor scale, and True if it is a divisor."""
+    """Return (the bytes of a weight's stored tensor scale, True if the scale divides on decode)."""
     assert weight.container is not None
     return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
 

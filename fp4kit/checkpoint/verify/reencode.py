@@ -398,7 +398,10 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _looked(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check as ``look`` does, but do not check whether the codes belong to the scales."""
+    """Run one check, except that the result has no ``doubt``: re-encode the matrix and compare it with the file.
+
+    If the check has no job, the result has only the counts of the stored values and the usual SQNR.
+    """
     with Readers() as readers:
         found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
@@ -480,10 +483,11 @@ _SAMPLED_ROWS = 64
 
 
 def usual_db(check: Check, readers: Readers) -> float | None:
-    """Return the SQNR in decibels that a usual recipe for the format gives on the first rows of a matrix's source.
+    """Return the SQNR in decibels that a usual recipe for the format gives on the first 64 rows of a matrix's source.
 
-    Columns after the last multiple of 32 are left out. Return None if the matrix is unquantized, has no source rows, or
-    has fewer than 32 columns. Return None too if the first rows contain NaN or infinity, or only zeros.
+    More rows are used if a block of the source is taller. Columns after the last multiple of 32 are left out. Return
+    None if the matrix is unquantized, has no source rows, or has fewer than 32 columns. Return None too if these rows
+    contain NaN or infinity, or only zeros.
     """
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:

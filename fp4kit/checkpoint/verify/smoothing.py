@@ -85,7 +85,7 @@ def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[n
 
 
 def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) -> float:
-    """Return the SQNR in decibels of the first rows of a stored matrix.
+    """Return the SQNR in decibels of the first 64 rows of a stored matrix.
 
     The signal is the source rows of the matrix, multiplied by ``factor``, one number per column.
     """

@@ -74,7 +74,11 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
 
 
 def unchecked(report: VerifyReport) -> list[str]:
-    """Return what the verification did not check; [] if it checked everything that it can."""
+    """Return one text per thing that the verification did not check; [] if it checked everything that it can.
+
+    The things are the values (without a source), the checksums of files (without a manifest), and with a source, the
+    bytes of layers that were not re-encoded.
+    """
     found = []
     if report.source is None and report.layers:
         found.append("the values, which need --source SRC")

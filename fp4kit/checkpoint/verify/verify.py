@@ -672,7 +672,8 @@ def _garbage(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
     """Yield an error if a layer that could not be re-encoded is much farther from its source than its format requires.
 
     The limit is 10 dB below the usual SQNR for 4-bit codes and 15 dB for 8-bit codes. Calibration and similar
-    algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles change it by more than that.
+    algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles change it by more than that. Yield
+    nothing if the SQNR of the layer or the usual SQNR is unknown.
 
     smoothed_db: the SQNR of a smoothed layer (see smoothing.py), which is used in place of its own; None otherwise.
     """
