@@ -257,7 +257,7 @@ class Request:
             CheckpointError: in one of these cases:
 
                 - No loader can read this recipe and format for this model.
-                - The container does not support a requested input scale.
+                - The user gives input scales, but the container has none, or the output is unquantized.
                 - split_max_size is given, and the model is not a GGUF file.
         """
         if is_gguf_config(config):
@@ -265,8 +265,7 @@ class Request:
         if self.split_max_size is not None:
             raise CheckpointError("split-max-size: only GGUF models are split; leave it out")
         if self.format == UNQUANTIZED:
-            if self.activations is not None:
-                self._refuse_input_scales("unquantized layers have no input scale")
+            self._refuse_input_scales("unquantized layers have no input scale")
             return None
         diffusers_classes.check(config, self.wishes.only)
         if self.format == mlx.FORMAT:

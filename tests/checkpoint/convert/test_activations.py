@@ -296,6 +296,12 @@ def test_requests_that_have_no_input_scale(options: dict[str, Any], text: str, t
         make_plan(tmp_path / "m", **options, activations=Activations.of(measured({"a": 1.0})))
 
 
+def test_unquantized_output_has_no_input_scale(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    with refused("input scale: unquantized layers have no input scale; leave it out"):
+        make_plan(tmp_path / "m", format="bf16", input_scale=1.0)
+
+
 def test_files(tmp_path: Path) -> None:
     """Several activation files are merged, and the manifest records their names and the options.
 
