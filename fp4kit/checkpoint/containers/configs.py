@@ -181,9 +181,13 @@ def mixed_declarations(
 
 
 def _targets(names: Sequence[str]) -> list[str]:
-    """Return the targets of a config group of compressed-tensors for layers: their names, sorted.
+    """Return the targets by which a config group of compressed-tensors names its layers, sorted.
 
-    The experts of a module become one target, a "re:" pattern, because engines need one container for all of them.
+    The target of a layer is its name. The experts of a module become one target, a "re:" pattern, because engines need
+    one container for all of them.
+
+    Args:
+        names: the names of the layers in the group.
     """
     found = set()
     for name in names:

@@ -288,9 +288,10 @@ class Container:
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
     def module_of(self, name: str) -> str | None:
-        """Return the layer that the tensor ``name`` reveals, or None if ``name`` is not LAYER + ``key_suffix``.
+        """Return the name of the layer to which the tensor ``name`` belongs, if ``name`` is LAYER + ``key_suffix``.
 
-        A layer in a container is found by the tensor of its scales, because unquantized layers have none.
+        Return None for all other tensors. A reader finds the layers of a container in this way, by their scales,
+        because unquantized layers have none.
         """
         suffix = self.key_suffix
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None

@@ -545,12 +545,10 @@ class _Run:
     def _workers(self) -> tuple[int, bool]:
         """Return the number of workers to use, and True if they are threads or False if they are processes.
 
-        What does the work decides:
-
-        - GPUs: threads.
-        - The compiled engine: threads. If ``options.processes`` is True, and the number of workers and the model are
-          so large that processes are faster (see FROM_WORKERS): processes.
-        - Otherwise: processes; a single one if ``options.workers`` is None.
+        - If GPUs do the work: threads.
+        - If the compiled engine does the work: threads, unless ``options.processes`` is True and the number of workers
+          and the model are so large that processes are faster (see FROM_WORKERS).
+        - Otherwise: processes. If ``options.workers`` is None, the number is 1.
         """
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):

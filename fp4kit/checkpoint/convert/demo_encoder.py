@@ -51,7 +51,7 @@ def cosines_of_embeddings(source: Path, destination: Path) -> tuple[float, float
 
 
 def embed(tensors: EncoderTensors, tokens: Sequence[int]) -> np.ndarray:
-    """Return the embedding of a text, float32 [384] of length 1: the mean over its tokens, normalized.
+    """Return the embedding of a text, float32 [384] with Euclidean norm 1: the mean over its tokens, normalized.
 
     tensors: name -> array, the tensors of the model.
     tokens: the ids of the text without [CLS] and [SEP], which are added.
@@ -117,7 +117,7 @@ def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.nda
     """Return the output of one encoder layer with input x.
 
     tensors: name -> array, the tensors of the model.
-    p: the prefix of its tensors' names.
+    p: the name of the layer, with which the names of its tensors begin, such as "encoder.layer.0".
     seen: called with the name and the input of each linear layer.
     """
 

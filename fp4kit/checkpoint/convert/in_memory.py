@@ -241,11 +241,11 @@ class TensorConverter:
         return self._new(pair for members in waiting.values() for pair in self._quantized(members))
 
     def _gathered(self, module: str, matrix: Any, own: Rules) -> Iterator[Named]:
-        """Quantize a layer and yield its (name, array) pairs as soon as all layers with its tensor scale have arrived.
+        """Quantize a layer and yield its (name, array) pairs, once all layers that share its tensor scale have arrived.
 
-        Until then, store the layer in ``_waiting`` and yield nothing. When the last layer of the group arrives, yield
-        the pairs of all its layers. A layer that shares its tensor scale with no other is quantized at once. Raise
-        CheckpointError if the layers of a group have different recipes.
+        Until then, store the layer in ``_waiting`` and yield nothing. When the last of these layers arrives, yield the
+        pairs of all of them. A layer that shares its tensor scale with no other is quantized at once. Raise
+        CheckpointError if layers that share a tensor scale have different recipes.
 
         module, matrix: the name and the values of the layer.
         own: the rules of this layer.

@@ -121,6 +121,8 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
 def _amax(recipe: Recipe, high: int) -> np.float32:
     """Return the tensor amax for which ``recipe`` computes the tensor scale 2^(high - 8).
 
+    Blocks out of range are quantized with this amax, so that they get the tensor scale of all other blocks.
+
     high: the largest scale exponent of all nonzero blocks that share the tensor scale.
     """
     return np.float32(np.ldexp(full_range(recipe), high - _HIGHEST))

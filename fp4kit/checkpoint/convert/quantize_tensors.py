@@ -89,10 +89,11 @@ def _parts(
 
 
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
-    """Return the number that the container stores as tensor scale: the scale of ``q``, or a divisor.
+    """Return the number that the container stores as tensor scale.
 
-    The recipe computes the divisor if it can. Otherwise, the divisor is the reciprocal of the scale. Raise
-    CheckpointError if the scale or the divisor is not a positive normal float32, because no loader could use it.
+    The number is the scale of ``q`` or, if the container divides, a divisor. The recipe computes the divisor if it can;
+    otherwise, the divisor is the reciprocal of the scale. Raise CheckpointError if the scale or the divisor is not a
+    positive normal float32, because no loader could use it.
 
     module: the name of the layer, for the message.
     q: the quantized layer.

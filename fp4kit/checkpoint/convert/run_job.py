@@ -78,8 +78,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
     """Return the measurements ``found`` of some rows, with ``reach`` and ``lost`` filled in if they are quantized.
 
-    These two fields show later whether the scales can be right. For an unquantized weight, or one without scales per
-    block or row, return ``found``.
+    These two fields show later whether the scales can be right. For an unquantized weight, return ``found`` unchanged.
     """
     form = job.weight.container
     if form is None or slab.codes is None or slab.scales is None:

@@ -656,7 +656,7 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
     """Return whether a metadata entry says how layers are stored: the entry of ComfyUI, or torchao's for a tensor.
 
-    A conversion does not copy such entries, because its result stores the layers otherwise.
+    A conversion does not copy such entries, because its result stores the layers differently.
 
     Args:
         key: the key of the entry.

@@ -198,7 +198,7 @@ def _scheme(value: Any, layers: _Layers) -> str:
 def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether a scheme of weights in a config group fits layers of a container.
 
-    ``num_bits`` and, for containers with small blocks, ``group_size`` are compared. A missing key fits, and so does a
+    ``num_bits`` and, for NVFP4, MXFP4 and MXFP8, ``group_size`` are compared. A missing key fits, and so does a
     ``group_size`` of null, -1 or 0.
     """
     if scheme.get("num_bits", form.element.bits) != form.element.bits:
@@ -329,7 +329,7 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 def _fits(group: Mapping[str, Any], form: Container) -> bool:
     """Return whether the format and the scheme of weights of a config group fit layers of a container.
 
-    What the group does not declare fits every layer.
+    A format or scheme that the group does not declare fits every layer.
     """
     declared, scheme = group.get("format"), group.get("weights")
     of_format = declared is None or form.kind in _FORMATS[declared]
@@ -483,7 +483,7 @@ def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits.
 
-    group_size is compared only for MXFP4 and similar formats. There, null, -1 and 0 fit too.
+    group_size is compared only for NVFP4, MXFP4 and MXFP8. There, null, -1 and 0 fit too.
     """
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):

@@ -171,11 +171,12 @@ def _unreached(sample: _Sample) -> str:
 def _equal_scales(sample: _Sample) -> str:
     """Return a warning if all block scales are equal although the codes need different scales; otherwise "".
 
-    Under scales that are truly equal, the elements of all blocks have one distribution. F compares the mean square of
-    the codes between blocks: it is the variance of this mean square, relative to what the variance within blocks gives.
-    F is near 1 under scales that are truly equal. It is far above 1 if scales that were different powers of two were
-    replaced. Scales with a mantissa instead give every block an element of the largest code, more often than
-    independent elements do.
+    If the scales are truly equal, the codes of all blocks have one distribution. Either of two signs contradicts that:
+
+    - F is far above 1. F is the variance of the blocks' mean squares, divided by the variance that codes of one
+      distribution would give them. This is so if different powers of two were replaced by equal scales.
+    - More blocks have a code near the largest magnitude than independent codes would give. This is so if scales with a
+      mantissa were replaced, because each of them gives the largest element of its block such a code.
 
     "" is returned also in these cases:
 
@@ -208,7 +209,7 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 
     s is the scale of a block, and e is the root mean square of the block's codes.
 
-    Return 0 if there are few blocks, or if s or e does not vary.
+    Return 0 if fewer than FEWEST_BLOCKS blocks can be used, or if s or e does not vary.
 
     Args:
         sample: the leading rows of a layer.

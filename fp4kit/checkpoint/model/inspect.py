@@ -77,9 +77,10 @@ class Checkpoint:
 
     @lazy_property
     def items(self) -> tuple[Item, ...]:
-        """The entries of the checkpoint that may concern quantization, and whether fp4kit knows them.
+        """The items of the checkpoint: entries that may concern quantization, and whether fp4kit knows them.
 
-        See closed_world.py. Transforms are handled in transforms.py; their matrices are not read.
+        An item is a tensor, a config key or a metadata entry (see closed_world.py). Transforms that decoding undoes are
+        understood. Their matrices are not read here, so a wrong matrix is not found.
         """
         return transforms.resolved(self, self.weights, reads=False).items
 

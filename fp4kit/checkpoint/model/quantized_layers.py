@@ -31,8 +31,9 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
     Args:
         path: a model directory, a .safetensors file or a GGUF file.
         recipe: the recipe of the layers, which determines how they are decoded. None chooses a recipe per layer: the
-            one that the checkpoint records, if the layer's container can store it, otherwise one of the container's
-            producer if there is one. Recorded patterns, by which some layers have other recipes, are not used.
+            one that the checkpoint records, if the layer's container can store it. Otherwise a recipe that it can
+            store, of the container's producer if there is one. Recorded patterns, by which some layers have other
+            recipes, are not used.
 
     Returns:
         A mapping from layer name to Quantized.

@@ -52,8 +52,8 @@ class StoredCounts:
         nan_codes: codes that are NaN.
         nan_scales: block scales that are NaN or infinite.
         negative_scales: block scales below 0.
-        subnormal_scales: nonzero block scales whose magnitude is below the smallest normal number of the scale format,
-            or below that of float32 if it is larger.
+        subnormal_scales: nonzero block scales whose magnitude is below the smallest normal number of the scale format
+            or of float32, whichever is larger.
         zero_blocks: blocks that decode to zeros, because all codes or the block scale are zero.
         zero_scales: blocks among zero_blocks that have a nonzero code, so that only their scale is zero.
         compared: elements of x.

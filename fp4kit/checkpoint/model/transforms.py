@@ -72,7 +72,7 @@ class _NotUndone(Exception):
 
 
 def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
-    """Return a model with its transforms undone. A model without transforms is returned unchanged.
+    """Return a model with its transforms undone. If a model has no transforms, no weight of the result has a rotation.
 
     Args:
         model: the opened model.
@@ -317,7 +317,7 @@ def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[
 
 
 def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str]:
-    """Return the tensor names of the weights to which an entry of ``apply`` applies.
+    """Return the tensor names of the weights that ``apply``, an entry of a scheme's list "apply", selects.
 
     A target is "Linear", which stands for all weights except embeddings; a regular expression ("re:..."), which matches
     the beginning of a name; or the name of a layer. Raise _NotUndone for the name of another class, and for a name or

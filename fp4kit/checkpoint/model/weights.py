@@ -262,6 +262,9 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 
     Args:
         tensors: tensor name -> (its file, its header entry).
+
+    Raises:
+        CheckpointError: if ComfyUI's metadata in a file is not a JSON object.
     """
     found: dict[str, Any] = {name.removesuffix(COMFY_TAG): None for name in tensors if name.endswith(COMFY_TAG)}
     for text in {file.metadata.get(COMFY_METADATA, "") for file, _ in tensors.values()} - {""}:

@@ -186,6 +186,8 @@ def _check_files(paths: Iterable[Path]) -> None:
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
     """Return whether a layer belongs to an expert, and at least one expert of its stack was measured.
 
+    Such a layer, if it was not measured itself, counts as an expert that saw no token.
+
     Args:
         layer: the name of the layer.
         experts: name of a layer without the number of the expert -> its measured experts (see Activations._experts_of).

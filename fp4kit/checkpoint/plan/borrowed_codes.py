@@ -85,7 +85,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Find the rows that store the MXFP4 or NVFP4 codes of a model's layers. Return them by (module, expert).
+    """Return a dict from (module, expert) to the rows that store the MXFP4 or NVFP4 codes of a layer.
 
     A stack of experts in a GGUF file gives one entry per expert, with the stack's name and the expert's index. A stack
     in a model directory gives one entry per layer of an expert, with the name of that layer and the index 0.

@@ -46,7 +46,7 @@ class ExpertStack:
 
     @property
     def tensor(self) -> str:
-        """The name of the first tensor with values or codes."""
+        """The name of the tensor with the values or codes of the first matrix. The plan lists the stack under it."""
         return self.experts[0][0].weight.tensor
 
     @property

@@ -236,7 +236,7 @@ def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
 def _name_map() -> dict[str, tuple[str, ...]]:
     """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures.
 
-    Both contain "{bid}" in place of the layer's number.
+    In the names of both kinds, "{bid}" stands for the number of a layer.
 
     Raises:
         CheckpointError: if the gguf package is missing.

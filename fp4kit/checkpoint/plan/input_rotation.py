@@ -85,11 +85,11 @@ def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> No
 
 
 def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
-    """Raise CheckpointError if there are layers that cannot be rotated.
+    """Raise CheckpointError unless ``layers`` is empty.
 
     size: the size that the user gave.
-    layers: the names of these layers.
-    why, way_out: the reason, and what the user can do.
+    layers: the names of the layers that cannot be rotated.
+    why, way_out: why these layers cannot be rotated, and what the user can do.
     """
     if layers:
         raise CheckpointError(f"--hadamard {size}: {listed([*layers])}: {why}; {way_out}")

@@ -42,7 +42,8 @@ Tick = Callable[[int], None]  # reports progress: called after each read with th
 class Sink(Protocol):
     """Receive the output of a job, for example to write it to a file.
 
-    The output consists of parts: CODES, SCALES, TENSOR_SCALE and INPUT_SCALE, or VALUES if it is unquantized.
+    The output consists of parts: VALUES if it is unquantized; otherwise CODES, SCALES and the other parts of the
+    container (see containers/container.py).
     """
 
     def has(self, part: str) -> bool:
@@ -110,7 +111,7 @@ class Target(NamedTuple):
     """The bytes [position, position + nbytes) of an output file to which a job writes one part of its output.
 
     Attributes:
-        part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, ROTATION or VALUES.
+        part: the part of the output, such as CODES or SCALES; VALUES for unquantized output.
         path: the output file.
         position: the offset of the first byte in the file.
         nbytes: the number of bytes.

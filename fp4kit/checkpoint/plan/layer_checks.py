@@ -121,7 +121,10 @@ _READS, _WRITES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_pr
 def all_doubts(
     weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
 ) -> Iterator[str]:
-    """Yield the warnings of ``doubtful_layers``, and one about a quantized output head that is tied to the embedding.
+    """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head.
+
+    A tied head is a quantized output head although the config ties the head to the embedding. For the other warnings,
+    see ``doubtful_layers``.
 
     Args:
         weights: the weights of a model.

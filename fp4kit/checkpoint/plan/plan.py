@@ -181,7 +181,8 @@ class Plan:
     def recorded(self) -> str:
         """The id of the recipe that made the written codes; "" if it is unknown.
 
-        If ``carries_codes`` is True, it is the recipe that the source records. Otherwise it is Request.recorded.
+        If ``carries_codes`` is True, it is the recipe that the source records. Otherwise it is the recipe that made the
+        copied codes (--codes) or, without copied codes, the recipe of the request.
         """
         return recorded_recipe(self.source) if self.carries_codes else self.request.recorded
 

@@ -100,8 +100,12 @@ def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
 def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
     """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds.
 
-    A selected weight is converted. Any other quantized weight is decoded, or stays in its container for
-    DeepSeek-V4. All other tensors are copied.
+    These cases are tried in order:
+
+    - The tensor stands for a layer or stack that is put together from several weights (PlanFacts.restored): decoded.
+    - A selected weight is converted.
+    - Any other quantized weight is decoded, or stays in its container for DeepSeek-V4.
+    - Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
     """
     if entry.name in facts.restored:
         return _restored(facts, entry.name)

@@ -107,9 +107,9 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
 
 
 class _Processes(ProcessPoolExecutor):
-    """A process pool of ``executor_of``. ``run_all`` does not wait for the calls of such a pool if a run fails.
+    """A process pool that ``executor_of`` creates.
 
-    ``executor_of`` then kills the worker processes.
+    If a run fails, ``run_all`` does not wait for the calls of such a pool, because ``executor_of`` kills its processes.
     """
 
 
@@ -174,8 +174,8 @@ def run_all(
     Calls are taken from the left of the queue. The caller may add calls between two results.
 
     After an error, or if the caller stops iterating, calls that have not started are cancelled. The generator then
-    waits for the running calls, so that nothing is written after it ends. It does not wait for a process pool of
-    ``executor_of``, which kills its processes.
+    waits for the running calls, so that nothing is written after it ends. It does not wait for the calls of a process
+    pool from ``executor_of``, because ``executor_of`` kills the processes of the pool.
 
     executor: where to run the calls; None for this process.
     queue: the calls, as (function, arguments).

@@ -23,7 +23,7 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order i
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return the paths of the leftovers of a finished run.
+    """Return the paths of the leftovers of a finished run, which it was killed before it could remove.
 
     If the destination is a directory, these are the lock and the journal in it. If the result is one or several files,
     this is the partial directory beside them. Return () in these cases:
@@ -91,7 +91,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a run of fp4kit wrote a lock or journal, so that the file may be removed.
+    """Return whether a file is the lock or the journal of a run of fp4kit, so that the file may be removed.
 
     A lock of fp4kit is empty, and a journal begins with a run's key. Return False for a link or a missing file.
 

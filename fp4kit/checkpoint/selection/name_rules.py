@@ -322,7 +322,7 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _diffusers(tensor: Candidate) -> str | None:
-    """Return the reason why a layer of a diffusion model stays unquantized, or None (see unquantized_reason)."""
+    """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors."""
     return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
 
@@ -369,7 +369,10 @@ def _embedding(tensor: Candidate) -> str | None:
 
 
 def is_embedding_table(tensor: Candidate) -> bool:
-    """Return whether a tensor is an embedding table, which engines never take for a linear layer."""
+    """Return whether a tensor is an embedding table.
+
+    Engines never take such a table for a linear layer, so that an exclusion list need not name it.
+    """
     return _embedding(tensor) is not None and _embedding_layer(tensor) is None
 
 

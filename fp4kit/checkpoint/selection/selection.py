@@ -277,7 +277,7 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 
     Args:
         option: "--keep" or "--only", for the error message.
-        pattern: a shell-style pattern that must match a whole module name, with its case and without ".weight".
+        pattern: a glob that must match a whole module name, with its case and without ".weight".
         weights: the weights of the whole model.
 
     Raises:
