@@ -55,7 +55,8 @@ def run(bench: Bench) -> None:
 def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]]:
     """Yield (operation, recipe, call, slow) for calls on x.
 
-    `slow` is True for calls with the target COLUMNS_US, and None for calls without a target.
+    `slow` is True for calls with the target COLUMNS_US, otherwise False. (host_times adds calls for which it is None,
+    because they have no target.)
     """
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
         out = fp4kit.quantize(x, recipe)

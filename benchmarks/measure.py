@@ -198,7 +198,7 @@ class Bench:
     def host_times(self, calls: Sequence[Call], batch: int = 200) -> list[Time]:
         """Return the time on the host of each call.
 
-        Calls take turns in batches; the device is idle when a batch begins.
+        Calls take turns in batches of `batch` calls each; the device is idle when a batch begins.
 
         Rows report the smallest of these times, as timeit does, because the speed of a shared host varies: x * 2 of
         PyTorch takes 7.5 us at one moment and 11.5 us a second later.

@@ -2,8 +2,8 @@
 
     python examples/jax_custom_vjp.py
 
-In a traced function, fp4kit runs on the host in jax.pure_callback. Its values are therefore bit-identical to those of
-fp4kit on NumPy arrays.
+In a traced function, JAX calls fp4kit itself: on the host by jax.pure_callback, or on a GPU if CuPy is installed. The
+values are therefore bit-identical to those of fp4kit on NumPy arrays.
 """
 
 from __future__ import annotations

@@ -57,7 +57,10 @@ def operand(x: DrawnOperand) -> Any:
 
 
 def shape_of(d: Picks, step: int, multiple: int) -> tuple[int, int, int]:
-    """Return random M, N and K. step: the K of one step of the unit. multiple: the number that divides K."""
+    """Return random M, N and K with M * N * K of at most LARGEST, and M and N of at most 256.
+
+    step: the K of one step of the unit. multiple: a number that divides the returned K.
+    """
     chance = d.rng.random()
     if chance < 0.88:
         K = step * int(d.pick((1, 1, 1, 2, 3, 8)))

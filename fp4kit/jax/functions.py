@@ -86,8 +86,8 @@ def fake_quantize(
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
             shape of x.
         pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
-        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward; None means tensor_amax if that is
-            given. It gets no gradient.
+        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means tensor_amax, or the amax
+            of x if that is None too. It gets no gradient.
 
     Returns:
         A new array with the shape, dtype and device of x.

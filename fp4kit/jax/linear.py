@@ -241,7 +241,7 @@ _values.defvjp(
 
 
 def _seed_of(static: StaticLinear, given: Any) -> Any:
-    """Return the seed that quantize takes: the static one, or the array `given`."""
+    """Return the seed to pass to quantize: `given`, the seed as an array, or static.seed if `given` is None."""
     return static.seed if given is None else given
 
 

@@ -77,7 +77,8 @@ class ServedParams:
     def _values(self, leaf: _Leaf, w: Any, amaxes: Mapping[str, Any]) -> Any:
         """Return the served values of one array, or the array itself if the plan leaves it unquantized.
 
-        amaxes: {name of an array: amax of the array}, for the arrays that share a tensor amax with others.
+        amaxes: {name of an array: amax of the array}, for all arrays to fake-quantize; {} if the plan has no tensor
+            amaxes.
         """
         members = self._members.get(leaf.weight.name)
         if members is None:

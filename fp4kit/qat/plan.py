@@ -38,10 +38,11 @@ class TrainedWeight:
     Attributes:
         name: the name of the parameter in the model.
         saved: the name of its tensor in a checkpoint.
-        shape: (N, K), or (E, N, K) for a stack of experts, whatever the order of axes in the model. For a convolution,
-            the shape of the matrix of its filters. For all other parameters, the shape itself.
+        shape: (N, K) for a matrix, or (E, N, K) for a stack of experts, whatever the order of axes in the model. For a
+            convolution, (filters, elements per filter). All other parameters, such as biases, keep their shape.
         dtype: the name of the dtype, such as "float32".
-        kind: what the parameter's module does with it. Parameters that fit no other kind are a "matrix".
+        kind: "stack" for a stack of experts; "convolution" or "embedding" for the weight of such a module; "matrix" for
+            every other parameter, also for a bias.
     """
 
     name: str
@@ -117,7 +118,7 @@ class QatPlan:
     """A plan: which parameters of a model are fake-quantized, and for which served format.
 
     Attributes:
-        recipe: the recipe that gives the served values in fake_quantize.
+        recipe: the recipe to pass to fake_quantize, which then returns the values that are served.
         format: the format of `fp4kit convert` for which the values hold; "" if no format stores the recipe.
         rows: one ParameterPlan per parameter of the model.
         shares: True if every parameter of a group needs the largest amax of the group.
@@ -150,7 +151,8 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
         choice: the user's choice.
 
     Raises:
-        CheckpointError: if the format is unknown, or cannot store the recipe or the model.
+        CheckpointError: if the format is unknown, or cannot store the recipe or the model, such as a stack of experts
+            in which rows of gate and up alternate.
         ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
             has fewer than two dimensions or rows that do not consist of whole blocks.
         ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks.
@@ -207,8 +209,16 @@ def _decisions(
 ) -> Iterable[tuple[TrainedWeight, Decision]]:
     """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's.
 
-    A parameter that matches both ``include`` and ``exclude`` is quantized. If the user decides nothing, embeddings stay
-    unquantized. Convolutions stay unquantized if there is a config.
+    The first rule that applies decides:
+
+    - A parameter that matches ``include`` is quantized.
+    - A parameter that matches ``exclude``, or does not match ``parameters``, stays unquantized.
+    - A convolution stays unquantized if there is a config.
+    - An embedding, and a parameter whose dtype is not float32, float16 or bfloat16, stays unquantized.
+    - For all others, the decision is that of `fp4kit convert` (Selector.decide).
+
+    Raises ValueError if an included parameter has fewer than two dimensions, or rows that do not consist of whole
+    blocks.
     """
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
     facts = model_facts(choice.config or {})
@@ -240,7 +250,10 @@ def _decisions(
 
 
 def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
-    """Raise ValueError if a parameter that the user includes cannot be quantized."""
+    """Raise ValueError if a parameter that the user includes cannot be quantized.
+
+    It must have at least two dimensions, and the length of its last axis must be a multiple of ``multiple``.
+    """
     if len(weight.shape) < 2:
         raise ValueError(f"{op}: include= names {weight.name}, which has shape {weight.shape}; needs two dimensions")
     if weight.shape[-1] % multiple:
@@ -248,10 +261,13 @@ def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
 
 
 def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Container | None) -> None:
-    """Raise ValueError if fake quantization of a stack of experts cannot give the values that the converter stores.
+    """Raise an error if fake quantization of a stack of experts cannot give the values that the converter stores.
 
-    Raise it if gate and up alternate in its rows, or if a block would hold rows of both. Do nothing for other kinds of
-    parameters, and if there is no container.
+    Do nothing for other kinds of parameters, and if there is no container.
+
+    Raises:
+        CheckpointError: if the container stores each expert separately, and rows of gate and up alternate in the stack.
+        ValueError: if a block would hold rows of both gate and up.
     """
     if weight.kind != "stack" or form is None:
         return

@@ -40,11 +40,11 @@ def quantize(
 
     Args:
         x: float32, float16 or bfloat16 tensor.
-        recipe: the string of recipes.to_string.to_spec.
+        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
         axis: the axis along which blocks run.
         tensor_amax: the amax of the tensor scale; None takes it from x.
         scale_layout, rounding: as for fp4kit.quantize.
-        seed: a tensor, as operators.seed_of takes it, or None.
+        seed: random bytes in the shape of x, or a 0-d integer tensor; None for rounding to nearest.
         hadamard: "False", "True" or "no_signs".
         block_amax: calibrated block amaxes, or None.
     """
@@ -94,7 +94,7 @@ def dequantize(
         packed, block_scale, tensor_scale, tensor_amax: the arrays, or None where the Quantized has none.
         shape: the shape of the array that was quantized, and of the result.
         axis: the axis along which blocks run.
-        recipe: the string of recipes.to_string.to_spec.
+        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
         scale_layout: the layout of block_scale.
         dtype: the dtype of the array that was quantized, to which the tensor scales of some recipes are rounded.
         values_dtype: the dtype of the result.

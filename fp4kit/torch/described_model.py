@@ -84,8 +84,9 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
     """Return a ParameterPlace for every parameter of a model. If a module has several names, the first one counts.
 
-    A parameter that two modules share has one place per module. The tensor of a parameter has the parameter's own name
-    if a checkpoint stores the parameter as several tensors, or if the parameter has fewer than two axes.
+    A parameter that two modules share has one place per module. ``weight.saved`` is the name of the parameter's tensor
+    in a checkpoint. It is the parameter's own name if a checkpoint stores the parameter as several tensors, or if the
+    parameter has fewer than two axes.
     """
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):
@@ -126,9 +127,9 @@ def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor
 def _is_transposed(module: torch.nn.Module) -> bool:
     """Return whether a module stores its stacks of experts as (E, K, N).
 
-    A module of transformers says so. For other modules, the orientation in which the shapes of gate_up_proj and
-    down_proj fit together decides. Return False, for (E, N, K), if both orientations fit or neither does, and if the
-    module does not have both stacks.
+    If the module has a bool attribute ``is_transposed``, as in transformers, the result is this bool. Otherwise, the
+    orientation in which the shapes of gate_up_proj and down_proj fit together decides. Return False, for (E, N, K), if
+    both orientations fit or neither does, and if the module does not have both stacks.
     """
     stated = getattr(module, "is_transposed", None)
     if isinstance(stated, bool):

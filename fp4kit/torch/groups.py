@@ -45,11 +45,11 @@ def fake_quantize_grouped(
     amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them. If
     pass_through is False, they are checked here.
 
-    recipe: the string of recipes.to_string.to_spec.
+    recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
     axis: the axis along which blocks run, in each tensor.
     tensor_amax, block_amax, amax: one tensor per tensor of xs; an empty list stands for None.
     rounding: "nearest" or "stochastic".
-    seed: a tensor, as operators.seed_of takes it, or None.
+    seed: random bytes in the shape of the tensors, or a 0-d integer tensor; None for rounding to nearest.
     """
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:

@@ -187,7 +187,7 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _see(self, x: Any, weight: Any) -> None:
-        """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts.
+        """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts.
 
         Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs
         of expert i of the batch. A view that does not begin where an expert begins is ignored.
@@ -223,7 +223,7 @@ class _Products(TorchFunctionMode):
 
 
 def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return both factors of a call to F.linear, torch.matmul or torch.mm. A factor that is not found is None.
+    """Return both factors of a call to a function of _PRODUCTS, such as F.linear. A factor that is not found is None.
 
     The first factor is the first positional argument, or `input`. The second factor is the second positional argument,
     or `weight`, `other` or `mat2`.

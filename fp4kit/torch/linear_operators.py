@@ -177,7 +177,8 @@ def quantized_values(x: Tensor, recipe: str) -> Tensor:
 
     Args:
         x: float32, float16 or bfloat16 (..., K).
-        recipe: the string of recipes.to_string.to_spec. The rounding is to nearest.
+        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns. The rounding is to
+            nearest.
 
     Raises:
         TypeError, ValueError: as for fp4kit.quantize, such as for an unsupported dtype or a length that does not fit
@@ -225,7 +226,7 @@ def backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperator
 
     If autograd does not need a gradient, the result is None as well. If the setting `backward` is "quantized", the
     functions of parts compute the gradients. Otherwise, gradients are float32 products of grad with the dequantized w
-    and x, or with the unquantized w and x for "high-precision".
+    and x, or with the unquantized w and x for "high-precision". They are rounded to the dtypes of x and w.
 
     Args:
         ctx: the context that save_inputs filled.
@@ -253,10 +254,10 @@ def backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperator
 def _weight_values(
     parts: BackwardOperators, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
 ) -> Tensor:
-    """Return the values of a weight after quantization as float32 (N, K); w itself for "high-precision".
+    """Return the weight by which `backward` multiplies, as float32 (N, K).
 
-    A float w is quantized by parts.values. A Quantized is only dequantized: w holds its codes, and block_scale and
-    tensor_scale are its scales.
+    A float w is quantized and dequantized by parts.values, except for "high-precision": then it is only converted to
+    float32. A Quantized is dequantized: w holds its codes, and block_scale and tensor_scale are its scales.
     """
     if s.backward == "high-precision":
         return w.float()

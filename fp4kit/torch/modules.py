@@ -133,7 +133,7 @@ def fake_quantize_model(
 
 
 def _check_alone(options: list[str]) -> None:
-    """Raise TypeError if there are options, because settings allow none."""
+    """Raise TypeError if ``options``, the names of arguments that the caller passed besides settings, is not empty."""
     if options:
         raise TypeError(f"{_OP}: {', '.join(options)} cannot be given with a FakeQuantSettings; pass a recipe instead")
 

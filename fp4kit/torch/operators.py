@@ -3,8 +3,8 @@
 Each operator has four parts: an implementation, which calls fp4kit's own function; a meta implementation, which makes
 all checks on shapes and dtypes and returns empty tensors; a gradient; and a vmap rule, which is a loop.
 
-An operator takes strings, numbers and tensors. A recipe is the string of recipes.to_string.to_spec. A seed is a tensor:
-uint8 bytes in the shape of x, or a 0-d integer on the CPU.
+An operator takes strings, numbers and tensors. A recipe is passed as its id or, for a Recipe object, as the string that
+recipes.to_string.to_spec returns. A seed is a tensor: uint8 bytes in the shape of x, or a 0-d integer on the CPU.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def fake_quantize(
     amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them. If
     pass_through is False, amax is checked here.
 
-    recipe: the string of recipes.to_string.to_spec.
+    recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
     axis: the axis along which blocks run.
     tensor_amax, block_amax: the amaxes of the tensor scale and of the blocks; None takes them from x.
     rounding: "nearest" or "stochastic".
-    seed: a tensor, as seed_of takes it, or None.
+    seed: random bytes in the shape of x, or a 0-d integer tensor; None for rounding to nearest.
     """
     x = x.detach()
     if not pass_through and amax is not None:
@@ -147,7 +147,7 @@ def check_fake(
     Args:
         op: the public function, with which error messages begin.
         x: the tensor.
-        recipe: the string of recipes.to_string.to_spec.
+        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
         axis: the axis along which blocks run.
         amaxes: tensor_amax and block_amax.
         random: rounding and seed.

@@ -25,7 +25,7 @@ class InputHook:
     """Fake-quantize the first argument of a layer's forward, as a forward pre-hook of PyTorch.
 
     Args:
-        recipe: the string of recipes.to_string.to_spec.
+        recipe: the recipe as the string that recipes.to_string.to_spec returns.
         amax: the calibrated amax of the inputs; None to compute it from the inputs of each call.
     """
 

@@ -58,9 +58,9 @@ def fake_quantize_served(
 
 
 def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], plan: QatPlan) -> None:
-    """Parametrize the parameters of a plan.
+    """Register a ServedWeight on each parameter to fake-quantize, and hooks that keep its name in state dicts.
 
-    places: {name: place}, for all parameters. forms: {name: Form}, for the parameters in the plan.
+    places: {name: place}, for all parameters. forms: {name: Form}, for the parameters to fake-quantize.
     """
     orders: dict[int, list[str]] = defaultdict(list)
     for place in places.values():
@@ -118,9 +118,10 @@ def _parameter(place: ParameterPlace) -> Any:
 
 
 def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:
-    """Raise ValueError if a shard of a DTensor would hold a part of a block, or of a row with one scale of its own.
+    """Raise ValueError if a shard of a DTensor would hold a part of a block.
 
-    Also raise ValueError if the DTensor consists of partial sums.
+    Also raise ValueError if a shard would hold a part of a row and the recipe has one tensor scale per row, or if the
+    DTensor consists of partial sums.
 
     name: the name of the parameter, for the message. parameter: the DTensor.
     """

@@ -22,7 +22,7 @@ class Form(NamedTuple):
     """The recipe, axis and gradient by which a parameter is fake-quantized.
 
     Attributes:
-        recipe: the string of recipes.to_string.to_spec. The recipe decodes as loaders do.
+        recipe: the recipe as the string that recipes.to_string.to_spec returns. It decodes as loaders do.
         kind: "matrix", "stack" or "convolution".
         axis: the axis along which blocks run, from the end: -1, or -2 for a stack of experts stored as (E, K, N). The
             filters of a convolution are flattened first.

@@ -168,8 +168,9 @@ class Mpi:
     def _send(self, message: Callable[[Any, Any], None], array: Any, out: Any) -> Any:
         """Call ``message(array, out)``, which sends with MPI, and return ``out``.
 
-        CuPy arrays that MPI cannot read are replaced by copies on the host, which warns once. If MPI is CUDA-aware, the
-        current CUDA stream is waited for first.
+        NumPy arrays are passed as they are. CuPy arrays are passed as they are if MPI is CUDA-aware, after a wait for
+        the current CUDA stream. Otherwise they are sent as copies on the host, and the first such message of this
+        communicator warns.
         """
         if _is_host(array):
             message(array, out)

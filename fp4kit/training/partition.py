@@ -96,7 +96,7 @@ def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
 def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
     """Raise ValueError unless every element of every matrix is in exactly one shard.
 
-    The message names the first matrix.
+    The message names the first matrix for which this does not hold.
 
     partition: where the shards begin and end. Empty shards may be anywhere.
     sizes: the number of elements of each matrix.

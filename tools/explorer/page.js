@@ -113,7 +113,10 @@ function makeChoices() {
 
 // ---- results ----
 
-/** Run a recipe on the numbers of a request. Return its result with unpacked codes and values as numbers, or null. */
+/**
+ * Run a recipe on the numbers of a request. Return the result of Engine.explore with unpacked codes, and with values as
+ * numbers. Return null if only fp4kit's specification can compute them.
+ */
 function run(asked, recipe) {
   const found = engine.explore(recipe, asked.dtype, asked.bits, 1, asked.bits.length, asked.amax);
   if (!found) return null;
@@ -148,7 +151,12 @@ function firstDifference(first, other) {
   return `${names} agree in every bit here.`;
 }
 
-/** Replace the contents of a table. rows: lists of cells; a cell is a text or {text, bits, differs, header}. */
+/**
+ * Replace the contents of a table. The first cell of each row becomes the row's header.
+ *
+ * head: the cells of the header row. rows: lists of cells. A cell is a text, or {text, bits, differs}: bits is shown
+ * after the text, and differs marks the cell. starts: indices of the rows with which a block begins.
+ */
 function fillTable(table, head, rows, starts = []) {
   const cell = (content, tag) => {
     const { text, bits, differs } = typeof content === "string" ? { text: content } : content;
@@ -256,7 +264,10 @@ function mark(kind, x, y, size = 5) {
   return made;
 }
 
-/** Return the float32 values of all codes in block `index` of a result; null if the engine cannot decode them. */
+/**
+ * Return the float32 values of all codes in block `index` of a result. Return null if the recipe has no block scales, or
+ * if the engine cannot decode them.
+ */
 function tableOf(result, asked, index) {
   engine.explore(result.recipe, "float32", asked.rounded.map(float32Bits), 1, asked.bits.length, asked.amax);
   return result.recipe.scale === null ? null : engine.valuesUnder(result.recipe, result.scales[index]);
@@ -291,7 +302,11 @@ function drawLine(asked, results, start, length) {
 /** Return the root mean square of the differences of two lists. */
 const rms = (a, b) => Math.sqrt(a.reduce((sum, x, i) => sum + (x - b[i]) ** 2, 0) / a.length);
 
-/** Return, for each scale code of the first recipe, the scale's size and the smallest error that codes under it give. */
+/**
+ * Return [{code, size, error}, ...] for a block: scale codes of the first recipe, the value of a 1 under each scale, and
+ * the smallest error that codes under it give. The list is sorted by size. It has only scales between about a quarter
+ * and four times the block's own scale, and is empty if that scale is 0 or cannot be decoded.
+ */
 function errorCurve(asked, first, start) {
   const { recipe } = first;
   const numbers = asked.rounded.slice(start, start + recipe.block);

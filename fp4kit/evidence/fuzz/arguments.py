@@ -55,8 +55,9 @@ def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Drawn
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
     """Return the argument tensor_amax for array ``i`` of a fuzz case: None, a number, or a reference to an array.
 
-    If the argument is an array, append the statement that makes the array to the program ``p``, under ``name``. The
-    faults "negative amax" and "amax shape" give wrong arguments.
+    The argument is None if the case has no tensor amax or the recipe has no tensor scale. If it is an array, append the
+    statement that makes the array to the program ``p``, under ``name``. The faults "negative amax" and "amax shape"
+    give wrong arguments.
     """
     o, r = case.options, case.r
     if o.fault == "negative amax":

@@ -174,7 +174,7 @@ def _static(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random search of block scales (Recipe.search) as {field: value}.
+    """Return a random search of block scales (Recipe.search) as {field: value}. The value may be "", for no search.
 
     Return {} if the recipe has no block scales, if blocks have several rows or a size that is not a multiple of 8, or
     if another rule or the caller chooses the block amax.

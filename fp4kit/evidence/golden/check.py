@@ -132,7 +132,7 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 def _skip_undefined(case: RecordedCase) -> Mask:
     """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
 
-    The recorded array "valid" marks the other elements.
+    The recorded array "valid" marks the other elements. Without that array, nothing is excused.
     """
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
@@ -202,9 +202,8 @@ def _skip_flushed_block(case: RecordedCase) -> Mask:
 def _skip_applied_scale(case: RecordedCase) -> Mask:
     """Return a mask that excuses values that Quark scaled by something other than the stored scale.
 
-    It also excuses blocks with inf or NaN.
-
-    The recorded array "scale_applied" has the scales that Quark applied.
+    The recorded array "scale_applied" has the scales that Quark applied. Blocks with inf or NaN are excused too,
+    whether or not that array was recorded.
     """
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:

@@ -252,7 +252,7 @@ def _thresholds(
         rng: the source of random numbers.
         blocks: the shape of the result, (rows of blocks, blocks per row).
         dtype: the dtype of the amaxes.
-        r: the recipe, which must have blocks.
+        r: the recipe, which must have block scales.
         tensor: the tensor amax; None if the recipe has no tensor scale.
     """
     bits = unsigned(dtype)

@@ -1,8 +1,8 @@
 """Quantize every float32 on a device, and compare the codes with the specification's codes.
 
 The specification is too slow to quantize 2^32 numbers. Instead, it finds the *runs*: the ranges of adjacent magnitudes
-with equal codes. There are only a few runs per sign, because the code never decreases as the magnitude grows. NaNs form
-the last run.
+with equal codes. Each sign has at most one run per code, because the code never decreases as the magnitude grows. NaNs
+form the last run.
 
 1. Bisection over bit patterns finds the start of each run in the specification.
 2. The device quantizes every magnitude. Each code is compared with the code of the run that the magnitude is in.

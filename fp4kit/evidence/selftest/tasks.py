@@ -199,7 +199,7 @@ def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
 
     Args:
         engine: the engine to test.
-        id: the id of the matrix unit to model. A third of the products use variants of it.
+        id: the id of the matrix unit to model. About a quarter of the products use variants of it.
         seed: seed of the random products.
         count: the number of products.
     """
