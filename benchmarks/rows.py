@@ -67,9 +67,9 @@ class BenchmarkRow(Row):
         kind: "kernel" (events around consecutive calls), "graph" (events around replays of a CUDA graph) or "host"
             (time until the call returns)
         copy_us: time of a device-to-device copy that moves the same number of bytes, or None if it was not measured
-        target: smallest efficiency wanted
-        target_us: largest time wanted
-        beside: another time of the same run, which limits the time of this row
+        target: smallest efficiency wanted, or None
+        target_us: largest time wanted, or None
+        beside: another time of the same run, which limits the time of this row, or None
         peers: {name: us}
     """
 

@@ -45,8 +45,8 @@ def test_ordinary_runs_take_the_fast_path(dtype, least):
     normal = rng.standard_normal((1 << 12, 16)).astype(dtype)
     sparse = normal * (rng.random(normal.shape) < 0.5).astype(dtype)
     for x in (normal, sparse, np.zeros_like(normal), np.ones_like(normal)):
-        is_short = transform(cupy.asarray(x), TE_SIGN_MASK)[2]
-        assert cupy.rehearsing or is_short.get().mean() >= least
+        is_fast = transform(cupy.asarray(x), TE_SIGN_MASK)[2]
+        assert cupy.rehearsing or is_fast.get().mean() >= least
 
 
 ELEMENTS = st.lists(st.integers(0, 0xFFFF), min_size=16, max_size=16)

@@ -28,9 +28,14 @@ def die() -> None:
 
 
 def main() -> None:
-    """Check five conversions on the cluster.
+    """Check that a cluster converts like one process, and reports errors.
 
-    Two run in turn, one is interrupted and resumed, one fails, and one loses workers.
+    These cases run one after the other:
+
+    - two conversions by `convert`, and one by the fp4kit command, whose result is then verified
+    - a conversion that is interrupted and resumed
+    - a job that raises an error, and a job that ends its worker
+    - a connection to the cluster after it has ended
     """
     source, out, whole = Path(sys.argv[1]), Path(os.path.relpath(sys.argv[2])), files_of(Path(sys.argv[3]))
     local = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)

@@ -285,10 +285,10 @@ def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
 def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
     """Return the number that compressed-tensors stores as weight_global_scale.
 
-    Return None for other recipes and for a tensor of zeros.
+    Return None if the recipe is not nvfp4-compressed-tensors, or if ``shared`` is 0.
 
-    It is rnd(rnd(1 / amax) * 2688), where rnd rounds to the dtype of the values. It is 1 if that overflows, as in
-    float16 for an amax of 0.04 or less.
+    The number is rnd(rnd(1 / amax) * 2688), where rnd rounds to the dtype of the values. It is 1 if that overflows, as
+    in float16 for an amax of 0.04 or less.
 
     Args:
         recipe: the id of the recipe.

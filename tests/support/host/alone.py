@@ -37,13 +37,13 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
         x: the rows, (n, 16).
         mask: the sign mask of the transform.
     """
-    y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
+    y, columns, is_fast = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
-    fields = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_short", "u8"), ("runs", "i8")])
+    fields = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_fast", "u8"), ("runs", "i8")])
     function = loader.function(text + (HERE / "hadamard.cu").read_text(), "hadamard_kernel", x.device.id)
     blocks = grid(-(-x.size // (HADAMARD_BLOCK * THREADS)), x.device.id)
-    Launch(function, blocks, fields, len(x))(*map(address, (x, y, columns, is_short)))
-    return y, columns, is_short
+    Launch(function, blocks, fields, len(x))(*map(address, (x, y, columns, is_fast)))
+    return y, columns, is_fast
 
 
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:

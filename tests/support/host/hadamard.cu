@@ -1,4 +1,5 @@
 // Test kernel of hadamard.cuh: transform each run of 16 elements, and store whether its float32 sums were certain.
+// If a check in the kernel fails, the kernel changes an element of its results, so the test's comparison fails.
 struct Arguments {
   const void* x;  // runs x 16 elements
   void* y;        // their transforms

@@ -171,7 +171,8 @@ inline float __uint_as_float(unsigned bits) {
   return __builtin_bit_cast(float, bits);
 }
 
-// As in CUDA, a number wins over any NaN (in the C library, not over a signaling NaN), and -0 is less than +0.
+// As in CUDA, if one argument is NaN, the result is the other one. The C library returns NaN for a signaling NaN.
+// -0 is less than +0.
 inline float host_least(float a, float b) {
   if (a != a || b != b) return a != a ? b : a;
   return a < b || (a == b && std::signbit(a)) ? a : b;
