@@ -115,7 +115,7 @@ def _write_file(
     tick: called with the number of bytes written since the last call.
     """
     target = folder / name
-    if target.is_file() and _digest(target) == facts.sha256:  # complete since the interrupted run
+    if target.is_file() and _digest(target) == facts.sha256:  # the interrupted run completed it
         tick(facts.nbytes)
         return
     target.parent.mkdir(parents=True, exist_ok=True)

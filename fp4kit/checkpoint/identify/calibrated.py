@@ -32,7 +32,8 @@ _LUCK = 0.01  # largest expected number of columns that random damage would leav
 class Fit:
     """A measure of how well the codes of a layer fit its source, given the stored scales.
 
-    far: the number of codes that are more than ``steps`` representable values away from the code of their source value.
+    far: the number of codes that are too far from the code of their source value: more than ``steps`` representable
+        values, an argument of fit_of.
     sqnr_db: the signal-to-noise ratio of the decoded values in decibels, with the source as the signal.
     """
 

@@ -26,7 +26,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
 MAX_ROWS = 512  # the largest number of rows from which factors are estimated
-MIN_ROWS = 32
+MIN_ROWS = 32  # layers with fewer rows are not examined
 GAIN_DB = 0.5  # factors per column must improve the signal-to-noise ratio by this, compared with one common factor
 MIN_DB = 12.0  # signal-to-noise ratio that the layer must have with factors
 # Recipes whose ids end in one of these are tried, because their tools can scale weights per column.

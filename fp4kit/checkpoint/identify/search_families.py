@@ -34,7 +34,7 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 FOUR_OVER_SIX = "nvfp4-modelopt-static-4over6 with block amaxes times 1 or 1.5 (four over six)"
 IMPORTANCE = "auto-round's (nvfp4-auto-round-opt, iters=0), weighted by an importance matrix"
-# Recipes that reproduce the codes, given block scales of four over six, and given those of auto-round's search.
+# The recipes that reproduce the codes if four over six, or auto-round's search, chose the block scales.
 STATIC_4OVER6, AUTO_ROUND = "nvfp4-modelopt-static-4over6", "nvfp4-auto-round"
 _STATIC, _AUTO_ROUND = RECIPES[STATIC_4OVER6], RECIPES["nvfp4-auto-round-opt"]
 TUNED = "scales and codes by another rule, with every code near its quotient: tuned (auto-round), or another source"

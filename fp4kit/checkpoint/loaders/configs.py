@@ -83,7 +83,8 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors.
 
     The algorithm, the group size and, for NVFP4, the input activations are checked. If the algorithm is another one
-    that stores such tensors, such as AWQ, only engines that do not know this algorithm are reported.
+    that stores such tensors, such as AWQ, only engines that do not know this algorithm are reported, and
+    nothing else is checked.
 
     container: the container of the tensors, one of ``containers.CONTAINERS``.
     config: the content of config.json.
@@ -91,8 +92,7 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"
-    stored = str(algo).upper() in _STORED_LIKE.get(needed, ())  # another use of the tensors, such as AWQ
-    if stored:
+    if str(algo).upper() in _STORED_LIKE.get(needed, ()):  # an algorithm that stores such tensors, such as AWQ
         for engine in ("vLLM", "SGLang"):
             if str(algo).upper() not in KNOWN_TO[engine]:
                 yield finding(engine, "warning", _CONFIG, f"fails: it does not know quant_algo {algo!r}")

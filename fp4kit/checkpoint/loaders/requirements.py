@@ -361,7 +361,7 @@ def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines:
                     yield finding("vLLM", "error", group_name(*key), text)
 
 
-_EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only experts; False: all other layers)
+_EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only experts, False if only other layers)
     ("compressed-tensors nvfp4-pack-quantized", "transformers", True),
     ("compressed-tensors mxfp8-quantized", "transformers", True),
     ("compressed-tensors mxfp4-pack-quantized", "SGLang", False),

@@ -76,7 +76,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     """Yield an issue for each contradiction between layers and the configs, or between layers and other tensors:
 
     - A config declares factors per column (AWQ), and no layer has them.
-    - Fewer than half of the NVFP4 layers lack a tensor scale, or fewer than half have one.
+    - Some NVFP4 layers, but fewer than half, lack a tensor scale, or have one.
     - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The nibbles of a layer seem to be swapped.
     - The head is quantized although the config ties it to the embedding.
@@ -166,6 +166,8 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     - The model is a Diffusers model or a single file.
     - No layer has a known format, but a tensor is refused.
     - The requirements of a layer's format are unknown. Only this layer is not checked.
+
+    If a config declares quantized layers, but there are none, the only issue is an error that says so.
 
     model: the checkpoint.
     tensor_scales: tensor name -> stored value, for tensor scales and input scales.

@@ -67,7 +67,7 @@ def _head(report: VerifyReport) -> str:
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
     facts: list[tuple[str, object]] = [("checkpoint", report.path), ("source", report.source or "none given")]
-    facts += [("format", ", ".join(report.formats) or "numbers"), ("recipe", report.recipe or "none recorded")]
+    facts += [("format", ", ".join(report.formats) or "unquantized"), ("recipe", report.recipe or "none recorded")]
     facts += [("scales", report.scales)] if report.scales else []
     facts += [("manifest", report.manifest), ("layers", len(report.layers))]
     if report.source is not None:

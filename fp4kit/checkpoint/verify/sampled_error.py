@@ -18,7 +18,7 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.verify.reencode import Check, Settings, checks_of, origins_of, tally_of_rows
 
-_MOST_MATRICES, _MOST_ELEMENTS = 256, 1 << 23  # largest sample; it takes about half a second to measure
+_MOST_MATRICES, _MOST_ELEMENTS = 256, 1 << 23  # the largest sample, so that a conversion reports its error at once
 _ROWS, _SPANS = 16, 4  # rows per span; spans per matrix if there are few matrices
 _OUTLIER_DB = 3.0  # a layer this far below the median loses much more than the others
 

@@ -24,7 +24,7 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 _ROWS = 64  # rows of a layer that are compared
 _GAIN_DB = 0.5  # a layer is smoothed if multiplying its source by f improves the SQNR by at least this
-_NEAR_USUAL_DB = 1.0  # a norm is smoothed if one of its layers then comes this near to the format's usual SQNR
+_NEAR_USUAL_DB = 1.0  # a norm is smoothed if f brings one of its layers this near to the format's usual SQNR
 
 
 class Smoothing(NamedTuple):

@@ -338,8 +338,9 @@ def _settings(
 ) -> tuple[Settings, list[Issue]]:
     """Return how the checkpoint was made, and warnings if the records about this are unknown or contradict each other.
 
-    The records are in the manifest, the config and the header of a single file. What the user gives has precedence over
-    them. If the user gives a recipe, the recorded patterns are ignored too.
+    The records are in the manifest, the config and the header of a single file. The manifest's recipe counts only if
+    the conversion made new codes. What the user gives has precedence over the records. If the user gives a recipe, the
+    recorded patterns are ignored too.
 
     model: the checkpoint.
     wanted: the recipe that the user gives, or None.
@@ -525,7 +526,11 @@ class _SourceComparison:
         found += [Issue("error", name, "is missing; the source has it") for name in missing]
         found += [Issue("error", name, text) for name, text in self._unlike.items()]
         found += [
-            Issue("warning", name, f"is {stored.entry.dtype}; the source has {source.entry.dtype}, compared as rounded")
+            Issue(
+                "warning",
+                name,
+                f"is {stored.entry.dtype}; the source has {source.entry.dtype}, which was rounded for the comparison",
+            )
             for name, (stored, source) in self._alike.items()
             if stored.entry.dtype != source.entry.dtype
         ]

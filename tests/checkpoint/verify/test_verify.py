@@ -410,7 +410,8 @@ def test_tensors_of_one_side(tmp_path: Path) -> None:
     found = {issue.subject: issue.text for issue in errors(report)}
     assert found["model.more.weight"] == "is missing; the source has it"
     assert found["model.norm.weight"] == found[Q] == "is not in the source"
-    cast = Issue("warning", "model.embed_tokens.weight", "is BF16; the source has F32, compared as rounded")
+    text = "is BF16; the source has F32, which was rounded for the comparison"
+    cast = Issue("warning", "model.embed_tokens.weight", text)
     assert cast in report.issues and "model.embed_tokens.weight" not in dict(report.changed)
     tensors["model.embed_tokens.weight"][5, 7] += 1
     shutil.rmtree(source)
