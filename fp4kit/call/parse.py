@@ -92,7 +92,7 @@ class Call(NamedTuple):
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:
-        """Return a copy of this call with x and out replaced.
+        """Return a copy of this call with x and out replaced. Without `out`, the copy has none.
 
         No argument is checked again. So x must have the shape and dtype of the array that was parsed, and be on its
         device.

@@ -21,7 +21,7 @@ FITS = 0.16  # largest relative error of a reading that fits: NVFP4 gives about 
 # the smallest relative error of all readings. The factor must be small: if all blocks have similar amaxes, as for
 # uniformly distributed values, wrong scales of V hardly raise the error.
 NEAR_BEST = 1.05
-SAMPLE = 1 << 18  # elements of keys that are compared, at most
+SAMPLE = 1 << 18  # about how many elements of keys are compared, at most
 OFF = 0.05  # a tensor scale counts as wrong if another one that differs by more than this share fits
 _COLUMNS = ("layout", "error of keys", "error of values", "reading")
 
@@ -266,7 +266,10 @@ def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLay
 def _sample(
     op: str, slots: np.ndarray, references: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Return the slots to compare, and the reference values of their tokens: about 2^18 elements at most.
+    """Return the slots to compare, and the reference keys and values of the tokens in these slots.
+
+    Tokens with negative slots are left out, because they are not stored. If more than 2^18 elements remain, every n-th
+    token is taken, with n such that about 2^18 elements are left.
 
     Raise ValueError unless there is one slot per token, and at least one slot is not negative. Also raise ValueError if
     the sampled keys or values are all zero.

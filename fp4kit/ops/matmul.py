@@ -197,7 +197,10 @@ def _row_multiple(x: Any) -> int:
 
 
 def _rows(x: Any, rows: slice) -> Any:
-    """Return some rows of every matrix of an operand. An operand that is no stack of matrices is returned unchanged."""
+    """Return some rows of every matrix of an operand. An array of fewer than two dimensions is returned unchanged.
+
+    rows: a slice with a start and a stop, which may be beyond the last row. A slice of a Quantized must not cut blocks.
+    """
     if isinstance(x, Quantized):
         box = [slice(0, n) for n in x.shape]
         box[_row_axis(x)] = slice(rows.start, min(rows.stop, _row_count(x)))

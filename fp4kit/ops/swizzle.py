@@ -79,7 +79,8 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
     """Check the arguments of swizzle or unswizzle, and return `original` with its scales in the given layout.
 
     op: the public function that error messages name. key: the key under which to store a cached call for later calls;
-    None stores nothing. Raise ValueError if q has no block scales, or if it is 1-d and the layout is tiled.
+    None stores nothing. Raise ValueError if the layout is unknown, if `original` has no block scales, or if it is 1-d
+    and the layout is tiled.
     """
     layouts.check_layout(op, layout)
     q = original.imported()
@@ -141,7 +142,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
     """Convert an array of block scales from layout `layout` to linear layout, and return it in the shape `shape`.
 
-    Raise ValueError if layout or shape is None, or if the array does not have the size that they imply.
+    Raise TypeError unless the scales are uint8 and the shape consists of ints. Raise ValueError if layout or shape is
+    None, if the layout is unknown, or if the array does not have the size that they imply.
     """
     if layout is None or shape is None:
         raise ValueError(

@@ -211,8 +211,8 @@ def factor_qwix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in qwix: block_arith.qwix_reciprocal of the scale.
 
-    The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor. amax,
-    tensor and recipe are not used.
+    The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor. A NaN
+    scale gives NaN. amax, tensor and recipe are not used.
     """
     return qwix_reciprocal(decode_scale(codes), dtype)
 
@@ -291,8 +291,8 @@ def factor_flashinfer_kv_page(
 
         factor = 1 / (scale * tensor.decode), or 0 if scale is 0
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. amax, recipe and dtype are
-    not used.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN. amax,
+    recipe and dtype are not used.
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, ONE / (scale * tensor.decode))
@@ -345,7 +345,8 @@ def factor_mslk(
     """Return the factor that multiplies the elements of each block in MSLK: tensor.encode / scale.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. The rule's own codes are
-    never 0. A code 0 that a caller passes gives an infinite factor. amax, recipe and dtype are not used.
+    never 0 or NaN. Of the codes that a caller passes, 0 gives an infinite factor, and NaN gives NaN. amax, recipe and
+    dtype are not used.
     """
     return tensor.encode / decode_scale(codes)
 

@@ -110,8 +110,8 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
 def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the divisor that MLX's CPU back end applies to each block: the magnitude of the block scale.
 
-    The caller then multiplies the quotients by tensor.encode, the encode scale of the tensor. Only `codes` is read; the
-    other parameters exist for a common signature.
+    The caller then multiplies the quotients by tensor.encode, the encode scale of the tensor. A NaN scale gives NaN.
+    Only `codes` is read; the other parameters exist for a common signature.
     """
     return np.abs(decode(codes, E4M3))
 
@@ -131,7 +131,7 @@ def factor_mlx_metal(
     """Return the factor by which MLX's Metal kernels multiply the elements of each block: tensor.encode / |scale|.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0, the factor is
-    0. Only `codes` and `tensor` are read; the other parameters exist for a common signature.
+    0. A NaN scale gives NaN. Only `codes` and `tensor` are read; the other parameters exist for a common signature.
     """
     scale = np.abs(decode(codes, E4M3))
     return np.where(scale == 0, ZERO, tensor.encode / scale)

@@ -50,8 +50,9 @@ def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def code_e8m0_ceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao 0.18.0 does with mode CEIL.
 
-    emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. inf gives
-    the code of 2^(128 - emax), and NaN gives 255 (NaN). tensor and dtype are not used.
+    emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. Exponents
+    below -127, also that of amax = 0, give code 0. inf gives the code of 2^(128 - emax), and NaN gives 255 (NaN).
+    tensor and dtype are not used.
     """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted(amax, np.asarray(amax, np.float32), recipe, up=mantissa != 0)
@@ -61,7 +62,8 @@ def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao 0.18.0 does with mode EVEN.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. If r is infinite, the code is that of 2^(128 - emax). NaN gives 255 (NaN). tensor and dtype are not used.
+    value. Exponents below -127, also that of amax = 0, give code 0. If r is infinite, the code is that of 2^(128 -
+    emax). NaN gives 255 (NaN). tensor and dtype are not used.
     """
     bits = np.where(np.isnan(amax), 0, np.asarray(amax, np.float32).view(np.int32))
     rounded = (bits + (1 << 22 - recipe.element.mantissa_bits)).astype(np.int32).view(np.float32)
