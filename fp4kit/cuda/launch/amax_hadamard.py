@@ -53,7 +53,7 @@ def _launch(
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ().
 
-    launch.matrix.amax with this mask returns the same value for a transposed copy of x.
+    launch.matrix.amax with this mask returns the same value for a transposed copy of x. The result is 0 for an empty x.
 
     Args:
         x: contiguous (M, K); M is a multiple of 16.

@@ -14,8 +14,8 @@ struct AmaxHadamardArguments {
   i64 rows, columns;
 };
 
-// Transform the columns of the patch that begins at x, and return the float32 bits of the largest magnitude of the
-// result. Rows are `columns` elements apart.
+// Transform the columns of the patch that begins at x, and return the float32 bits of the largest magnitude of those
+// results that count (kCounted). x itself is unchanged. Rows are `columns` elements apart.
 FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];

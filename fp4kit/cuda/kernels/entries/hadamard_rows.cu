@@ -66,8 +66,9 @@ FP4KIT_DEVICE void transform(Elements& y) {
   }
 }
 
-// Transform the blocks of a.x, and store the results in a.out. The addresses must be multiples of 16 bytes, and that of
-// the signs a multiple of 8. Launch with any grid.
+// Transform the blocks of a.x, and store the results in a.out. It is launched for fp4kit.hadamard if blocks lie along
+// the last axis. The addresses must be multiples of 16 bytes, and that of the signs a multiple of 8. Launch with any
+// grid.
 extern "C" __global__ void __launch_bounds__(kThreads) hadamard_rows_kernel(HadamardRowsArguments a) {
   const Vector* x = static_cast<const Vector*>(a.x);
   Vector* out = static_cast<Vector*>(a.out);

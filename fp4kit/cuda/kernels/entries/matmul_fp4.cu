@@ -399,8 +399,10 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp4Step* steps, i64 
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
-// multiple of 32. fraction_bits must be 35, output_bits 23, step 64 and promote 0. Launch with any grid.
+// Compute and store the products of all matrices. It is launched for fp4kit.matmul and fp4kit.matmul_grouped, if the
+// operands have block scales. Rows of codes must begin at multiples of 16 bytes, and K must be a multiple of 32.
+// fraction_bits must be 35, output_bits 23, step 64 and promote 0. A thread block takes one tile at a time. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(Products products) {
   __shared__ Fp4Step memory[2];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

@@ -294,9 +294,10 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp8Step& s, i64 matr
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
-// multiple of 16. A step must have 16 or 32 elements, and fraction_bits and output_bits must be at most 13. Launch with
-// any grid.
+// Compute and store the products of all matrices. It is launched for fp4kit.matmul and fp4kit.matmul_grouped, if both
+// operands have 8-bit elements without block scales. Rows of codes must begin at multiples of 16 bytes, and K must be a
+// multiple of 16. A step must have 16 or 32 elements, and fraction_bits and output_bits must be at most 13. A thread
+// block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(Products products) {
   __shared__ Fp8Step memory[1];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

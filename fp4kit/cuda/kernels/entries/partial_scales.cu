@@ -17,7 +17,8 @@ struct PartialScalesArguments {
   i64 block_at, factor_at, scale_at, tensor_at;
 };
 
-// Compute the tensor scale, the block scales and the factors of a matrix.
+// Compute the tensor scale, the block scales and the factors of a matrix, and store them in a.tensor_scale, a.scales
+// and a.factors. Outputs that are null are left out. The first thread of the grid stores the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   const i64 wide = a.columns / R::kBlock, count = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;

@@ -93,7 +93,8 @@ FP4KIT_DEVICE void load_tile(const RotateArguments& a, const RotateBlocks& b, fl
   }
 }
 
-// Store `value`, the result of element e of the tile, with its sign if the call is inverse.
+// Store `value`, the result of element e of the tile, with its sign if the call is inverse. Nothing is stored if e is
+// not below kCount, or if its lane is beyond the last one.
 FP4KIT_DEVICE void store_result(const RotateArguments& a, const RotateBlocks& b, int e, float value) {
   const int lane = lane_of(e), i = index_of(e);
   if (e >= kCount || lane >= b.lanes) return;
@@ -200,7 +201,9 @@ FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& 
   for (int k = 0; k < kPerThread; ++k) store_result(a, b, k * kThreads + threadIdx.x, sums[k]);
 }
 
-// Rotate the blocks of a.x, and store the results in a.out. Launch with any grid.
+// Rotate the blocks of a.x, and store the results in a.out. It is launched for fp4kit.rotate, and for fp4kit.hadamard
+// if hadamard_rows.cu and hadamard_columns.cu cannot take the arrays. A thread block takes one tile at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) rotate_kernel(RotateArguments a) {
   __shared__ RotateTile memory[1];
   float* tile = memory->elements;

@@ -2,7 +2,9 @@
 // block of several rows, the amax is stored once per row.
 #include "search_full.cuh"
 
-// Search all blocks of a matrix, and store their amaxes. Set::kLanes neighboring threads share a block.
+// Search all blocks of a matrix, and store their amaxes in a.block_amax. Set::kLanes neighboring threads share a block.
+// The number of blocks is added to *a.unproven, unless a.unproven is null. All threads of the thread block must call
+// this function.
 template <class R, class In, class Set, Objective kObjective, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE void search_full(const FullSearchArguments& a) {
   constexpr u32 kLanes = Set::kLanes;

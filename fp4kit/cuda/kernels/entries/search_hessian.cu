@@ -2,8 +2,9 @@
 // error of the block, and H is the Hessian of its 16 columns. A thread block processes the blocks of one Hessian.
 #include "search_hessian.cuh"
 
-// Search the blocks in the columns of one Hessian. The number of thread blocks must be a multiple of the number of
-// Hessians.
+// Search the blocks in the columns of one Hessian, and store their amaxes in a.block_amax. The number of blocks that
+// had a full search is added to *a.unproven, unless a.unproven is null. The number of thread blocks must be a multiple
+// of the number of Hessians. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;

@@ -37,7 +37,8 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// Return the value to which a scaled element is rounded when errors are measured.
+// Return the value, with its sign, to which a scaled element is rounded when errors are measured. For Rounding::rnw,
+// values above the element format's largest value are not clamped.
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
   if constexpr (R::kRounding == Rounding::rnw)
@@ -45,8 +46,9 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Return the error of an element of IF4 under the scale with code scale_code, whose value is `scale`. `scaled` is the
-// element times the factor of the block.
+// Return the error of the element x of IF4 under the scale with code scale_code, whose value is `scale`. The element is
+// rounded to INT4 if the code's bit If4::kIntegerBit is set, and otherwise to E2M1. `scaled` is x times the factor of
+// the block.
 template <class R>
 FP4KIT_DEVICE float error_in_format(float x, float scaled, u32 scale_code, float scale, TensorScale t) {
   using Floats = FloatsOf<R>;
@@ -79,7 +81,8 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
-// Return the 4-bit code of a scaled element of IF4, under the scale with code scale_code.
+// Return the 4-bit code of a scaled element of IF4: an INT4 code if the bit If4::kIntegerBit of scale_code is set, and
+// otherwise an E2M1 code.
 template <class R>
 FP4KIT_DEVICE u32 code_in_format(float scaled, u32 scale_code) {
   return scale_code & If4::kIntegerBit ? int4_code(scaled) : encode_element<FloatsOf<R>>(scaled);

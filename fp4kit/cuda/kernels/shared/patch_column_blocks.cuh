@@ -35,7 +35,7 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchR
 
 // Apply the Hadamard transform in place to each column of a patch, which is one block of 16. Store the float32 bits of
 // each column's largest magnitude in `largest`. Return a bit mask of the columns whose float32 sums are not conclusive
-// (see hadamard.cuh). The results of these columns are wrong.
+// (see hadamard.cuh). The results of these columns may be wrong. For float32 elements, the mask is always 0.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows], u32 (&largest)[P::kPatchColumns]) {
   constexpr int kWords = Run<In, P::kPatchColumns>::kWords;

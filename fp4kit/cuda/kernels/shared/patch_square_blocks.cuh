@@ -5,14 +5,14 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Return the address of the codes of the first row of a patch.
+// Return the address in a.packed of the codes of the first row of a patch.
 template <class P>
 FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
 }
 
-// Store the scale code of a block once per row of the block. The lanes that hold the patches of a block divide these
-// rows among them. `inside` is the result of rows_inside.
+// Store the scale code of a block in a.scales, once per row of the block. The lanes that hold the patches of a block
+// divide these rows among them. `inside` is the result of rows_inside; rows outside the matrix are left out.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
   constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // rows per lane

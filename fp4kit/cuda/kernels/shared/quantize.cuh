@@ -92,8 +92,10 @@ FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32
   }
 }
 
-// Encode a run of any elements by the exact path, and store its codes or, if R::kFake, its values. `first` is the index
-// of the run's first element in the array.
+// Encode a run of any elements by the exact path, and store its codes or, if R::kFake, the decoded values. `first` is
+// the index of the run's first element in the array, and f is the factor of its block. If R::kStochastic, this function
+// loads or generates the random bytes of the run. scale_code and t (the block's scale code and tensor scale) are read
+// only if R::kFake.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {
@@ -103,8 +105,10 @@ FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const floa
   store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
-// Encode a run of finite elements by the fast path, and store its codes or, if R::kFake, its values. `first` is the
-// number of its first element in the array. `random` holds its random bytes if rounding is stochastic.
+// Encode a run of finite elements by the fast path, and store its codes or, if R::kFake, the decoded values.
+// takes_fast_path must have returned true for its block. `first` is the number of the run's first element in the array,
+// and f is the factor of the block. `random` holds the random bytes of the run if rounding is stochastic. scale_code
+// and t (the block's scale code and tensor scale) are read only if R::kFake.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t, const Words& random) {
@@ -123,8 +127,9 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   }
 }
 
-// Encode a run of finite elements by the fast path, and store its codes or values. If rounding is stochastic, this
-// function loads or generates the random bytes of the run.
+// Encode a run of finite elements by the fast path, and store its codes or, if R::kFake, the decoded values. The
+// arguments are those of the overload above; takes_fast_path must have returned true for the block. If rounding is
+// stochastic, this function loads or generates the random bytes of the run.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t) {

@@ -37,8 +37,9 @@ struct Choice {
 };
 
 // Choose the scale of a block by the fast path. `run` is the row of this thread. `table` holds the ApproximateScale of
-// each scale code, or is nullptr to compute it here. `column` is the number of the block in the tile. If kBlockRows >
-// 1, all threads of the thread block must call this function.
+// each scale code, or is nullptr to compute it here. `column` is the number of the block in the tile. If the result's
+// `chosen` is false for any row of a block, the block must take the exact path. If kBlockRows > 1, all threads of the
+// thread block must call this function, which leaves intermediate results in `tile`.
 template <class R, class In>
 FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const ApproximateScale* table,
                                   TileMemory<R>& tile, int column) {

@@ -71,7 +71,8 @@ struct Screened {
 };
 
 // Return the first candidate of a block whose scale is at least amax / 7, if there is one and its code is normal.
-// Otherwise return 0.
+// Otherwise return 0. The result is also 0 if the bounds are not proven for the tensor's scales (shared.ordinary is
+// false).
 FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidates& shared) {
   const float value = amax * shared.per_ordinary_amax;
   const u32 first = static_cast<u32>(maximum(normal_code_at_least(value), static_cast<i32>(range.low)));
@@ -79,8 +80,8 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
 }
 
 // Try the code of a block that has the smallest bound. Return the state of the block, which includes the set of other
-// codes that may still win. The lowest `unsure` of the seven codes below `first` may be no candidates. If one of them
-// may still win, least.second is 0, so nothing is proven.
+// codes that may still win. `first` is the result of normal_first, and must not be 0. The lowest `unsure` of the seven
+// codes below `first` may be no candidates. If one of them may still win, least.second is 0, so nothing is proven.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);

@@ -80,8 +80,8 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
 template <ScaleLayout kLayout, int kBlock>
 using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
-// Load one large tile of scales at (row, column) of the codes, transpose it in shared memory and store it. All threads
-// of the thread block must call this function.
+// Load one large tile of scales at (row, column) of the codes, transpose it in shared memory and store it. `thread` is
+// the index of this thread in the thread block. All threads of the thread block must call this function.
 template <class T>
 FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   constexpr int kEach = T::kScales / kThreads;
