@@ -89,8 +89,8 @@ FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
 }
 
 // Convert the scales a.in from layout kFrom to layout kTo, and store them in a.out with zero padding. It is launched
-// for fp4kit.swizzle and fp4kit.unswizzle. A thread moves 64 bytes per step if kQuads, and otherwise four. Launch with
-// any grid.
+// for fp4kit.swizzle, unswizzle and requantize. A thread moves 64 bytes per step if kQuads, and otherwise four. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());
