@@ -639,7 +639,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     config = without_declarations(plan.source.config)
     if plan.form is None:
         return found | {CONFIG: config}
-    if plan.form.format == comfy.FORMAT:  # ComfyUI reads tags in the safetensors file
+    if plan.form.format == comfy.FORMAT:  # ComfyUI reads tags in the safetensors file, and no entry of config.json
         return found | {CONFIG: config}
     own: dict[str, Any] = {
         "version": __version__,

@@ -32,7 +32,7 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
     if scales.dtype == np.uint8:
         return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32)
-    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # a negative scale gives more than 255
+    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # above 255 if negative, so not usable
     usable = ((bits & _FRACTION) == 0) & (codes > 0) & (codes < E8M0.nan_code)
     return np.where(usable, codes, -1)
 

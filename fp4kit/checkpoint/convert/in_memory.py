@@ -66,11 +66,11 @@ class TensorConverter:
             raise CheckpointError(f"incomplete {incomplete!r}: unknown; use one of {', '.join(INCOMPLETE)}")
         self.rules = rules
         self._incomplete = incomplete
-        self._waiting: dict[str, list[_Member]] = {}
+        self._waiting: dict[str, list[_Member]] = {}  # group with one tensor scale -> its layers that have arrived
         self._sources: dict[str, str] = {}  # converted layer -> the layer or stack of the model that holds it
         self._unconverted: dict[str, str] = {}  # unconverted layer -> why it is unquantized
-        self._converted: list[str] = []
-        self._seen: set[str] = set()
+        self._converted: list[str] = []  # the names of the converted layers
+        self._seen: set[str] = set()  # the names of all tensors that have arrived
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
         self._beside: dict[str, str] = {}  # possible layer -> a tensor named after it that may change its weight
         self._short_rows: dict[str, list[str]] = {}  # why rows are not whole blocks -> the names of the tensors

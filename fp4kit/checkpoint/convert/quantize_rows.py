@@ -46,7 +46,9 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
             replaced += count
-        if job.search and (amax or tensor_amax is None):  # without tensor scaling, verify passes amax 0
+        # If the recipe has a tensor scale, amax 0 means that all values are zero, so there is nothing to search. If it
+        # has none, the search does not depend on amax, which may be 0.
+        if job.search and (amax or tensor_amax is None):
             q, more = searched_rows.quantized(x, job, amax, weights)
             losses = losses.plus(more)
         else:

@@ -62,7 +62,7 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
     if remainder:
         raise CheckpointError(
             f"{shown(megatron_name)}: {array.shape[0]} rows are not divisible into {groups} groups of"
-            f" {heads_per_group + 2} heads"
+            f" {heads_per_group + 2} heads; correct the numbers of heads in rules.config"
         )
     blocks = array.reshape(groups, heads_per_group + 2, size, *array.shape[1:])
     parts = (

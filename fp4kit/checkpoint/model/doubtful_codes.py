@@ -27,10 +27,11 @@ from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, swizzle_scales, unswizzl
 
 _Floats = npt.NDArray[np.float64]
 
-_ROWS = 128  # a sample has this many rows, which is the height of a tile of swizzled scales, or a multiple
-_ELEMENTS = 1 << 19  # a sample has as many such groups of rows as fit into this many elements, but at least one
+_ROWS = 128  # a sample has a multiple of this many rows: the height of a tile of swizzled scales
+_ELEMENTS = 1 << 19  # a sample has as many times _ROWS rows as fit into this many elements, but at least _ROWS
 FEWEST_BLOCKS = 64  # no statistic of fewer blocks is used
-_FITS, _GAIN = -0.4, 0.3  # another order is reported if its correlation is below _FITS, and lower by _GAIN
+# Another order is reported if its correlation is at most _FITS, and at least _GAIN below that of the stored order.
+_FITS, _GAIN = -0.4, 0.3
 # {bits of a code: share of the format's largest magnitude that some code of every sound layer reaches}. Recipes that
 # round scales up use the least of the range: their largest codes are 3 of 6 for uniform weights, and 160 of 448 for
 # ternary weights.

@@ -21,7 +21,7 @@ from fp4kit.recipes.to_dict import from_data
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 _MOST_NAMES = 5  # how many names the error message for an unknown layer lists
-# kind of container -> a recipe for containers that name no producer of recipes
+# kind of container -> the recipe for containers whose producer has no recipe of this kind
 _USUAL = {"nvfp4": "nvfp4-modelopt", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te"}
 
 
@@ -203,7 +203,10 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
             " fp4kit convert --format bf16 decodes it"
         )
     if TENSOR_SCALE in form.suffixes and TENSOR_SCALE not in weight.parts:
-        raise CheckpointError(f"{shown(weight.name)}: its tensor scale is missing, so that its values are unknown")
+        raise CheckpointError(
+            f"{shown(weight.name)}: its tensor scale is missing, so its values are unknown; take the layer from another"
+            " copy of the model"
+        )
     _check_columns(weight, r)
     with Readers() as readers:
         made = [_matrix(readers, weight, expert) for expert in range(weight.experts)]

@@ -314,7 +314,8 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
             continue
         entry, (dtype, wanted) = place.entry, specs[part]
         shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
-        # [1, 1] is the scale of a single block if there are no other scales.
+        # In a container without block scales, a scale of shape [1, 1] is not accepted as a tensor scale, because it may
+        # be the scale of a matrix that is a single block.
         few_axes = len(entry.shape) < 2 or SCALES in container.suffixes
         scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and few_axes
         fits = entry.shape in shapes or (scalar and (len(shape) == 2 or transposed)) or (damaged and part == SCALES)

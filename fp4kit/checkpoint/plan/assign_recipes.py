@@ -153,7 +153,8 @@ def assign_recipes(
     named = {name: recipe(name) for name in candidates if name != KEEP}
     if len({*candidates}) != len(candidates) or not named:
         raise CheckpointError(
-            f"candidates {','.join(candidates)}: different recipes are needed, at least one; and {KEEP} for no recipe"
+            f"candidates {','.join(candidates)}: at least one recipe is needed, and each candidate only once;"
+            f" {KEEP} stands for no recipe"
         )
     found = _Candidates(Path(source), named, format, wishes or Wishes())
     with progress(2 * sum(weight.nbytes for weight in found.weights.values())) as tick:
@@ -184,7 +185,7 @@ class _Candidates:
         pairs = tuple((one.id, one) for one in others)
         self.source = open_source(source)
         request = Request(first, format, wishes, recipes=pairs)
-        # FP8 of Model-Optimizer needs input scales only when it is written.
+        # The request has no input scales. Model-Optimizer's FP8 needs them only when it is written, not for errors.
         mixture = request.mixture_for(self.source.config)
         self.forms: dict[str, LayerQuantization] = {first.id: mixture.default}
         self.forms |= {choice.recipe.id: choice for _, choice in mixture.choices}

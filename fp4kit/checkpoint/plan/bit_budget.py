@@ -216,7 +216,7 @@ def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Seque
     ]
     least = [min(row) for row in prices]
     best = sum(errors[i][choice] for i, choice in enumerate(known))
-    slack = q * best + p * budget - sum(least)  # how far the prices of a better assignment may exceed ``least``
+    slack = q * best + p * budget - sum(least)  # the prices of a better assignment exceed ``least`` by at most this sum
     keep = [[i for i, price in enumerate(row) if price - low <= slack] for row, low in zip(prices, least, strict=True)]
     order = sorted(range(len(units)), key=lambda i: (len(keep[i]), -_second(prices[i])))
     smallest = [min(units[i].options[option].bits for option in keep[i]) for i in order]

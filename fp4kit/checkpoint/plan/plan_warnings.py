@@ -53,7 +53,8 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
         rows = {w.name: w.shape[-2] for w in quantized if facts.form_of(w.name) is form}
         warnings += [shown(str(found)) for found in requirements.partial_blocks(container_id(form, False), rows)]
     warnings += [*_rows_of_other_length(facts), *filter(None, [diffusers_classes.warning(facts.config)])]
-    listless = len(facts.forms) > 1 and facts.form.format == "modelopt"  # only layers that are listed are quantized
+    # MIXED_PRECISION of Model-Optimizer lists the quantized layers, so it has no exclusion list.
+    listless = len(facts.forms) > 1 and facts.form.format == "modelopt"
     if declared is None or declared.syntax is None or listless:
         return (), tuple(warnings)
     subtrees = sorted({found.subtree for found in facts.decisions.values() if found.subtree is not None})

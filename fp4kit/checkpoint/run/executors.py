@@ -39,7 +39,8 @@ from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
 FunctionCall = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
-# The number of calls to submit at a time if the number of workers is unknown. Clusters have fewer workers than this.
+# The number of calls to submit at a time if the number of workers is unknown. Clusters have fewer workers than this, so
+# no worker is without a call.
 MAX_PENDING = 1024
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _SECONDS = 30  # how long to wait for the dask scheduler, and for its first worker
@@ -258,7 +259,8 @@ def _worker_death_as_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":  # of dask
+        # KilledWorker is an exception of dask, which need not be installed.
+        if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":
             raise ChildProcessError("a worker process died, perhaps from lack of memory; use fewer workers") from error
         raise
 

@@ -19,7 +19,7 @@ PIECE = 64 << 20  # bytes of a piece, the part of a file that one thread prefetc
 THREADS = 2  # number of prefetching threads
 STEP = 8 << 20  # bytes per request to the system
 WINDOW_DIVISOR = 8  # prefetch at most 1 / WINDOW_DIVISOR of the machine's memory ahead of the run
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of this process's cgroup, such as a Docker container
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # holds the memory limit of this process, such as that of a Docker container
 
 
 class Prefetcher:

@@ -163,9 +163,9 @@ def test_what_is_refused(models: Path, tmp_path: Path) -> None:
     for bits in (0.0, -1.0, float("nan"), float("inf")):
         with refused("a positive number of bits per weight is needed"):
             assign_recipes(model, bits)
-    with refused("different recipes are needed"):
+    with refused("at least one recipe is needed, and each candidate only once"):
         assign_recipes(model, 5.0, ("nvfp4-te", "nvfp4-te"))
-    with refused("different recipes are needed"):
+    with refused("at least one recipe is needed, and each candidate only once"):
         assign_recipes(model, 5.0, (KEEP,))
     convert(model, tmp_path / "q")
     with refused("is quantized; convert the unquantized release"):
