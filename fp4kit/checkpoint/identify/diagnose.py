@@ -139,7 +139,7 @@ class Diagnosis:
 _NEEDED = re.compile(r" \([^()]* is needed\)$")
 
 
-def kind(mishap: str) -> str:
+def without_numbers(mishap: str) -> str:
     """Return the name of a mishap (fault) without the numbers of one layer, so that layers can be compared.
 
     mishap: one name, or several joined by "; ". The numbers in parentheses are removed from each: "tensor scale is
@@ -428,7 +428,7 @@ def _other_codes_under_scales(
     if not trial.scales_only or signs_agree(evidence, plain) < SIGNS_UNDER_SCALES:
         return None
     tallies = [(h, count_matches(evidence, h, early=False)) for h in trial.scales_only]
-    whole = [(h, t) for h, t in tallies if t.tensor and t.scales == t.total - evidence.layer.codes.size]
+    whole = [(h, t) for h, t in tallies if t.tensor_scales_agree and t.scales == t.total - evidence.layer.codes.size]
     if not whole or max(t.share for _, t in whole) > DAMAGED_SHARE:
         return None
     # trial.scales_only lacks hypotheses that reproduce the whole sample. If such a hypothesis reproduces almost all
@@ -517,10 +517,14 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
     tally: the counts of the layer's bytes.
     blank: True if the layer is all zeros.
     """
-    by_kind = {kind("; ".join(hypothesis.mishaps)): hypothesis.mishaps for hypothesis in reversed(hypotheses)}
+    by_kind = {
+        without_numbers("; ".join(hypothesis.mishaps)): hypothesis.mishaps for hypothesis in reversed(hypotheses)
+    }
     mishaps = tuple(by_kind.values())[::-1]
-    first = kind("; ".join(mishaps[0]))
-    recipes = tuple(dict.fromkeys(name_of(h.recipe) for h in hypotheses if kind("; ".join(h.mishaps)) == first))
+    first = without_numbers("; ".join(mishaps[0]))
+    recipes = tuple(
+        dict.fromkeys(name_of(h.recipe) for h in hypotheses if without_numbers("; ".join(h.mishaps)) == first)
+    )
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
     texts = ["; ".join(names) for names in mishaps]
     if texts[0]:

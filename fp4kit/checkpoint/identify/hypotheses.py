@@ -104,7 +104,7 @@ class Hypothesis:
     recipe: the recipe that made the layer.
     amax: the tensor amax that the recipe was given; None if it needs none.
     scale_mishap: what went wrong with the block scales, by name; None if nothing.
-    tensor: what went wrong with the tensor scale, by name; None if nothing.
+    tensor_mishap: what went wrong with the tensor scale, by name; None if nothing.
     """
 
     layout: Layout
@@ -113,12 +113,12 @@ class Hypothesis:
     recipe: Recipe
     amax: np.ndarray | None
     scale_mishap: str | None = None
-    tensor: str | None = None
+    tensor_mishap: str | None = None
 
     @property
     def mishaps(self) -> tuple[str, ...]:
         """The names of all mishaps (faults) of this hypothesis, in the order in which they are undone; () if none."""
-        return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
+        return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor_mishap)))
 
     @property
     def weight(self) -> int:
@@ -126,7 +126,7 @@ class Hypothesis:
 
         A tensor scale that is wrong for an unknown reason counts twice.
         """
-        return len(self.mishaps) + ((self.tensor or "").startswith(corruptions.WRONG_SCALE))
+        return len(self.mishaps) + ((self.tensor_mishap or "").startswith(corruptions.WRONG_SCALE))
 
 
 @dataclass
@@ -135,13 +135,13 @@ class MatchCount:
 
     codes, scales: the numbers of bytes of codes and of block scales that equal the prediction.
     total: the number of bytes of codes and block scales that were compared.
-    tensor: True if all tensor scales agree with the hypothesis.
+    tensor_scales_agree: True if all tensor scales agree with the hypothesis.
     """
 
     codes: int = 0
     scales: int = 0
     total: int = 0
-    tensor: bool = True
+    tensor_scales_agree: bool = True
 
     @property
     def all_bytes(self) -> bool:
@@ -317,7 +317,7 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
     rows: the numbers of the stored rows.
     """
     return (
-        hypothesis.tensor is not None
+        hypothesis.tensor_mishap is not None
         or tensor_mishap(evidence, scale, (hypothesis.recipe, hypothesis.amax), rows) is None
     )
 
@@ -359,7 +359,7 @@ def count_matches(evidence: LayerEvidence, hypothesis: Hypothesis, early: bool) 
         mask = np.ones(scales.shape, bool) if present is None else present[rows].astype(bool)
         tally.codes, tally.total = tally.codes + equal, tally.total + size + int(np.count_nonzero(mask))
         tally.scales += int(np.count_nonzero((scales == values[rows]) & mask))
-        tally.tensor &= tensor_agrees(evidence, hypothesis, scale, rows)
+        tally.tensor_scales_agree &= tensor_agrees(evidence, hypothesis, scale, rows)
         if early and not tally.all_bytes:
             break
     return tally

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.checkpoint.identify.calibrated import fit_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import SCALED, SCALING, Diagnosis, explain, kind
+from fp4kit.checkpoint.identify.diagnose import SCALED, SCALING, Diagnosis, explain, without_numbers
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.search_families import TUNED, TUNED_BY_AUTO_ROUND
 from fp4kit.ops.identify import either
@@ -100,7 +100,7 @@ class LayerVerdict:
 
 def _kind(layer: LayerVerdict) -> str | None:
     """Return the layer's mishap (fault) without the numbers that are specific to the layer, or None if it has none."""
-    return layer.explanation.mishap and kind(layer.explanation.mishap)
+    return layer.explanation.mishap and without_numbers(layer.explanation.mishap)
 
 
 @dataclass(frozen=True)

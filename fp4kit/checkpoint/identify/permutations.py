@@ -172,7 +172,9 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
     for r in candidates_of(evidence.layer.recipe):
         for amax in amaxes(evidence, r):
             scale = expected_parts(evidence, plain, sample, slice(0, plain.shape[1]), (r, amax))[2]
-            hypothesis = Hypothesis(plain, right, 0, r, amax, tensor=tensor_mishap(evidence, scale, (r, amax), sample))
+            hypothesis = Hypothesis(
+                plain, right, 0, r, amax, tensor_mishap=tensor_mishap(evidence, scale, (r, amax), sample)
+            )
             if _same_blocks(evidence, hypothesis, scales, [sample], True) and r.block_rows == 1:
                 if _same_blocks(evidence, hypothesis, scales, chunks(plain, r), True):
                     yield hypothesis, "blocks, codes and scales, are in other places of their rows"

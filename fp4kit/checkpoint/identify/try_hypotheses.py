@@ -278,7 +278,7 @@ def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> t
         counted = count_matches(evidence, hypothesis, early=True)
         if counted.all_bytes:
             wrong_scale = f"{corruptions.WRONG_SCALE} in some rows"
-            found.append(hypothesis if counted.tensor else replace(hypothesis, tensor=wrong_scale))
+            found.append(hypothesis if counted.tensor_scales_agree else replace(hypothesis, tensor_mishap=wrong_scale))
             tally = counted
     fewest = min((hypothesis.weight for hypothesis in found), default=0)
     return [hypothesis for hypothesis in found if hypothesis.weight == fewest], tally

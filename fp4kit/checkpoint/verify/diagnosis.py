@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import explain, kind
+from fp4kit.checkpoint.identify.diagnose import explain, without_numbers
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.match_layers import stored_layer
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
@@ -76,7 +76,7 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
         return "scales are stored as their reciprocals" if cause is not None and "inverted" in cause else ""
     assert isinstance(parts, StoredLayer)
     mishap = explain(parts, x, amaxes=shared, unnamed=False).mishap
-    return "" if mishap is None else kind(mishap)
+    return "" if mishap is None else without_numbers(mishap)
 
 
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:

@@ -376,13 +376,15 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         assert job is not None
         members[job.group].append(one)
     shared = {group: run_job.join_group(found) for group, found in members.items()}
-    calls = deque((look, (check, shared.get(check.job.group) if check.job is not None else None)) for check in checks)
+    calls = deque(
+        (run_check, (check, shared.get(check.job.group) if check.job is not None else None)) for check in checks
+    )
     for found in run_all(executor, calls):
         tick(found.check.nbytes)
         yield found
 
 
-def look(check: Check, shared: Measured | None) -> ReencodedLayer:
+def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
     """Run one check: re-encode the matrix, compare it with the file, and count its stored values.
 
     If the matrix differs and ``check.may_saturate`` is True, it is re-encoded a second time with NaN and infinities
@@ -394,10 +396,10 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
     if check.stored.container is not None:
         with Readers() as readers:
             doubt = doubt_of(readers, check.stored, check.expert)
-    return replace(_looked(check, shared), doubt=doubt)
+    return replace(_reencoded(check, shared), doubt=doubt)
 
 
-def _looked(check: Check, shared: Measured | None) -> ReencodedLayer:
+def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
     """Run one check, except that the result has no ``doubt``: re-encode the matrix and compare it with the file.
 
     If the check has no job, the result has only the counts of the stored values and the usual SQNR.

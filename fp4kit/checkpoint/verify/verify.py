@@ -604,9 +604,9 @@ def _report(
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
-    garbage = [issue for layer in layers for issue in _garbage(layer, smoothing.layers.get(layer.name))]
-    unlike = [*(issue.subject for issue in garbage), *(layer.name for layer in layers if _is_unlike(layer))]
-    issues += garbage
+    too_far = [issue for layer in layers for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name))]
+    unlike = [*(issue.subject for issue in too_far), *(layer.name for layer in layers if _is_unlike(layer))]
+    issues += too_far
     faults = faults_of(prepared.checks, dict.fromkeys(unlike))
     issues += [Issue("error", name, f"{fault}{_REPAIR}") for name, fault in faults.items()]
     issues += [Issue("warning", name, _SMOOTHED) for name in smoothing.norms]
@@ -673,7 +673,7 @@ _MARGIN_DB = {4: 10.0, 8: 15.0}  # bits of a code -> how far below the usual SQN
 _SMOOTHED = "was divided by a factor per column that layers after it were multiplied by (SmoothQuant, AWQ)"
 
 
-def _garbage(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
+def _too_far_from_source(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
     """Yield an error if a layer that could not be re-encoded is much farther from its source than its format requires.
 
     The limit is 10 dB below the usual SQNR for 4-bit codes and 15 dB for 8-bit codes. Calibration and similar
