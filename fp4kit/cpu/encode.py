@@ -273,7 +273,7 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode some rows of a matrix, as encode_matrix does, and store their codes in ``packed``.
+    """Encode some rows of a matrix, as encode_matrix does, and write their codes into packed.
 
     All arrays hold only the data of these rows. kernels: the result of kernels_of(r).
     """
@@ -336,8 +336,7 @@ def _encode(
     The caller encodes these tiles by the specification.
 
     kernels: the result of kernels_of(r). given: the scales that are known beforehand. packed: the array to write codes
-    to.
-    scales: the array to write block scales to; None if they are given or the recipe has none.
+    to. scales: the array to write block scales to; None if they are given or the recipe has none.
     """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]
@@ -466,9 +465,8 @@ def largest(
     """Return the largest magnitude of a matrix, or None if an element is NaN or infinite.
 
     out: an array to write the amaxes of the blocks to, or None to write none. Its content is invalid if the result is
-    None.
-    block, block_rows: the columns and rows of a block; they matter only if out is given. hadamard: the sign mask of a
-    Hadamard transform to apply first; None for no transform.
+    None. block, block_rows: the columns and rows of a block; they matter only if out is given. hadamard: the sign mask
+    of a Hadamard transform to apply first; None for no transform.
     """
     tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     input_kind, amax_bits = INPUTS[x.dtype], 0

@@ -26,7 +26,7 @@ TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can 
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Return the products of calls to fp4kit.matmul: for each call an array (batch, M, N) of its out_dtype.
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
 
     The library computes all products at once, or parts of them one after the other, because Python can handle Ctrl-C
     only between its calls. A part is some rows of one matrix. Raise Declined if there is no usable library.

@@ -12,13 +12,16 @@ TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bo
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Compute several matmul calls, and return one array (batch, M, N) per call, of the call's out_dtype."""
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
     return [_matmul(call) for call in calls]
 
 
 @np.errstate(all="ignore")
 def _matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call as (batch, M, N) in call.out_dtype. If the call has no C, sums start at zero."""
+    """Return the result of a call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
+
+    If the call has no C, sums start at zero.
+    """
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
     multiple = call.step.k if call.step else call.a.block

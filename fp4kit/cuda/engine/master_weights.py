@@ -242,7 +242,10 @@ class DeviceStages:
         _run(self._run_amax)
 
     def scales(self) -> None:
-        """Compute tensor scales, block scales and the factors of blocks from the reduced `bits`."""
+        """Compute tensor scales, block scales and the factors of blocks from the reduced `bits`.
+
+        Amaxes are not checked for NaN, because a check would wait for the device.
+        """
         _run(self._run_scales)
 
     def cast(self) -> None:

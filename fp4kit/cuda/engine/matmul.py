@@ -11,7 +11,9 @@ from fp4kit.cuda.launch.matmul import multiply
 
 
 def matmul(calls: list[MatmulCall]) -> list[Any]:
-    """Return one result per call: an array (batch, M, N) of the call's out_dtype. All calls are on one device.
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
+
+    All calls are on one device.
 
     Raise Declined if no kernel supports the blocks of an operand.
     """

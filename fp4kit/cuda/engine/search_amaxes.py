@@ -92,7 +92,7 @@ def float64_bits(power: float) -> int:
 def _function(
     kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
 ) -> Any:
-    """Return one of the two compiled kernels of this search, by its name.
+    """Return one of the two compiled kernels of this search as a CuPy function on a device.
 
     kernel: the C++ name of the kernel. weighted: True if errors have weights. objective: the items of
     objective_options(power).

@@ -60,7 +60,7 @@ def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
 
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
-    """Return the compiled kernel of a recipe's search.
+    """Return the compiled kernel of a recipe's search as a CuPy function on a device.
 
     mask: the sign mask of a Hadamard transform to apply first; None for no transform. is_aligned: True if x begins at a
     multiple of 16 bytes.

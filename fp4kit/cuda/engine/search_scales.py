@@ -258,7 +258,7 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
-    """Return a compiled kernel.
+    """Return a compiled kernel as a CuPy function on a device.
 
     kernel: the name of its file. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     options: the bool constants of the instantiation, such as kAligned.

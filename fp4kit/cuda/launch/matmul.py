@@ -89,10 +89,10 @@ def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
 
 
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
-    """Return the tensor-core kernel that can compute a call, or None if no such kernel can.
+    """Return the fast kernel for FP4 or FP8 operands that can compute a call, or None if matmul.cu has to compute it.
 
-    The kernel is in matmul_fp4.cu or matmul_fp8.cu. It is returned as (function that compiles it, its arguments...),
-    which is the form that _launch takes.
+    The fast kernels are in matmul_fp4.cu and matmul_fp8.cu. The result is (function that compiles the kernel, its
+    arguments...), which is the form that _launch takes.
 
     arrays: the codes of both operands, contiguous.
     """

@@ -32,8 +32,8 @@ from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
 RUN = 16  # elements per run; every row of a matrix consists of whole runs
-# The most thread blocks per multiprocessor. With 16, kernels take 6% longer; without a limit,
-# up to 20% longer (H200, 2026-11-21).
+# The most thread blocks per multiprocessor. With 16, kernels take 6% longer; without a limit, up to 20% longer (H200,
+# 2026-11-21).
 PER_SM = 64
 
 
