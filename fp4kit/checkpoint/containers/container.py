@@ -2,7 +2,8 @@
 
 A container determines the names, dtypes and shapes of a layer's tensors, and whether the tensor scale is stored as a
 multiplier or a divisor. A part is one of these tensors: the codes, the block scales, the tensor scale or the input
-scale. A stack is a tensor that holds one layer of all experts of a mixture-of-experts model.
+scale. A few containers have further parts, such as factors per column. A stack is a tensor that holds one layer of all
+experts of a mixture-of-experts model.
 
 table.py has all containers.
 """

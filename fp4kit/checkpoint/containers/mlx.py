@@ -2,7 +2,7 @@
 
 Tensors keep their Hugging Face names. When mlx-lm loads a model, the ``sanitize`` method of the model's class renames
 and stacks them. After that, mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. A model type
-can therefore be written in two cases only. Its ``sanitize`` leaves the tensors of linear layers alone, or it moves the
+can therefore be written in two cases only: its ``sanitize`` leaves the tensors of linear layers alone, or it moves the
 scales of experts together with their weights.
 
 Source: mlx-lm 0.32.2, utils.py (load_model, infer_quant_config) and models/*.py. Tested by loading qwen3 and mixtral;

@@ -35,8 +35,8 @@ INCOMPLETE = ("error", "quantize")
 class TensorConverter:
     """Convert tensors that arrive in several buckets, such as those that a trainer sends to its rollout engine.
 
-    Layers that share a tensor scale (q, k and v; gate and up) are held back until the last of them arrives, even if it
-    comes in a later bucket. Call ``flush`` after the last bucket, so that no layer is silently lost.
+    Layers that share a tensor scale, such as q, k and v, are held back until the last of them arrives. They may arrive
+    in different buckets. Call ``flush`` after the last bucket, so that no layer is silently lost.
 
     Args:
         rules: recipe, container and selection of layers.

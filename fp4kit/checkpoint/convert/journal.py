@@ -56,7 +56,8 @@ def request_facts(request: Request) -> dict[str, Any]:
     """Return a request as an object for JSON, for the key of a run and for the manifest.
 
     Optional fields of the request (codes, recipes, search, activations, ignore, split_max_size, hadamard,
-    hadamard_seed, hadamard_only) are left out if they are not used.
+    hadamard_seed, hadamard_only) are left out if they are not used. If codes are copied from another model, "recipe" is
+    the id of the recipe that made them, and "recipe_of_form" is the recipe of the request.
     """
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}

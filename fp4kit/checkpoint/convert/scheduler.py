@@ -1,8 +1,8 @@
 """Schedule the jobs of a conversion in one pass over the source, so that reading, writing, syncing and hashing overlap.
 
-A group is the set of jobs that share a tensor scale. They can be written only when all of them are measured (read once
-to find the amax). They are written right after that, while their bytes are still in the page cache. A file is synced to
-disk and hashed as soon as all jobs that write into it are done.
+A group is the set of jobs that share a tensor scale. The jobs of a group can be written only when all of them are
+measured (read once to find the amax). They are written right after that, while their source bytes are still in the page
+cache. A file is synced to disk and hashed as soon as all jobs that write into it are done.
 """
 
 from __future__ import annotations

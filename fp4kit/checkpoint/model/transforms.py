@@ -319,9 +319,14 @@ def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[
 def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str]:
     """Return the tensor names of the weights that ``apply``, an entry of a scheme's list "apply", selects.
 
-    A target is "Linear", which stands for all weights except embeddings; a regular expression ("re:..."), which matches
-    the beginning of a name; or the name of a layer. Raise _NotUndone for the name of another class, and for a name or
-    an expression that no layer has. Only an ignored lm_head may be missing, because tied heads are not stored.
+    A target is one of these:
+
+    - "Linear", which stands for all weights except embeddings;
+    - a regular expression ("re:..."), which matches the beginning of a name;
+    - the name of a layer.
+
+    Raise _NotUndone for the name of another class, and for a target that matches no layer. In the list "ignore",
+    a regular expression may match no layer, and lm_head may be missing, because tied heads are not stored.
     """
     targets, ignored = (_names(apply.get(key, [])) for key in ("targets", "ignore"))
     for one in [*targets, *(name for name in ignored if name != "lm_head" and not name.startswith("re:"))]:

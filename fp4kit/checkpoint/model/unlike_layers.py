@@ -1,8 +1,9 @@
 """Name layers that differ from the other layers of their kind in what is stored beside their codes.
 
-A kind is all quantized layers whose names differ only in numbers, such as the q_proj of every decoder layer. Tools
-store equal tensors for all layers of a kind. If one layer lacks a tensor, or has a scale in another dtype, the tensor
-was probably lost, or its bytes were reinterpreted. These are warnings, because merged models may differ in this way.
+A kind is all quantized layers whose names differ only in numbers, such as the q_proj of every decoder layer, and that
+are stored in one format. Tools store equal tensors for all layers of a kind. If one layer lacks a tensor, or has a
+scale in another dtype, the tensor was probably lost, or its bytes were reinterpreted. The findings are warnings, not
+errors, because merged models may differ in this way.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _SCALES = {
 
 
 def unlike_layers(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning for each tensor that some layers of a kind lack, and for each dtype that few layers have.
+    """Yield a warning for each tensor that only some layers of a kind have, and for each rare dtype of a scale or bias.
 
-    Tensor scales that a format leaves out of some layers are not compared; see closed_world.lost_tensor_scales.
+    Dtypes are compared among the layers of one container. It is not compared here which layers have a tensor scale,
+    because some formats leave it out of some layers (see closed_world.lost_tensor_scales).
 
     Args:
         weights: the weights of a model.

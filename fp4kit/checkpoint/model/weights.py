@@ -3,8 +3,8 @@
 A weight is one such layer or stack, quantized or not, with all tensors that store it. K is the axis that the layer
 contracts; blocks run along it. A stack that a model stores as [E, K, N] is called transposed, and is read as [E, N, K].
 
-A weight may also be composed of members. A member is a range of rows of a weight in another model (see
-plan/borrowed_codes.py).
+A weight may also be composed of members. A member is a range of rows of another weight: of a weight in another model
+(see plan/borrowed_codes.py), or of a separate expert (see plan/expert_stacks.py).
 """
 
 from __future__ import annotations
@@ -342,8 +342,9 @@ def _fits_low_rank(parts: Mapping[str, Located], shape: tuple[int, ...]) -> bool
 def _holds(dtype: str, wanted: str, part: str) -> bool:
     """Return whether a tensor of ``dtype`` can hold a part of a layer that is usually stored as ``wanted``.
 
-    Codes and block scales may have any dtype with the same bytes, such as U8 for F8_E4M3. Scales in F32 may also be
-    stored with 16 bits.
+    Codes and block scales may have any dtype with the same bytes, such as U8 for F8_E4M3. Codes of MLX and GGUF are an
+    exception: they must have the dtype ``wanted``. Scales in F32 may also be stored as BF16 or F16, and factors per
+    column as F32, BF16 or F16.
 
     Args:
         dtype: the safetensors dtype of the tensor.

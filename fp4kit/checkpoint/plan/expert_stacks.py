@@ -1,9 +1,10 @@
 """Put separate experts together as stacks, for unquantized models whose experts engines read only as stacks.
 
 transformers loads the experts of Llama 4 and Qwen3-VL-MoE as two stacks per layer: gate_up_proj [E, H, 2 I], whose
-first I columns are the gate, and down_proj [E, I, H]. It leaves separate experts at random values. The released models,
-vLLM 0.33.0 and SGLang 0.5.23 use this axis order. transformers 5.23.0 transposes the stacks of Qwen3-VL-MoE when
-it loads them (conversion_mapping.py), but not if both axis orders have equal shapes. Such experts stay separate.
+first I columns are the gate, and down_proj [E, I, H]. If a model stores separate experts, transformers leaves these
+stacks at random values. The released models, vLLM 0.33.0 and SGLang 0.5.23 use this axis order. transformers 5.23.0
+transposes the stacks of Qwen3-VL-MoE when it loads them (conversion_mapping.py), but not if both axis orders have equal
+shapes. Experts with such shapes stay separate.
 """
 
 from __future__ import annotations

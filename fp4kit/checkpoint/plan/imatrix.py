@@ -4,7 +4,8 @@ An importance matrix holds, for each weight of a model, the sum of squares of ev
 column weight of channel j is its mean square: w[j] = sum of x[j]^2 / number of tokens. A stack of experts has one row
 of column weights per expert. There are two forms of file, both little-endian:
 
-    legacy: entries i32 | per entry: bytes i32 | name | calls i32 | values i32 | f32 each; w[j] = value[j] / calls
+    legacy: number of entries i32 | per entry: length of name i32 | name | calls i32 | n i32 | n values f32;
+            w[j] = value[j] / calls
     GGUF:   general.type is "imatrix"; per weight NAME: NAME.in_sum2 [experts, K] and NAME.counts [experts, 1], both F32
 
 Weights have the names of GGUF files, such as blk.0.attn_q.weight. The gguf package's name map translates Hugging Face
