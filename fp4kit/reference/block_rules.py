@@ -375,8 +375,8 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 
     r is amax rounded to one mantissa bit, or to three for 6-bit elements, and emax is the exponent of the largest
     element value. So an amax of 1.75 * 2^k or more counts as 2^(k + 1), or of 1.9375 * 2^k or more for 6-bit elements.
-    Exponents below -127, also that of amax = 0, give code 0. An infinite or NaN amax gives code 255 (NaN), as in OCP
-    MX; the producer stores 127 with zero codes.
+    Exponents below -127, also that of amax = 0, give code 0. If r is infinite or amax is NaN, the code is 255 (NaN), as
+    in OCP MX; the producer stores 127 with zero codes.
 
     For float16 elements the producer rounds the bits of a float16. So an amax below 2^-14, a subnormal, becomes 2^-14
     or 0. A scale that is 0 in float16, such as that of amax = 0, is replaced by 1 (code 127). tensor is not used.

@@ -344,9 +344,9 @@ def factor_mslk(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in MSLK: tensor.encode / scale.
 
-    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. The rule's own codes are
-    never 0 or NaN. Of the codes that a caller passes, 0 gives an infinite factor, and NaN gives NaN. amax, recipe and
-    dtype are not used.
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A scale of 0 gives an
+    infinite factor, and a NaN scale gives NaN. Only the rule mslk_power or a caller gives a scale of 0, and only a
+    caller gives a NaN scale. amax, recipe and dtype are not used.
     """
     return tensor.encode / decode_scale(codes)
 
@@ -364,9 +364,10 @@ def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MSLK computes it for scales that are powers of two: E4M3(2^k).
 
-    2^k is (amax / 4) * tensor.encode, rounded up if its mantissa is above 1.75 and otherwise down. A product that is 0,
-    infinite or NaN counts as 1. Powers below 2^-9 give code 0. tensor.encode is the encode scale of the tensor. recipe
-    and dtype are not used. Source: MSLK quantize_kernels/nvfp4.py.
+    2^k is the product (amax / 4) * tensor.encode, rounded up if its mantissa is above 1.75 and otherwise down. A
+    product counts as 1 if it is at most 0.75 * 2^-126, above 1.75 * 2^127, or NaN. Other powers below 2^-9 give code 0.
+    tensor.encode is the encode scale of the tensor. recipe and dtype are not used. Source: MSLK
+    quantize_kernels/nvfp4.py.
     """
     product = np.asarray(amax / np.float32(4) * tensor.encode, np.float32)
     power = (np.minimum(product.view(np.int32), _INFINITY_BITS) + 0x1FFFFF & _INFINITY_BITS).view(np.float32)

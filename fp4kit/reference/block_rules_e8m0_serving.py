@@ -86,8 +86,8 @@ def factor_e8m0_quark_even(
 def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax / M, rounded up to a power of two, as triton_kernels does with ROUND_UP.
 
-    M is the largest element value. The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255, and NaN
-    gives 0. tensor and dtype are not used. Source: triton_kernels mxfp.py.
+    M is the largest element value. The power is at least 2^-126 unless amax / M is 0, which gives code 0. inf gives
+    255, and NaN gives 0. tensor and dtype are not used. Source: triton_kernels mxfp.py.
     """
     return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
 
@@ -118,8 +118,9 @@ factor_e8m0_triton_down = factor_e8m0_triton_up
 def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax / M, rounded up to a power of two, as fouroversix does with scale rule static_6.
 
-    M is the largest element value. The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255. NaN
-    gives 0, because the producer's byte wraps. tensor and dtype are not used. Source: fouroversix quantize_to_mxfp4.
+    M is the largest element value. The power is at least 2^-126 unless amax / M is 0, which gives code 0. inf gives
+    255. NaN gives 0, because the producer's byte wraps. tensor and dtype are not used. Source: fouroversix
+    quantize_to_mxfp4.
     """
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
@@ -127,8 +128,8 @@ def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax / 4, rounded up to a power of two, as fouroversix does with scale rule static_4.
 
-    The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255. NaN gives 0, because the producer's byte
-    wraps. tensor, recipe and dtype are not used. Source: fouroversix quantize_to_mxfp4.
+    The power is at least 2^-126 unless amax / 4 is 0, which gives code 0. inf gives 255. NaN gives 0, because the
+    producer's byte wraps. tensor, recipe and dtype are not used. Source: fouroversix quantize_to_mxfp4.
     """
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 

@@ -144,8 +144,8 @@ def int_modelopt(
 
     M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. If
     tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. If the recipe has one scale per block, y is
-    then 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN. amax and
-    dtype are not used.
+    then 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN. An
+    infinite or NaN tensor_amax makes everything that it covers NaN. amax and dtype are not used.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -207,9 +207,9 @@ def _microxcaling(
         """Fake-quantize x as microxcaling does: y = round(x / s) * s, with s = 2^(floor(log2(amax)) - emax).
 
         Every operation is rounded to dtype. emax is the exponent of the largest element value. log2 is rounded too, so
-        its floor is one too large just below a power of two. If the exponent of s is above 127, the block becomes NaN.
-        An exponent below -127 is replaced by -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros
-        give NaN (0 / 0). tensor_amax is not used.
+        its floor is one too large just below a power of two. If the exponent of s is above 127, as for an infinite
+        amax, or if amax is NaN, the block becomes NaN. An exponent below -127 is replaced by -127. Elements saturate,
+        and -0 becomes +0. In float16, blocks of zeros give NaN (0 / 0). tensor_amax is not used.
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)

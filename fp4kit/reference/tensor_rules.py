@@ -242,8 +242,8 @@ def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         encode = M / amax
         decode = amax / M
 
-    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0. NaN gives NaN. dtype
-    is not used.
+    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0. An infinite amax
+    gives encode = 0 and decode = inf, and NaN gives NaN. dtype is not used.
     """
     zero = amax <= TINY_AMAX
     safe = np.where(zero, ONE, amax)
@@ -257,8 +257,8 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = max(amax / 7, 1e-5)
         encode = 1 / decode
 
-    Elements are divided by decode, instead of being multiplied by encode. So an amax of 0 gives decode = 1e-5. NaN
-    gives NaN. dtype is not used.
+    Elements are divided by decode, instead of being multiplied by encode. An amax of 0 gives decode = 1e-5. An infinite
+    amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used.
     """
     decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
     return ONE / decode_scale, decode_scale
@@ -368,8 +368,9 @@ def tensor_fp8_deepseek(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         decode = max(amax, 1e-4) * fp32(1 / M)
         encode = 1 / decode
 
-    M is the largest element value. Elements are divided by decode, instead of being multiplied by encode. NaN gives
-    NaN. dtype is not used. Source: DeepSeek-V4 inference/kernel.py act_quant.
+    M is the largest element value. Elements are divided by decode, instead of being multiplied by encode. An infinite
+    amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used. Source: DeepSeek-V4
+    inference/kernel.py act_quant.
     """
     decode_scale = np.maximum(amax, np.float32(1e-4)) * (ONE / recipe.element.max)
     return ONE / decode_scale, decode_scale
