@@ -376,7 +376,10 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 
 def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
-    """Print how much the embeddings of the demo model have changed."""
+    """Print how much the embeddings of the demo model have changed, as cosines of the old and the new embeddings.
+
+    The median and the worst cosine over a few sentences are printed.
+    """
     middle, worst = cosines_of_embeddings(plan.source.root, destination)
     out.line(
         f"embeddings of {len(SENTENCES)} sentences, before and after: cosine {middle:.4f} (median), {worst:.4f} (worst)"

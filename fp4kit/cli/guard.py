@@ -172,7 +172,10 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
 
 
 def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
-    """Run the command and return its exit code. If it fails or is stopped, write the last line."""
+    """Run the command and return its exit code. If it fails or is stopped, write the last line to stderr.
+
+    The exit code is then 2 for an error, or 128 + N for the signal N. An error after a signal counts as the signal.
+    """
     try:
         code = command(task)
         write()  # flush what the command's libraries have printed
@@ -205,7 +208,8 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
     """Write which error ended the command, and return 2, the exit code for errors.
 
-    The traceback is printed only for exceptions that show a defect of fp4kit.
+    The traceback is printed only for exceptions that show a defect of fp4kit. These are all exceptions except OSError,
+    ValueError, TypeError and MemoryError.
     """
     signals.stop_listening(0)
     if isinstance(error, OutputError):
@@ -223,7 +227,8 @@ def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
 def _described(error: Exception) -> str:
     """Return a sentence about an exception for the last line on stderr.
 
-    For an exception that shows a defect of fp4kit, the sentence asks to report it.
+    For an exception that shows a defect of fp4kit, the sentence asks to report it. These are all exceptions except
+    OSError, ValueError, TypeError and MemoryError.
     """
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"

@@ -48,8 +48,8 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     Without --source, print what the checkpoint alone tells (see _stored).
 
     A layer is explained by a recipe or a known rule, and recognized as the result of a method with calibration data.
-    The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
-    quantized layer has no counterpart in the source.
+    Return 1, too, if a layer can be explained only with a mishap (a fault between quantizer and file). Return 1, too,
+    if a quantized layer has no counterpart in the source.
     """
     if args.source is None:
         return _stored(args, out)

@@ -62,8 +62,11 @@ def register(subparsers: Any) -> None:
 def _verify(args: argparse.Namespace, out: Output) -> int:
     """Run the command verify. Return 0 if there are no errors, otherwise 1.
 
-    Raise CheckpointError if an option needs --source but comes without it, if the checkpoint cannot be read, or if the
-    page of --html cannot be written where it was asked for.
+    Raise CheckpointError in these cases:
+
+    - An option needs --source, but --source is not given.
+    - The checkpoint or the source cannot be read.
+    - The page of --html cannot be written to the given path, or the path is inside the checkpoint.
     """
     for name in ("recipe", "scale_search", "column_weights", "imatrix"):
         if getattr(args, name) is not None and args.source is None:

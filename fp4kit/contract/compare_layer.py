@@ -207,7 +207,10 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
-    """Return two different transforms in words, with their signs up to the first that differs, but at least four."""
+    """Return two different transforms in words, as short as a message needs them to tell them apart.
+
+    Signs after the first difference are cut off, except that at least four signs are kept. "..." stands for the rest.
+    """
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
 
     def shown(text: str) -> str:

@@ -93,9 +93,12 @@ def parity(
     Raises:
         TypeError: a side is of the wrong kind, a tensor is not an array, `elements` or `layers` is not an int, or
             `seconds` is not a number.
-        ValueError: weights are missing or not floats, the sides have no layer in common, shapes differ, `elements` or
-            `layers` is below 1, `seconds` is negative or NaN, or a contract that must determine codes alone searches
-            block scales.
+        ValueError: in one of these cases:
+
+            - Weights are missing or not floats.
+            - The sides have no layer in common, or the shapes of a layer differ.
+            - `elements` or `layers` is below 1, or `seconds` is negative or NaN.
+            - A contract that must determine codes alone searches block scales.
         CheckpointError: a path cannot be read.
 
     Numerics:
@@ -426,8 +429,8 @@ class _Check:
     ) -> LayerParity:
         """Multiply the layer by inputs on both sides, and return the result with the counts of differing products.
 
-        If a contract does not state how products are computed, or its matrix unit has no instruction for the operands,
-        store the reason in self.notes and return the result unchanged.
+        Sometimes the products cannot be computed: a contract does not state how, or its matrix unit has no instruction
+        for the operands. Then store the reason in self.notes, and return the result unchanged.
 
         Args:
             found: the result so far, which is not changed.
@@ -502,8 +505,8 @@ class _Check:
         There is no such comparison if both sides leave the KV cache unquantized, or if a side has no contract or does
         not know the setting kv_cache.
 
-        Yield the comparison of the layouts of KV pages too, if both contracts state a layout, the layouts differ, and
-        the trainer's contract states a recipe of the KV cache. Only this recipe is used, for both layouts.
+        Yield the comparison of the layouts of KV pages too, if both contracts state a layout and the layouts differ.
+        This needs the recipe of the KV cache in the trainer's contract, which is used for both layouts.
 
         kv: name -> keys or values of the caller; None for random numbers.
         """

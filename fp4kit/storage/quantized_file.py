@@ -178,9 +178,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
 
     Raises:
         TypeError: if path is not a path.
-        ValueError: if the file is not a usable safetensors file, was not written by save, has a wrong CRC-32, or holds
-            a version, recipe, field, tensor, dtype, shape or metadata entry that does not fit. The message names the
-            file and the fault. For a file from elsewhere, build a Quantized from its tensors with Quantized.from_parts.
+        ValueError: in one of these cases. The message names the file and the fault.
+
+            - The file is not a usable safetensors file, or was not written by save. For a file from elsewhere, build a
+              Quantized from its tensors with Quantized.from_parts.
+            - A CRC-32 is wrong.
+            - A version, recipe, field, tensor, dtype, shape or metadata entry does not fit.
+
         OSError: if the file cannot be read.
 
     Examples:

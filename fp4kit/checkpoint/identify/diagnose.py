@@ -384,8 +384,11 @@ def _search_family(
 ) -> Diagnosis | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
-    The known searches are the search of a recipe, up to blocks in which two scales have equal errors, Model-Optimizer's
-    four over six, and auto-round's search with an importance matrix.
+    These searches are known:
+
+    - the search of a recipe, which may choose differently if two scales of a block have equal errors
+    - Model-Optimizer's four over six
+    - auto-round's search with an importance matrix
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.

@@ -58,9 +58,9 @@ class LayerEvidence:
     def values(self, index: np.ndarray, columns: slice, turned: bool) -> np.ndarray:
         """Return the rows ``index`` of the source, restricted to ``columns``.
 
-        index: row numbers. If the source is one of a pair of matrices (gate and up) with N rows each, row numbers from
-            N on refer to the other matrix, counted from N.
-        turned: if True, transpose the source before selecting.
+        index: row numbers. If the source is half of a gated pair (gate and up) of N rows each, row number n >= N means
+            row n - N of the other half.
+        turned: True if ``index`` and ``columns`` refer to the transposed source. The other half is then not used.
         """
         if turned:
             return np.ascontiguousarray(self.x[columns][:, index].T)

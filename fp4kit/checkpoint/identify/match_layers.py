@@ -253,7 +253,10 @@ class _Pairs:
                     self.members[self.groups[weight.name], expert].append(origin)
 
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows that Counterparts.of finds, rotated like the weight; None if the source has none."""
+        """Return the rows of the source from which a matrix of a weight was made, rotated if the weight is rotated.
+
+        Return None if the source has none. The arguments are those of ``Counterparts.of``.
+        """
         found = self._counterparts.of(weight, expert, name)
         return None if found is None else found.rotated(self._rotations.get(weight.name))
 

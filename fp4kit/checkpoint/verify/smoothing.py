@@ -88,6 +88,9 @@ def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) ->
     """Return the SQNR in decibels of the first 64 rows of a stored matrix.
 
     The signal is the source rows of the matrix, multiplied by ``factor``, one number per column.
+
+    check: the matrix, with its source rows.
+    readers: where to read both from.
     """
     count = min(_ROWS, check.stored.shape[-2])
     assert check.origin is not None and check.stored.container is not None
