@@ -2,7 +2,7 @@
 
 Rows are host times per call, and device times inside a CUDA graph. The input is a 64 x 4096 bfloat16 array, in CuPy
 and, if PyTorch is installed, as a torch tensor. Torch rows run in a separate process, because a process that has timed
-other rows is slower: x * 2 takes the host 11.9 us there, but 7.5 us in a new process (H200).
+other rows is slower. For example, x * 2 takes the host 11.9 us there, but 7.5 us in a new process (H200).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python tools/compare_products.py [--sums N] [--seed S] [--units ID ...]
 
-The operands stress the rounding of a matrix unit: products that cancel, one product that pushes others out of the
-kept bits, zeros beside tiny C, subnormal scales, NaN and infinities. K is one step or a few, any number below 700, or
-65,536. `fp4kit fuzz --operations matmul` draws strides, stacks, layouts and variants of units too, and is slower.
+The operands stress the rounding of a matrix unit. Products cancel, or one product pushes others out of the kept bits.
+There are also zeros beside tiny C, subnormal scales, NaN and infinities. K is one step or a few, any number below 700,
+or 65,536. `fp4kit fuzz --operations matmul` draws strides, stacks, layouts and variants of units too, and is slower.
 """
 
 from __future__ import annotations

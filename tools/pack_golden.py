@@ -121,8 +121,8 @@ class Nearest:
     def __call__(self, key: str, array: np.ndarray) -> tuple[tuple[str, str], np.ndarray] | None:
         """Return ((file, key), bytes) of the base array that has the most bytes in common with `array`.
 
-        Return None if no base array is for the same input and of equal dtype and size. Return None also if the share of
-        differing bytes is at least MAX_DIFFERING for every base array, or if the array is smaller than MIN_BYTES.
+        Return None if no base array is for the same input and of equal dtype and size. Return None also if every base
+        array differs in at least the share MAX_DIFFERING of its bytes, or if the array is smaller than MIN_BYTES.
         """
         if array.nbytes < MIN_BYTES:
             return None

@@ -1,6 +1,6 @@
 """Draw the pictures of README.md and docs/ into docs/images: python tools/pictures.py
 
-Each picture is an SVG file that is computed from fp4kit or from a committed benchmark record, so a test can check that
+Each picture is an SVG file. It is computed from fp4kit or from a committed benchmark record, so a test can check that
 it is current. Colors follow the reader's light or dark setting. Differences also have a thick border and bold text, so
 that they are visible without color.
 """

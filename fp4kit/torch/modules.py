@@ -44,7 +44,7 @@ def fake_quantize_model(
 
     Afterwards layer.weight holds the values that a loader decodes after `fp4kit convert`. The optimizer updates
     layer.parametrizations.weight.original, and gradients pass straight through. state_dict and load_state_dict keep
-    the names that the model had, so that model.save_pretrained writes an ordinary checkpoint.
+    the names that the model had. model.save_pretrained therefore writes an ordinary checkpoint.
 
     These weights are fake-quantized, as far as their rows consist of whole blocks:
 
@@ -59,8 +59,8 @@ def fake_quantize_model(
 
     Args:
         model: a torch.nn.Module, which is changed in place.
-        recipe: a recipe id or a Recipe. A FakeQuantSettings quantizes every parameter that it includes by itself, with
-            an amax of its own and the recipe's own decoding, and allows no other option.
+        recipe: a recipe id or a Recipe; or a FakeQuantSettings, with which no other option is allowed. Settings
+            quantize every parameter that they include by itself, with an amax of its own and the recipe's own decoding.
         format: the --format of `fp4kit convert`, such as "compressed-tensors" or "modelopt", whose loaders decode the
             values; None for the format that convert chooses for the recipe and the model.
         parameters: wildcards (fnmatch) of parameter names. Other parameters stay unquantized.
@@ -95,10 +95,9 @@ def fake_quantize_model(
         ValueError: a shard of a DTensor would hold parts of blocks.
 
     Exact:
-        In float32 the values equal, bit for bit, what a loader of the format decodes from the converted checkpoint: for
-        "compressed-tensors" value * (scale / divisor), as compressed-tensors does; otherwise value * (scale *
-        tensor_scale). In bfloat16 and float16 they are these values, rounded once. A layer of zeros is read as zeros
-        with their signs.
+        In float32 the values equal, bit for bit, what a loader of the format decodes from the converted checkpoint. For
+        "compressed-tensors" this is value * (scale / divisor), and otherwise value * (scale * tensor_scale). In
+        bfloat16 and float16 these values are rounded once. A layer of zeros is read as zeros with their signs.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))

@@ -120,8 +120,8 @@ def _parameter(place: ParameterPlace) -> Any:
 def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:
     """Raise ValueError if a shard of a DTensor would hold a part of a block.
 
-    Also raise ValueError if a shard would hold a part of a row and the recipe has one tensor scale per row, or if the
-    DTensor consists of partial sums.
+    If the recipe has one tensor scale per row, also raise ValueError if a shard would hold a part of a row. Raise it
+    too if the DTensor consists of partial sums.
 
     name: the name of the parameter, for the message. parameter: the DTensor.
     """

@@ -88,8 +88,8 @@ def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
     """Return codes near 1 and one largest finite value per row, so that alignment to it drops bits of other terms.
 
-    In half of the draws, this value is in the first or the last column of all rows, so that the largest values of two
-    operands may be multiplied. An empty array stays empty.
+    In half of the draws, this value is in the first or the last column of all rows. The largest values of two operands
+    may then be multiplied. An empty array stays empty.
     """
     codes = near_one(rng, shape, c)
     if codes.size:

@@ -70,8 +70,8 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
     """Append calls that quantize up to three experts of x separately, each with its own amax.
 
     Each result must equal the expert's part of ``q``, the result for the whole x. Calls are appended only if the case
-    has several experts, an amax per expert and no block amaxes, rounds to nearest, and does not quantize along the axis
-    of experts.
+    has several experts, an amax per expert and no block amaxes. The case must also round to nearest, and not quantize
+    along the axis of experts.
 
     options: the options with which x was quantized.
     """

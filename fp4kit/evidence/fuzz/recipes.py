@@ -176,8 +176,8 @@ def _static(rng: Rng, r: Any) -> dict[str, Any]:
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random search of block scales (Recipe.search) as {field: value}. The value may be "", for no search.
 
-    Return {} if the recipe has no block scales, if blocks have several rows or a size that is not a multiple of 8, or
-    if another rule or the caller chooses the block amax.
+    Return {} if the recipe has no block scales, or if another rule or the caller chooses the block amax. Also return {}
+    if blocks have several rows, or a size that is not a multiple of 8.
     """
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:

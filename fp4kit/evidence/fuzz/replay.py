@@ -77,8 +77,8 @@ def same(a: Any, b: Any) -> None:
 def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules: Any) -> None:
     """Raise AssertionError unless a program gives equal results on every engine and writes to no input.
 
-    If the engines reject a call with the same message, or an engine declines a call with NotImplementedError, the
-    program ends there without an error, and inputs are not checked. Warnings count as errors.
+    The program ends early if the engines reject a call with the same message, or if an engine declines a call with
+    NotImplementedError. Then no error is raised, and inputs are not checked. Warnings count as errors.
 
     Args:
         program: a generator function. It takes an EngineArrays, makes calls on that engine and yields (name, result)

@@ -1,8 +1,11 @@
 """Run random calls of the public functions on an engine and on the specification, compare them, and check each alone.
 
-A case is drawn from one integer (draw.py), written as a program (programs.py), and run on the specification and the
-engine, statement by statement (check.py). Some checks need no second engine: round trips, strided views against copies,
-grouped against single calls, both directions against two calls, and unchanged inputs and guards.
+A case is drawn from one integer (draw.py), and written as a program (programs.py). The program is run on the
+specification and the engine, statement by statement (check.py). Some checks need no second engine:
+
+- A round trip gives the original again.
+- Equal results come from strided views and copies, from grouped and single calls, and from quantize_both and two calls.
+- Inputs and guards are unchanged.
 
 A failure is shrunk (shrink.py) and printed as Python (print_repro.py). Calls that both engines reject with the same
 message, and calls that the engine declines with NotImplementedError, are counted.

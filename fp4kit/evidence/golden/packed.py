@@ -8,8 +8,8 @@ Array i consists of the elements [start, start + size) of the member `<dtype>.np
 `[dtype, start, shape, file, key]` stores a difference: the XOR of the array's bytes with the bytes of the array `key`
 in another packed file of the directory. Both arrays have the same number of bytes.
 
-Only files in BASES can be referred to. A file in BASES may refer only to files before it; any other file may refer to
-all of them. tools/pack_golden.py writes packed files.
+A difference refers to a file in BASES. In a file of BASES, it refers to an earlier one; in any other file, it may refer
+to all of them. tools/pack_golden.py writes packed files.
 """
 
 from __future__ import annotations

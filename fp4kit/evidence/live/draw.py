@@ -1,8 +1,11 @@
 """Draw input arrays of many kinds from a seed. Each array is reproducible by its number.
 
 A *kind* (KINDS) is a distribution of values, such as "ties" or "near thresholds". It is a function with four arguments:
-rng, the source of random numbers; the shape (rows, columns) and the dtype of the result; and r, the recipe, whose
-blocks and scales some kinds depend on.
+
+- rng: the source of random numbers
+- shape: (rows, columns) of the result
+- dtype: the dtype of the result
+- r: the recipe; some kinds depend on its blocks and scales
 """
 
 from __future__ import annotations

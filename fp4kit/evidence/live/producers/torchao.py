@@ -93,8 +93,8 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 def _calls() -> dict[str, ProducerCall]:
     """Return {recipe id: ProducerCall}.
 
-    If torchao 0.19 changed the bytes that a call returns, there are two recipes: one with an id that ends in -018 for
-    earlier versions, and one without this ending. The installed version decides which of them is compared.
+    If torchao 0.19 changed the bytes that a call returns, there are two recipes. The id of the recipe for earlier
+    versions ends in -018. The installed version decides which of the two recipes is compared.
     """
     recipe_ids = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {
