@@ -248,7 +248,7 @@ def search_scales(search: Search) -> np.ndarray:
 
     Raise Declined in these cases:
 
-    - The recipe has E8M0 scales, or a grid of multiples of its amaxes is searched (has_grid).
+    - The recipe has E8M0 scales, or a grid of multiples of its amaxes is searched (call.search_scales.has_grid).
     - The library cannot compute the codes to which the candidates refer (searching.rule_of).
     - The elements are not aligned, or there is no usable library.
     """

@@ -29,7 +29,8 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
   }
 }
 
-// Clip elements `first` ... `last` - 1, one at a time. Each element has the amax that covers it.
+// Store the clipped gradients of elements `first` ... `last` - 1, one at a time: the gradient where |x| is at most the
+// amax that covers the element, and otherwise +0.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -44,8 +45,9 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   }
 }
 
-// Clip all whole runs of the array. Runs are aligned as read_run requires, and all elements of a run have the same
-// amax. A thread takes one run at a time, because several loads in flight were slower.
+// Store the clipped gradients of all whole runs of the array: the gradient where |x| is at most the amax, and otherwise
+// +0. Runs must be aligned as read_run requires, and all elements of a run must have the same amax. A thread takes one
+// run at a time, because several loads in flight were slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
@@ -62,8 +64,8 @@ FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   }
 }
 
-// Clip an array: whole runs by clip_runs if alignment allows it, and all other elements one at a time. If kAligned, all
-// arrays begin at multiples of 16 bytes.
+// Store the clipped gradients of an array: of whole runs by clip_runs if kAligned and no run has elements with
+// different amaxes, and of all other elements by clip_elements. If kAligned, all arrays begin at multiples of 16 bytes.
 template <class In, class GradIn, bool kAligned>
 FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
   constexpr i64 kRun = kClipRun<In, GradIn>;
@@ -77,7 +79,7 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
 }
 
 // Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax, or one of them is NaN. It is
-// launched for the gradients of fake_quantize. A thread takes one run at a time. Launch with any grid.
+// launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

@@ -35,7 +35,7 @@ FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScal
 }
 
 // If R::kHasTable, fill `table` with the FakeScale of every code. Otherwise do nothing. All threads of the thread block
-// must call this function.
+// must call this function, and may read the table when it returns.
 template <class R>
 FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   using Rule = typename R::FakeRule;
@@ -169,7 +169,8 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a.x and store the values in a.values. A thread takes several runs per step. Launch with any grid if
+// Fake-quantize a.x and store the values in a.values. It is launched for fp4kit.fake_quantize and recipes with a
+// fake_rule. A thread takes several runs per step. Launch with any grid if
 // R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the amaxes
 // (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {

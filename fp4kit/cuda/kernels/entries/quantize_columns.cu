@@ -158,8 +158,10 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
 
 // Quantize a.x along columns and store a.column_packed and a.column_scales. Also quantize a.x along rows and store
 // a.packed and a.scales. An output that is nullptr is left out. If R::kFake, store a.values instead (square blocks
-// only). A thread block processes one tile at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a
-// multiple of R::kFinders thread blocks, which also find the amaxes (amax.cuh).
+// only). It is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
+// (launch/dispatch.py has all conditions). A thread block processes one tile at a time. Launch with any grid if
+// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the amaxes
+// (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);

@@ -218,8 +218,9 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale. A thread processes one block of one row at a time, or a
-// team of four warps processes eight square blocks at a time. Launch with any grid; one thread block per multiprocessor
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale. It is launched for large bfloat16 matrices and recipes
+// with 4over6 (launch/dispatch.py has all conditions). A thread processes one block of one row at a time, or a team of
+// four warps processes eight square blocks at a time. Launch with any grid; one thread block per multiprocessor
 // suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;

@@ -69,9 +69,9 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed and a.tensor_scale, or a.values if R::kFake. A thread processes several runs per
-// step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which
-// also find the amaxes (amax.cuh).
+// Quantize a.x and store a.packed and a.tensor_scale, or a.values if R::kFake. It is launched for recipes without
+// blocks. A thread processes several runs per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a
+// multiple of R::kFinders thread blocks, which also find the amaxes (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());

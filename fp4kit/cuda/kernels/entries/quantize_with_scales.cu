@@ -105,8 +105,9 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Encode a.x with the given a.scales and a.tensor_scale, and store the codes in a.packed. A thread processes 16
-// neighboring elements at a time. Launch with any grid.
+// Encode a.x with the given a.scales and a.tensor_scale, and store the codes in a.packed. It is launched for
+// fp4kit.quantize with scales that the caller passes. A thread processes 16 neighboring elements at a time. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

@@ -83,7 +83,7 @@ FP4KIT_DEVICE bool has_table_for(TensorScale t) {
 }
 
 // Fill `pairs` and `offsets` of the table, from which the entries are computed. All threads of a thread block must call
-// this function.
+// this function, and may read both when it returns.
 template <class R>
 FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   constexpr u32 kOne = 7u << 3;  // the code of scale 1
@@ -128,7 +128,8 @@ FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   return (static_cast<u32>(difference) << 8) + codes[1] * 16u + codes[0];
 }
 
-// Fill the whole table for the tensor scale t. All threads of a thread block must call this function.
+// Fill the whole table for the tensor scale t. All threads of a thread block must call this function, and may read the
+// table when it returns.
 template <class R>
 FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   fill_pairs<R>(table, t);

@@ -85,15 +85,16 @@ FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
   return {index / columns / rows, index / columns % rows * kTile, index % columns * kTile};
 }
 
-// Call body(arguments, tile) for each tile of a product that this thread block computes.
+// Call body(arguments, tile) for each tile of a product that this thread block computes. All threads of a thread block
+// get the same calls.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductArguments& a, Body body) {
   const i64 tiles = tile_count<kTile>(a);
   for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) body(a, tile_at<kTile>(a, i));
 }
 
-// Call body(arguments, tile) for each tile of a group of products that this thread block computes. All threads of a
-// thread block must call this function, and get the same calls.
+// Call body(arguments, tile) for each tile of a group of products that this thread block computes. `arguments` is the
+// product of the tile, in shared memory. All threads of a thread block must call this function, and get the same calls.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductGroup& group, Body body) {
   __shared__ ProductArguments arguments[1];

@@ -138,8 +138,9 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }
 
-// Quantize `count` elements at address x by the exact path, for recipes without block scales. `first` is the number of
-// the first of them in the array. For 4-bit codes, `first` and `count` must be even.
+// Quantize `count` elements at address x by the exact path, for recipes without block scales, and store their codes or,
+// if R::kFake, the decoded values. `first` is the number of the first of them in the array. For 4-bit codes, `first`
+// and `count` must be even.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {
@@ -167,7 +168,8 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
   return elements;
 }
 
-// Quantize a whole run for a recipe without block scales. The run takes the fast path if takes_fast_path allows it, and
+// Quantize a whole run for a recipe without block scales, and store its codes or, if R::kFake, the decoded values. The
+// run takes the fast path if takes_fast_path allows it, and
 // otherwise the exact path. `first` is the number of its first element in the array.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,

@@ -142,7 +142,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, b
 }
 
 // Fill the table of ApproximateScale, indexed by scale code, for recipes with one tensor scale. All threads of the
-// thread block must call this function.
+// thread block must call this function, and may read the table when it returns.
 template <class R, class In>
 FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale* table) {
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);

@@ -51,8 +51,8 @@ struct Candidates {
   bool ordinary;            // true if the scales are in the range for which the bounds are proven
 };
 
-// Compute the candidates (codes 1 ... kLastCandidate) for a tensor amax. All threads of a thread block must call this
-// function.
+// Compute the candidates (codes 1 ... kLastCandidate) for a tensor amax, and store them in `shared`. All threads of a
+// thread block must call this function, and may read them when it returns.
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) {

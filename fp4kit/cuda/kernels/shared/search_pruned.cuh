@@ -54,7 +54,8 @@ struct PruningTables {
 template <>
 struct PruningTables<true> {};
 
-// Fill the tables that the pruned search reads. All threads of a thread block must call this function.
+// Fill the tables that the pruned search reads. All threads of a thread block must call this function, and then
+// synchronize before they read the tables.
 template <class R, bool kWeighted>
 FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
