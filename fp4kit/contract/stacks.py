@@ -30,6 +30,8 @@ def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[st
 
     Matrix e of the stack "P.L" is named "P.e.L". If the name has no dot, matrix e of "L" is named "L.e".
 
+    Return ``tensors`` itself if there is nothing to split.
+
     stacks: names of tensors. A name that `tensors` lacks is ignored, and a tensor without three axes is not split.
     """
     names = [name for name in stacks if name in tensors and len(tensors[name].shape) == 3]

@@ -202,7 +202,7 @@ class CheckpointVerdict:
     def short_sentence(self) -> str:
         """The sentence with the names of producers, such as "nvfp4-te (Transformer Engine) made 12 layers".
 
-        If more than two recipes agree, only the first one is named.
+        If more than two recipes agree, only the first one and the number of the others are named.
         """
         return short_text(self.sentence, self.recipes)
 

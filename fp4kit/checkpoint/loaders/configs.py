@@ -151,8 +151,8 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
 
     Return a changed copy, so that these layers can be checked as if the checkpoint had no others. For Model-Optimizer,
     the copy's ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``. For compressed-tensors, the
-    copy has only the ``config_groups`` with the container's format. Return ``config`` itself if it is not mixed, or if
-    no algorithm in ``quantized_layers`` fits.
+    copy has only the ``config_groups`` with the container's format and, if any of them has it, the container's
+    strategy. Return ``config`` itself if it is not mixed, or if no algorithm in ``quantized_layers`` fits.
 
     kind: the kind of the layers, such as "nvfp4".
     container: the container of the layers, one of ``containers.CONTAINERS``.
