@@ -170,9 +170,8 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
 }
 
 // Fake-quantize a.x and store the values in a.values. It is launched for fp4kit.fake_quantize and recipes with a
-// fake_rule. A thread takes several runs per step. Launch with any grid if
-// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the amaxes
-// (amax.cuh).
+// fake_rule. A thread takes several runs per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a
+// multiple of R::kFinders thread blocks, which also find the amaxes (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_quantize<R, Input, kAligned>(a, whole_grid());

@@ -83,9 +83,9 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   }
 }
 
-// Find the best multiple of each block amax of a.x, and store it in a.block_amax. It is launched before a matrix
-// is quantized, for recipes whose Recipe.search is in FACTORS (reference/search_factors.py). A thread processes one
-// block at a time. Launch with any grid.
+// Find the best multiple of each block amax of a.x, and store it in a.block_amax. It is launched before a matrix is
+// quantized, for recipes whose Recipe.search is in FACTORS (reference/search_factors.py). A thread processes one block
+// at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);
 }

@@ -39,8 +39,8 @@ FP4KIT_DEVICE float quest_amax_at(const typename In::Bits* x) {
 }
 
 // Store QuEST's amax of each block of a.x in a.block_amax. The amax is computed from the standard deviation of the
-// block; it is NaN if the standard deviation is not finite. It is launched before a matrix is quantized, for
-// recipes whose Recipe.search is "quest". One thread computes one block at a time. Launch with any grid.
+// block; it is NaN if the standard deviation is not finite. It is launched before a matrix is quantized, for recipes
+// whose Recipe.search is "quest". One thread computes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_quest_kernel(SearchQuestArguments a) {
   const i64 count = a.rows * (a.columns / R::kBlock);
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid()))

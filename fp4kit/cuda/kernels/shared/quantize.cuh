@@ -169,8 +169,8 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
 }
 
 // Quantize a whole run for a recipe without block scales, and store its codes or, if R::kFake, the decoded values. The
-// run takes the fast path if takes_fast_path allows it, and
-// otherwise the exact path. `first` is the number of its first element in the array.
+// run takes the fast path if takes_fast_path allows it, and otherwise the exact path. `first` is the number of its
+// first element in the array.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,
                                 TensorScale t) {
