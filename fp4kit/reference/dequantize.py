@@ -265,10 +265,11 @@ def decode_comfy_kitchen_bfloat16(
 
 
 def decode_fp8_comfy_kitchen(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return values * tensor.decode, as comfy-kitchen does for float32; scales are not used.
+    """Return values * tensor.decode, as comfy-kitchen does for float32.
 
-    For results of 16 bits, the rules fp8_comfy_kitchen_float16 and fp8_comfy_kitchen_bfloat16 are used instead. Source:
-    comfy-kitchen backends/eager/quantization.py dequantize_per_tensor_fp8.
+    Recipes with this rule have no block scales, so scales is None. For results of 16 bits, the rules
+    fp8_comfy_kitchen_float16 and fp8_comfy_kitchen_bfloat16 are used instead. Source: comfy-kitchen
+    backends/eager/quantization.py dequantize_per_tensor_fp8.
     """
     return decode_product(values, scales, tensor, recipe)
 
@@ -278,7 +279,7 @@ def decode_fp8_comfy_kitchen_float16(
 ) -> np.ndarray:
     """Return values * T(tensor.decode), where T rounds to float16.
 
-    This rule replaces fp8_comfy_kitchen if the result is float16. scales are not used.
+    This rule replaces fp8_comfy_kitchen if the result is float16. Such recipes have no block scales, so scales is None.
     """
     narrow = tensor._replace(decode=round_to(np.asarray(tensor.decode), HALF))
     return decode_product(values, scales, narrow, recipe)
@@ -289,7 +290,8 @@ def decode_fp8_comfy_kitchen_bfloat16(
 ) -> np.ndarray:
     """Return values * T(tensor.decode), where T rounds to bfloat16.
 
-    This rule replaces fp8_comfy_kitchen if the result is bfloat16. scales are not used.
+    This rule replaces fp8_comfy_kitchen if the result is bfloat16. Such recipes have no block scales, so scales is
+    None.
     """
     narrow = tensor._replace(decode=round_to(np.asarray(tensor.decode), BFLOAT16))
     return decode_product(values, scales, narrow, recipe)
@@ -319,7 +321,8 @@ def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: Ten
     """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16, as MLX up to 0.32.2 does.
 
     In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). This rule replaces
-    e8m0_mlx_0322 if the result is float16. Source: MLX mx.dequantize of float16 on a CPU.
+    e8m0_mlx_0322 if the result is float16. tensor and recipe are not used. Source: MLX mx.dequantize of float16 on a
+    CPU.
     """
     return decode_e8m0_float16(values, scales, tensor, recipe)
 
