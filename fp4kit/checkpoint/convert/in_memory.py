@@ -316,7 +316,8 @@ def convert_tensors(
     Args:
         tensors: (name, array) pairs of a whole model. The arrays are of any library, on the host or a GPU. The names
             are Hugging Face's or Megatron-Core's. Fused parameters of Megatron-Core are split: linear_fc1 into gate and
-            up, linear_qkv into q, k and v by the heads in rules.config.
+            up, linear_qkv into q, k and v by the heads in rules.config, and linear_qkv_down_proj into q_a_proj and
+            kv_a_proj_with_mqa by the ranks in rules.config.
         rules: recipe, container and selection of layers.
         incomplete: what to do if some layers that share a tensor scale never arrive. "error" raises CheckpointError.
             "quantize" quantizes the layers that arrived, for models that do not have the others.
@@ -335,7 +336,8 @@ def convert_tensors(
               change its weight.
             - A tensor that is to be quantized contains NaN or infinity, or is neither float32, float16 nor bfloat16.
             - mlx-lm would not find a layer again, or no loader can use a scale.
-            - linear_qkv cannot be split by the heads in rules.config, or two stacks of experts do not fit together.
+            - A fused parameter cannot be split by the numbers in rules.config.
+            - Two stacks of experts do not fit together.
             - ``rules.activations`` does not fit a layer (see Activations.of_layers).
             - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
             - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.

@@ -11,6 +11,7 @@ from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, stack
 from fp4kit.storage.errors import CheckpointError, shown
 
 Named = tuple[str, Any]
+_RANKS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # config keys with the rows of linear_qkv_down_proj
 
 
 def check_array(name: str, array: Any) -> None:
@@ -25,18 +26,52 @@ def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Na
 
     A fused parameter gives two or three pairs. ``_extra_state`` gives none. Any other parameter gives one.
 
-    Raise CheckpointError for an unknown Megatron-Core name, and TypeError if ``array`` is not an array.
+    Raise CheckpointError for an unknown Megatron-Core name, and for a fused parameter whose rows do not fit
+    ``rules.config``. Raise TypeError if ``array`` is not an array.
     """
     names = rules.names(megatron_name)
     if names:
         check_array(megatron_name, array)
-    if len(names) == 1 or not names:
+    if len(names) < 2:
         yield from ((name, array) for name in names)
     elif len(names) == 2:
-        half = array.shape[0] // 2
-        yield from zip(names, (array[:half], array[half:]), strict=True)
+        first = _rows_of_first(megatron_name, names[0], array.shape[0], rules.config)
+        yield from zip(names, (array[:first], array[first:]), strict=True)
     else:
         yield from zip(names, _heads(megatron_name, array, rules.config), strict=True)
+
+
+def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[str, Any]) -> int:
+    """Return how many rows of a fused Megatron-Core parameter belong to the first of its two tensors.
+
+    linear_fc1 holds gate and up, with half of the rows each. linear_qkv_down_proj holds q_a_proj with q_lora_rank rows,
+    then kv_a_proj_with_mqa with kv_lora_rank + qk_rope_head_dim rows.
+
+    Raise CheckpointError if gate and up would have different numbers of rows, or if the ranks in ``config`` are missing
+    or do not add up to ``rows``.
+
+    megatron_name: the name of the parameter, for the message.
+    first: the Hugging Face name of its first tensor.
+    rows: the number of rows of the parameter.
+    config: the content of config.json.
+
+    Source: Megatron-Core transformer/multi_latent_attention.py FusedMLASelfAttention.
+    """
+    if ".q_a_proj." not in first:
+        if rows % 2:
+            raise CheckpointError(
+                f"{shown(megatron_name)}: {rows} rows cannot be split into gate and up; an even number is needed; pass"
+                " gate_proj and up_proj under their Hugging Face names"
+            )
+        return rows // 2
+    text = config.get("text_config", config)
+    ranks = [text.get(key) for key in _RANKS]
+    if not all(type(rank) is int for rank in ranks) or sum(ranks) != rows:
+        raise CheckpointError(
+            f"{shown(megatron_name)}: {rows} rows cannot be split into q_a_proj and kv_a_proj_with_mqa; rules.config"
+            f" needs {', '.join(_RANKS)} that add up to them, and has {', '.join(map(str, ranks))}"
+        )
+    return int(ranks[0])
 
 
 def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:

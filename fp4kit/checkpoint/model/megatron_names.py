@@ -4,7 +4,8 @@ The selection rules work on Hugging Face names. With this translation, a live ex
 same layers as the checkpoint converter.
 
 One Megatron parameter may hold several Hugging Face tensors. linear_qkv holds q, k and v, grouped by key-value head.
-linear_fc1 holds the gate in its first half and up in its second half.
+linear_fc1 holds the gate in its first half and up in its second half. linear_qkv_down_proj holds q_a_proj, then
+kv_a_proj_with_mqa.
 
 The results are names as in Qwen and DeepSeek models. The selection rules decide identically on the names that
 Hugging Face uses for the same layers of other models.
@@ -73,6 +74,7 @@ _PARAMETERS = {
 }
 _FUSED_NORMS = {
     "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.linear_qkv_down_proj": "input_layernorm",
     "self_attention.linear_q_up_proj": "self_attn.q_a_layernorm",
     "self_attention.linear_kv_up_proj": "self_attn.kv_a_layernorm",
     "mlp.linear_fc1": "post_attention_layernorm",
@@ -93,9 +95,10 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
         gated: True if the MLPs have gates. If False, linear_fc1 is up_proj alone.
 
     Returns:
-        The names: q, k and v for linear_qkv, gate and up for linear_fc1, a single name for most parameters. The result
-        is () for ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged, as a
-        tuple of one name.
+        The names, in the order in which the parameter holds the tensors: q, k and v for linear_qkv, gate and up for
+        linear_fc1, q_a_proj and kv_a_proj_with_mqa for linear_qkv_down_proj, a single name for others. The result is ()
+        for ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged, as a tuple of
+        one name.
 
     Raises:
         CheckpointError: if a name within a layer contains Megatron words but is unknown, because the rules would

@@ -309,9 +309,37 @@ def test_names_of_megatron():
     assert got["lm_head.weight"] is gate
 
 
+MLA = {"q_lora_rank": 48, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+
+
+@pytest.mark.parametrize("config", [MLA, {"text_config": MLA}])
+def test_fused_down_projections_of_megatron(config):
+    """linear_qkv_down_proj holds q_a_proj with q_lora_rank rows, then kv_a_proj_with_mqa with all other rows."""
+    rng = np.random.default_rng(6)
+    q, kv = (rng.standard_normal((rows, 32), dtype=np.float32) for rows in (48, 24))
+    rules = Rules.of("nvfp4-te", config=config, format="modelopt")
+    plain = {"self_attn.q_a_proj": q, "self_attn.kv_a_proj_with_mqa": kv, "input_layernorm": q[0]}
+    wanted = dict(convert_tensors([(f"model.layers.0.{name}.weight", x) for name, x in plain.items()], rules))
+    fused = {"weight": np.concatenate([q, kv]), "layer_norm_weight": q[0]}
+    name = "decoder.layers.0.self_attention.linear_qkv_down_proj"
+    got = dict(convert_tensors([(f"{name}.{leaf}", x) for leaf, x in fused.items()], rules))
+    check(got, {name: as_bytes(array) for name, array in wanted.items()})
+
+
 @pytest.mark.parametrize(
     ("tensors", "config", "text"),
     [
+        (
+            {"decoder.layers.0.self_attention.linear_qkv_down_proj.weight": (72, 32)},
+            {},
+            "needs q_lora_rank, kv_lora_rank, qk_rope_head_dim that add up to them, and has None, None, None",
+        ),
+        (
+            {"decoder.layers.0.self_attention.linear_qkv_down_proj.weight": (64, 32)},
+            MLA,
+            "64 rows cannot be split into q_a_proj and kv_a_proj_with_mqa",
+        ),
+        ({"decoder.layers.0.mlp.linear_fc1.weight": (65, 32)}, {}, "65 rows cannot be split into gate and up"),
         ({"decoder.layers.0.self_attention.linear_qkv.weight": (64, 32)}, {}, "rules.config needs num_attention_heads"),
         (
             {"decoder.layers.0.self_attention.linear_qkv.weight": (66, 32)},

@@ -49,6 +49,11 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
         ("self_attention.core_attention.softmax_offset", ["self_attn.sinks"]),
         ("self_attention.linear_q_proj.weight", ["self_attn.q_proj.weight"]),
         ("self_attention.linear_q_down_proj.weight", ["self_attn.q_a_proj.weight"]),
+        (
+            "self_attention.linear_qkv_down_proj.weight",
+            ["self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"],
+        ),
+        ("self_attention.linear_qkv_down_proj.layer_norm_weight", ["input_layernorm.weight"]),
         ("self_attention.linear_q_up_proj.weight", ["self_attn.q_b_proj.weight"]),
         ("self_attention.linear_q_up_proj.layer_norm_weight", ["self_attn.q_a_layernorm.weight"]),
         ("self_attention.linear_kv_down_proj.weight", ["self_attn.kv_a_proj_with_mqa.weight"]),
