@@ -26,10 +26,17 @@ class Fusion:
     Attributes:
         members: the leaf names of the layers, such as ("gate_proj", "up_proj").
         alias: the leaf name of the fused layer, such as "gate_up_proj"; None if the fused layer has no name of its own.
+        alternatives: how many of the members are only other names of one layer, used by other models.
     """
 
     members: tuple[str, ...]
     alias: str | None
+    alternatives: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of layers that are fused."""
+        return len(self.members) - self.alternatives
 
 
 FUSIONS = (
@@ -40,7 +47,7 @@ FUSIONS = (
     Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
     Fusion(("wq", "wk", "wv"), "qkv_proj"),
     # The names of DeepSeek-V4 are wq_a and wkv. Mistral calls the second layer wkv_a_with_mqa.
-    Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"),
+    Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv", alternatives=1),
     Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
     Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
 )
@@ -109,13 +116,13 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return the group of fused layers that a module belongs to, as (name, largest possible number of members).
+    """Return the group of fused layers that a module belongs to, as (name, number of layers in a complete group).
 
     The layers of a group share their tensor amax. Return None if loaders do not fuse the module.
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
-    return None if fusion is None else (group_name(parent, fusion), len(fusion.members))
+    return None if fusion is None else (group_name(parent, fusion), fusion.size)
 
 
 def same_input_names(module: str) -> tuple[str, ...]:

@@ -273,6 +273,16 @@ def test_pairs_that_are_no_tensors(name, array, text):
         list(convert_tensors([(name, array)], Rules.of("nvfp4-te")))
 
 
+@pytest.mark.parametrize("second", ["wkv", "wkv_a_with_mqa"])
+def test_a_layer_with_several_names_completes_its_group(second):
+    """DeepSeek-V4 and Mistral have different names for the layer that is fused with wq_a."""
+    converter = TensorConverter(Rules.of("nvfp4-te", format="modelopt"))
+    w = np.ones((32, 32), np.float32)
+    assert not list(converter.convert([("layers.0.attn.wq_a.weight", w)]))
+    assert len(list(converter.convert([(f"layers.0.attn.{second}.weight", w)]))) == 6
+    assert not list(converter.flush())
+
+
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 

@@ -65,6 +65,7 @@ def test_what_shares_an_amax(parent: str, leaves: tuple[str, ...]) -> None:
     groups = fused_layers.shared_amax_groups([*modules, *others, f"other.{leaves[0]}"])
     assert set(groups) == set(modules) and len(set(groups.values())) == 1
     assert all(leaf in groups[modules[0]] for leaf in leaves)
+    assert all(fused_layers.group_of(module) == (groups[module], len(leaves)) for module in modules)
 
 
 def test_every_expert_is_a_group_and_a_stack_none() -> None:
