@@ -16,7 +16,7 @@ from together import together
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
-from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for
+from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_threads
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -84,9 +84,11 @@ CHOSEN = [
     (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", PIECES),
     (work("nvfp4-te-rowscaled", (8192, 32768)), "quantize", PIECES),
-    # If thread blocks find the amaxes of their rows, there is at most one per row, without padding.
+    # If thread blocks find the amaxes of their rows, they take whole rows, without padding.
     (work("nvfp4-te-rowscaled", (64, 4096), finds_amax=True, layout="swizzled_128x4"), "quantize", 64),
-    (work("nvfp4-te-rowscaled", (1 << 20, 64), finds_amax=True), "quantize", PIECES),
+    (work("nvfp4-te-rowscaled", (16384, 4096), finds_amax=True), "quantize", 8192),
+    (work("nvfp4-te-rowscaled", (1 << 20, 64), finds_amax=True), "quantize", 8192),
+    (work("nvfp4-te-rowscaled", (1 << 22, 64), finds_amax=True), "quantize", PIECES),
     (work("mxfp4-ocp", (1, 8192), layout="swizzled_128x4"), "quantize", 128 * 8192 * 2 // (64 * 256)),
     (work("mxfp4-ocp", stochastic=True), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work("mxfp4-ocp", mask=0), "quantize", 4096 * 8192 * 2 // (64 * 256)),
@@ -101,6 +103,26 @@ def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
     choice = kernel_for(work)
     assert choice.kernel == kernel
     assert blocks is None or choice.grid(work, 0) == blocks
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "values", "threads"),
+    [
+        ((64, 4096), BF16, False, 128),  # few rows: one per thread block
+        ((16384, 4096), BF16, False, 256),  # two rows
+        ((16384, 2880), BF16, False, 192),  # two rows of 90 threads
+        ((16384, 5120), BF16, False, 160),
+        ((16384, 12288), BF16, False, 192),  # two steps of half a row
+        ((16384, 16384), BF16, False, 256),
+        ((4096, 32768), BF16, False, 256),
+        ((16384, 5120), F32, False, 160),  # two steps
+        ((16384, 5120), BF16, True, 160),
+        ((3, 16), BF16, False, 32),
+    ],
+)
+def test_threads_that_find_the_amaxes_of_their_rows(monkeypatch, shape, dtype, values, threads):
+    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    assert row_threads(work("nvfp4-te-rowscaled", shape, dtype, values=values, finds_amax=True), 0) == threads
 
 
 NONE = [

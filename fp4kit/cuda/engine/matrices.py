@@ -104,11 +104,11 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 def _has_short_rows(request: LaunchRequest) -> bool:
     """Return True if a warp or a thread block finds the amax of a row fast enough, so that no launch need do it.
 
-    Rows must have at most MAX_KERNEL_AMAX_COLUMNS elements. Rows of up to four times as many suffice if there are at
-    least MANY_ROWS, so that all multiprocessors are busy.
+    Rows may have at most MAX_KERNEL_AMAX_COLUMNS elements. They may have twice as many if there are at least MANY_ROWS,
+    so that all multiprocessors are busy.
     """
     rows, columns = request.shape
-    return columns <= MAX_KERNEL_AMAX_COLUMNS * (4 if rows >= MANY_ROWS else 1)
+    return columns <= MAX_KERNEL_AMAX_COLUMNS * (2 if rows >= MANY_ROWS else 1)
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:

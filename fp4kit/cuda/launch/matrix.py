@@ -24,6 +24,7 @@ from fp4kit.cuda.launch.dispatch import (
     LaunchRequest,
     finds_rows,
     kernel_for,
+    row_threads,
     value_blocks,
 )
 from fp4kit.cuda.launch.geometry import (
@@ -138,7 +139,8 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     blocks = choice.grid(request, device)
     if request.finds_amax and not finds_rows(request):
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
-    return Launch(function, blocks, choice.arguments.struct, *sizes, threads=choice.threads)
+    threads = row_threads(request, device) if finds_rows(request) else choice.threads
+    return Launch(function, blocks, choice.arguments.struct, *sizes, threads=threads)
 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:

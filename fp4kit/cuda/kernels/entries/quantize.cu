@@ -268,8 +268,8 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Raise *largest to `own`, the float32 bits of a magnitude. All threads of a warp must call this function. If all of
-// them have the same address, only one thread accesses it.
+// Raise largest[index] to `own`, the float32 bits of a magnitude. All threads of a warp must call this function. If all
+// of them have the same index, only one thread accesses the memory.
 FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
   if (__any_sync(0xFFFFFFFFu, index != __shfl_sync(0xFFFFFFFFu, index, 0))) {
     atomicMax(largest + index, own);
@@ -281,57 +281,58 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
 }
 
 // Quantize a matrix with one tensor scale per row, and find the amaxes of the rows. They are stored at the address
-// a.tensor_amax. A thread block takes as many whole rows at a time as fit into one step, or one longer row. It reads
-// them from memory once if they fit, and otherwise again, mostly from a cache.
+// a.tensor_amax. A thread block takes as many whole rows at a time as fit into one step of its threads, or one longer
+// row. It loads their runs once if they fit, and otherwise again for the codes, mostly from a cache. Launch with any
+// grid of thread blocks of at most kThreads threads.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
   constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
   __shared__ u32 largest[kThreads];  // float32 bits of the amaxes of the rows that the thread block has taken
-  const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Traits::kRun,
-            blocks = static_cast<u32>(grid.blocks);
+  const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Traits::kRun;
+  const u32 step = blockDim.x * Traits::kUnroll, rows_at_once = maximum(minimum<u32>(step / row_runs, kThreads), 1u);
   const IntegerDivisor divisor = integer_divisor_of(row_runs);
-  const u32 most_rows = minimum<u32>(kThreads, Traits::kStep / row_runs),
-            rows_at_once = maximum(minimum(most_rows, (rows + blocks - 1) / blocks), 1u);
-  for (u32 first = static_cast<u32>(grid.block) * rows_at_once; first < rows; first += blocks * rows_at_once) {
+  for (u32 first = static_cast<u32>(grid.block) * rows_at_once; first < rows;
+       first += static_cast<u32>(grid.blocks) * rows_at_once) {
     const u32 count = minimum(rows_at_once, rows - first), runs = count * row_runs;
-    Run<In, Traits::kRun> x[Traits::kUnroll];
     const auto run_of = [&](u32 start, int k) {  // among the runs of these rows
-      const u32 run = start + k * kThreads + threadIdx.x;
+      const u32 run = start + k * blockDim.x + threadIdx.x;
       return minimum(run, runs - Traits::kLanes + run % Traits::kLanes);
     };
+    Run<In, Traits::kRun> x[Traits::kUnroll];
     const auto load = [&](u32 start) {
 #pragma unroll
       for (int k = 0; k < Traits::kUnroll; ++k)
         x[k] = read_run_of<R, In, kAligned>(a, first * row_runs + run_of(start, k));
     };
-    largest[threadIdx.x] = 0u;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) largest[i] = 0u;
     __syncthreads();
 #pragma unroll 1
-    for (u32 start = 0u; start < runs; start += Traits::kStep) {
+    for (u32 start = 0u; start < runs; start += step) {
       load(start);
 #pragma unroll
       for (int k = 0; k < Traits::kUnroll; ++k)
         raise_by_warp(largest, divide(run_of(start, k), divisor), largest_of_run<Untransformed, In, kInput>(x[k]));
     }
     __syncthreads();
-    if (threadIdx.x < count) const_cast<float*>(a.tensor_amax)[first + threadIdx.x] = float_of(largest[threadIdx.x]);
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x)
+      const_cast<float*>(a.tensor_amax)[first + i] = float_of(largest[i]);
     __syncthreads();
 #pragma unroll 1
-    for (u32 start = 0u; start < runs; start += Traits::kStep) {
-      if (runs > Traits::kStep) load(start);
+    for (u32 start = 0u; start < runs; start += step) {
+      if (runs > step) load(start);
       const auto place_of = [&](int k) {
         const u32 run = run_of(start, k), row = divide(run, divisor), block = (run - row * row_runs) / Traits::kLanes;
         return RunPosition{first * row_runs + run, first + row, block,
                            scale_offset<R::kLayout, u64>(first + row, block, row_runs / Traits::kLanes),
-                           start + k * kThreads + threadIdx.x < runs};
+                           start + k * blockDim.x + threadIdx.x < runs};
       };
       float amaxes[Traits::kUnroll];
 #pragma unroll
       for (int k = 0; k < Traits::kUnroll; ++k) amaxes[k] = float_of(largest[place_of(k).row - first]);
       quantize_step<R, In, kAligned>(a, x, amaxes, TensorScale{}, nullptr, place_of);
     }
-    __syncthreads();  // before `largest` is set to 0 again
+    __syncthreads();  // before the next rows overwrite `largest`
   }
 }
 
