@@ -134,7 +134,7 @@ class _HeaderReader:
             if key in values:
                 raise self._unusable(f"the key {shown(key)!r} occurs twice")
             if key == _ALIGNMENT_KEY:
-                alignment = self._alignment(kind, value)
+                alignment = self._alignment(kind, value, text)
             values[key] = text
             fields.append(Field(key, start, self._at))
         infos = [self._info() for _ in range(tensors)]
@@ -264,13 +264,14 @@ class _HeaderReader:
             count -= piece
         return found.hexdigest()[:16]
 
-    def _alignment(self, kind: int, value: Any) -> int:
+    def _alignment(self, kind: int, value: Any, text: str) -> int:
         """Return ``value``, the value of the key general.alignment, as an int.
 
-        Raise CheckpointError if its type ``kind`` is not uint32, or if it is not a power of two.
+        Raise CheckpointError if its type ``kind`` is not uint32, or if it is not a power of two. The message shows
+        ``text``, because the value of a string or an array is None.
         """
         if kind != 4 or value < 1 or value & (value - 1):
-            raise self._unusable(f"{_ALIGNMENT_KEY} is {value}; a power of two, of type uint32, is needed")
+            raise self._unusable(f"{_ALIGNMENT_KEY} is {shown(text)}; a power of two, of type uint32, is needed")
         return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -82,7 +82,7 @@ MALFORMED = {
     ),
     "alignment of text": (
         header(keys=1, rest=gguf_files.key("general.alignment", "32")),
-        "general.alignment is None; a power",
+        "general.alignment is 32; a power of two, of type uint32",
     ),
     "5 axes": (tensor(shape=(1,) * 5), "x has 5 axes; at most 4 are allowed"),
     "unknown type": (tensor(kind=77), "x has type 77, which is unknown"),

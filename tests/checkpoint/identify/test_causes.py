@@ -60,14 +60,14 @@ def test_scales_of_a_recipe_and_codes_by_another_rule(recipe: str) -> None:
     verdict = identify_layers([LayerPair("a", layer, x)])
     assert verdict.sentence.startswith("GPTQ in 1 layer: ")
     assert verdict.is_clean and "nearest is" not in str(verdict)
-    layer.codes[::8] ^= 1  # now no column is whole
+    layer.codes[::8] ^= 1  # now every column has changed codes
     found = explain(layer, x)
     assert found.method is None and found.cause == OTHER_CODES
 
 
 @pytest.mark.parametrize("share", [0.06, *exhaustive([0.3])])
 def test_random_damage_is_no_gptq(share: float) -> None:
-    """Codes that change at random are no codes of GPTQ, although the scales are those of a recipe."""
+    """identify does not name GPTQ if random codes are changed, although the scales are those of a recipe."""
     x, rng = weight(columns=64), np.random.default_rng(4)
     layer = layer_of(quantize(x, "nvfp4-te"))
     damaged = np.where(rng.random(layer.codes.shape) < share, layer.codes ^ 0x11, layer.codes)  # to the next code
@@ -226,7 +226,10 @@ def four_over_six(x: np.ndarray, most: float) -> StoredLayer:
 
 @pytest.mark.parametrize("most", [448, 256])
 def test_four_over_six_of_modelopt(most: float) -> None:
-    """Its layers get one verdict, also if other recipes give every byte of some of them."""
+    """All layers quantized by Model-Optimizer's four over six get one verdict.
+
+    It includes a layer of which another recipe also gives every byte.
+    """
     layers = [LayerPair(str(seed), four_over_six(weight(seed), most), weight(seed)) for seed in range(3)]
     alike = LayerPair("alike", layer_of(quantize(weight(9), "nvfp4-te-4over6-mse-256")), weight(9))
     verdict = identify_layers([*layers, alike])
@@ -243,7 +246,11 @@ def test_recipes_that_choose_like_four_over_six_keep_their_verdict() -> None:
 
 @pytest.mark.parametrize("fault", ["scale", "choice", "one"])
 def test_what_is_not_four_over_six(fault: str) -> None:
-    """A scale of another amax, a random choice, and no choice are other causes."""
+    """identify does not name four over six if one scale is wrong, or if multiples of the amax are not chosen by error.
+
+    fault: "scale": one scale is 3 codes too large; "choice": each block has 1 or 1.5 times its amax at random; "one":
+        all blocks have 1.5 times their amax
+    """
     x = weight()
     layer = four_over_six(x, 448)
     scales = layer.block_scale.copy()
@@ -258,7 +265,7 @@ def test_what_is_not_four_over_six(fault: str) -> None:
 
 
 def test_blocks_in_which_two_scales_are_equally_good() -> None:
-    """A search whose tool chose another of two scales with equal errors is still named."""
+    """The recipe of a search is named even if, in some blocks, the tool chose another scale with an equal error."""
     x = (np.random.default_rng(0).integers(-7, 8, (128, 64)) / 4).astype(BF16)
     x[0, 0] = 2688 / 512  # makes the tensor scale a power of two, so that errors can be equal
     q = quantize(x, "nvfp4-modelopt-mse")
@@ -283,7 +290,10 @@ def test_blocks_in_which_two_scales_are_equally_good() -> None:
 
 @pytest.mark.parametrize("spread", [0.5, 1.5])
 def test_a_search_with_an_importance_matrix(spread: float) -> None:
-    """auto-round weights the errors of its search per column, with a matrix that no checkpoint holds."""
+    """identify names auto-round's importance matrix as the cause of scales searched with errors weighted per column.
+
+    No checkpoint holds this matrix. Random scales from the same range have another cause.
+    """
     x = weight(columns=128)
     rng, plain = np.random.default_rng(2), quantize(x, "nvfp4-auto-round")
     weights = np.exp(rng.standard_normal(x.shape[1]) * spread)
@@ -307,7 +317,10 @@ def test_a_search_with_an_importance_matrix(spread: float) -> None:
 
 @pytest.mark.parametrize(("half_width", "named"), [(0.5, True), (2.0, False)])
 def test_tuned_scales_and_codes(half_width: float, named: bool) -> None:
-    """auto-round tunes the scale of each block, and an offset of at most one half per element before rounding."""
+    """identify names auto-round's tuning if codes are those of their scales, after adding offsets of at most 0.5.
+
+    auto-round tunes the scale of each block, and adds a tuned offset to each element before rounding.
+    """
     x, rng = weight(), np.random.default_rng(3)
     plain = quantize(x, "nvfp4-auto-round")
     factors = rng.uniform(0.5, 1, amaxes(x).shape).astype(np.float32)

@@ -231,7 +231,7 @@ def test_faults_are_found(name, fault) -> None:
     r = RECIPES[name]
     inject, mishap = (PACKED | ANY)[fault]
     if fault in PACKED and not r.is_packed:
-        pytest.skip("one code a byte")
+        pytest.skip("one code per byte")
     x = weights()
     e = found(inject(stored(x, name)), x, heads=(HEADS,))
     if r.block_rows == 1 or fault != "scales of other blocks":
@@ -389,9 +389,9 @@ def test_the_other_half_of_a_pair() -> None:
 
 @pytest.mark.exhaustive
 def test_an_amax_of_a_group() -> None:
-    """A layer that was quantized with the amax of its group is explained without a fault, whether or not it is given.
+    """A layer that was quantized with its group's amax is explained without a fault, even if the amax is not given.
 
-    If the tensor scale is dropped or wrong, the fault is found only if the amax is given.
+    A dropped tensor scale is found only if the amax is given.
     """
     x = weights(17)
     for name in ("nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors"):

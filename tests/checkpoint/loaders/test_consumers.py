@@ -147,7 +147,7 @@ TARGETS: dict[str, list[Target]] = {
     ("name", "target"), [(name, target) for name, targets in TARGETS.items() for target in targets]
 )
 def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Target) -> None:
-    """The safetensors library reads every tensor with its bits, and files have the numbers of tensors in COUNTS."""
+    """The safetensors library reads the bytes of every tensor as fp4kit's own test reader (oracle) does."""
     root = converted(name, target)
     expected = oracle.load(root)
     for path in root.glob("*.safetensors"):
@@ -242,9 +242,9 @@ def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, u
 
 
 def _back(root: Path, source: Path) -> Path:
-    """Decode a checkpoint with fp4kit; return the directory.
+    """Decode a checkpoint to bfloat16 with fp4kit; return the new directory.
 
-    source: the unquantized model, whose config is used.
+    source: the unquantized model, whose config.json must equal the decoded one's
     """
     out = root.with_name(f"{root.name}-back")
     if not out.exists():
@@ -368,7 +368,10 @@ def test_transformers_loads_fp8_blocks(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("target", [MXFP4, MXFP8])
 def test_transformers_misreads_scales_in_e8m0(converted: Any, tmp_path: Path, target: Target) -> None:
-    """transformers copies numbers, not bytes, so scales in F8_E8M0 become 0: an error of verify, mended by convert."""
+    """transformers reads MX scales in F8_E8M0 wrongly, because it converts their values to uint8: 2^-9 becomes 0.
+
+    verify reports this as an error, and convert repairs the checkpoint.
+    """
     sound = _of_weights_alone(converted("llama", target), tmp_path)
     path = sound / "model.safetensors"
     data = path.read_bytes()
@@ -477,11 +480,9 @@ def test_transformers_has_no_quantizer_for_modelopt(made: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])
 def test_transformers_still_drops_the_global_scale_of_experts(made: Path, converted: Any, name: str) -> None:
-    """transformers drops the global scale of experts (transformers#48371).
+    """transformers drops the global scale of experts (transformers#48371). All other layers load correctly.
 
     Therefore fp4kit avoids this format for models with experts unless asked.
-
-    All other layers load correctly.
     """
     root = converted(name, NVFP4)
     loaded, numbers = _loaded(root), _loaded(_back(root, made / name))
@@ -528,7 +529,7 @@ def woven(x: np.ndarray, heads: int, weaves: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_rotated_layers(made: Path, tmp_path: Path, seed: int | None) -> None:
-    """The input transforms of compressed-tensors give the model back that --hadamard rotated; without them it is wrong.
+    """A model converted with --hadamard is right with compressed-tensors' input transforms, and wrong without them.
 
     transformers does not read transform_config, therefore the test attaches the declared transforms of inputs.
     """
@@ -549,7 +550,7 @@ def test_rotated_layers(made: Path, tmp_path: Path, seed: int | None) -> None:
     stored = safe_open(served / "model.safetensors", "pt").get_tensor("model.layers.0.mlp.down_proj.v_input.weight")
     if seed is None:
         assert torch.equal(layer.v_input.weight.detach(), stored)
-    layer.v_input.weight.data.copy_(stored)  # all layers share this parameter, whose signs the library drew anew
+    layer.v_input.weight.data.copy_(stored)  # all layers share this parameter, for which the library drew new signs
     # The two models round weights and inputs to bfloat16 at different places: 2^-9 per rounding, in 2 layers.
     assert (_logits(model).float() - expected).norm() < 0.03 * expected.norm() < 0.3 * (without - expected).norm()
 

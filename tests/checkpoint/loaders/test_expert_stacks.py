@@ -85,9 +85,8 @@ def test_a_list_without_the_container_of_granite_is_an_error(container: str) -> 
 def test_split_experts_are_warned_of(tmp_path: Path, model_type: str, recipe: str) -> None:
     """The plan and verify warn about experts stored one by one if transformers loads this model type only with stacks.
 
-    transformers splits the experts of Llama 4 itself if the format is compressed-tensors.
-
-    Decoded to bfloat16, such experts become stacks, which nobody is warned of.
+    There is no warning for Llama 4, whose stacks transformers itself splits if the format is compressed-tensors.
+    Decoded to bfloat16, such experts become stacks, which need no warning.
     """
     synthetic.vlm_moe(tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())

@@ -1,5 +1,6 @@
-"""Test what engines require of tensors, tensor scales and configs: good ones give no finding, and every fault gives
-one.
+"""Test what engines require of tensors, tensor scales and configs.
+
+Valid ones give no finding, and every fault gives a finding.
 """
 
 from __future__ import annotations
