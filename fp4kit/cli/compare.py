@@ -62,8 +62,9 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
     cells = [(shown(layer.name), str(layer.elements), f"{layer.sqnr_db:.2f}") for layer in quantized_in_one]
     out.table(("layer quantized in one", "#values", "#SQNR dB"), cells)
     if len(listed) < len(comparison.tensors):
+        count = len(quantized_in_one)
         out.line(
-            f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {len(quantized_in_one)} layers that"
+            f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {count} layer{'s' * (count != 1)} that"
             " only one checkpoint has quantized"
         )
     for item in comparison.refused:

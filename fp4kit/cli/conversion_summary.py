@@ -205,9 +205,9 @@ def _error_lines(error: SampledError) -> Iterator[str]:
         f" {db:.1f} dB, {shown(worst)}"
     )
     if error.outliers:
-        kept = error.outliers[:_MOST_KEPT]
+        kept, low = error.outliers[:_MOST_KEPT], len(error.outliers)
         options = " ".join(f"--keep {shlex.quote(name.partition('[')[0])}" for name in kept)
         yield (
-            f"advice: {len(error.outliers)} layers are at least 3 dB below the median; to leave the worst unquantized,"
-            f" add {options}"
+            f"advice: {low} layer{' is' if low == 1 else 's are'} at least 3 dB below the median; to leave the worst"
+            f" unquantized, add {options}"
         )

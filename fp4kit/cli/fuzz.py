@@ -39,7 +39,7 @@ def register(commands: Any) -> None:
             " failures, 2 an error."
         ),
     )
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to draw (default: 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to run (default: 60)")
     parser.add_argument("--cases", type=int, metavar="K", help="stop after K cases per process")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random cases (default: 0)")
     parser.add_argument(

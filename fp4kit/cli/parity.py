@@ -24,7 +24,7 @@ def register(subparsers: Any) -> None:
         _parity,
         examples=(
             ("fp4kit parity train.json Llama-NVFP4 --weights Llama", "compare a trainer's contract with a checkpoint"),
-            ("fp4kit parity train.json rollout.json", "compare two contracts on drawn numbers"),
+            ("fp4kit parity train.json rollout.json", "compare two contracts on random numbers"),
             ("fp4kit parity train-logits.safetensors rollout-logits.safetensors", "compare logits bit by bit"),
         ),
         description="Compare codes, scales, values and products of two sides, layer by layer. If they differ, print"
@@ -35,13 +35,13 @@ def register(subparsers: Any) -> None:
     add_path(parser, "train", metavar="TRAIN", help=f"the side of the trainer: {_KINDS}")
     add_path(parser, "rollout", metavar="ROLLOUT", help=f"the side of the rollout engine: {_KINDS}")
     text = (
-        "the unquantized model. Contracts are applied to it, and it shows at which step differing bytes part"
-        " (default: drawn numbers if both sides are contracts, otherwise none)"
+        "the unquantized model. Contracts are applied to it, and it shows at which step of the arithmetic bytes begin"
+        " to differ (default: random numbers if both sides are contracts, otherwise none)"
     )
     parser.add_argument("--weights", metavar="SRC", help=text)
-    text = "file with the inputs of each layer, (tokens, K), for activations and products (default: drawn numbers)"
+    text = "file with the inputs of each layer, (tokens, K), for activations and products (default: random numbers)"
     parser.add_argument("--inputs", metavar="FILE", help=text)
-    text = "file with keys and values, (tokens, heads, head_dim), for recipes and layouts of KV caches (default: drawn)"
+    text = "file with keys and values, (tokens, heads, head_dim), for KV cache recipes and layouts (default: random)"
     parser.add_argument("--kv", metavar="FILE", help=text)
     text = "elements per layer to compare, in evenly spaced rows (default: %(default)s)"
     parser.add_argument("--elements", type=int, default=1 << 18, metavar="N", help=text)

@@ -44,7 +44,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
     """
     if args.dry_run == (args.destination is not None):
         got = "--dry-run and DST" if args.dry_run else "neither DST nor --dry-run"
-        raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to look")
+        raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to write nothing")
     total = sum(nbytes for _, nbytes in inspect_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
         found = reconcile(args.source, args.destination, tick, args.ignore)

@@ -539,7 +539,10 @@ class _SourceComparison:
             for name, names in self._transposed.items()
         ]
         whys = Counter(check.why for check in self.checks if check.why)
-        found += [Issue("warning", "model", f"{n} layers are not re-encoded: {why}") for why, n in whys.items()]
+        found += [
+            Issue("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}")
+            for why, n in whys.items()
+        ]
         return found
 
 
