@@ -40,7 +40,7 @@ def check(form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject once it is quantized.
 
     Args:
-        form: the container to write, one of ComfyUI's.
+        form: the container to write, one of FORMS.
         shapes: layer name -> shape, for the layers to quantize.
     """
     for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
@@ -51,7 +51,7 @@ def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterato
     """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject.
 
     Args:
-        layers: layer name -> (one of ComfyUI's containers, shape), for the quantized layers.
+        layers: layer name -> (container, shape), for the quantized layers. The container must be one of FORMS.
     """
     for name, (form, shape) in layers.items():
         multiple = _ROWS[form.kind]

@@ -75,7 +75,9 @@ def tokens_of(text: str, folder: Path) -> list[int]:
     """Return the WordPiece token ids of a text.
 
     The text is lower-cased and split into words and punctuation. Each word is split greedily into the longest pieces
-    that the vocabulary in `folder` has.
+    that the vocabulary has. A part of a word that matches no piece gives the id of [UNK].
+
+    folder: the directory of the model, with the vocabulary vocab.txt.
     """
     known = {word: i for i, word in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())}
     return [known[piece] for word in re.findall(r"\w+|[^\w\s]", text.lower()) for piece in _pieces(word, known)]
@@ -84,7 +86,9 @@ def tokens_of(text: str, folder: Path) -> list[int]:
 def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
     """Yield the vocabulary pieces of a word, from its start, each as long as possible.
 
-    If no piece matches the rest of the word, yield "[UNK]" for this rest. `known` maps a piece to its id.
+    If no piece matches the rest of the word, yield "[UNK]" for this rest.
+
+    known: piece -> its id, for all pieces of the vocabulary.
     """
     start = 0
     while start < len(word):
@@ -114,7 +118,7 @@ def encode(tensors: EncoderTensors, tokens: Sequence[int], seen: Seen = lambda n
 
 
 def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
-    """Return the output of one encoder layer with input x.
+    """Return the output of one encoder layer for the input ``x``: float32 (tokens, 384), like the input.
 
     tensors: name -> array, the tensors of the model.
     p: the name of the layer, with which the names of its tensors begin, such as "encoder.layer.0".
@@ -140,10 +144,10 @@ def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.nda
 
 
 def _norm(tensors: EncoderTensors, name: str, x: np.ndarray) -> np.ndarray:
-    """Return the layer norm of x with the weight and bias of the layer `name`.
+    """Return the layer norm of ``x`` with the weight and bias of the layer ``name``, float32.
 
     tensors: the tensors of the model by name.
-    x: the values to normalize, (..., columns); each row by itself.
+    x: the values to normalize, (..., columns). Each row is normalized by itself.
     """
     centered = x - x.mean(axis=-1, keepdims=True)
     scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + EPS)
