@@ -40,8 +40,9 @@ class TensorConverter:
 
     Args:
         rules: recipe, container and selection of layers.
-        incomplete: what flush does if some layers of a group with one tensor scale never arrived. "error" raises
-            CheckpointError. "quantize" quantizes the layers that arrived, for models that do not have the others.
+        incomplete: what flush does if some layers of a group with one tensor scale never arrived, or stay unquantized.
+            "error" raises CheckpointError. "quantize" quantizes the selected layers that arrived, for models that do
+            not have the others.
         since: name -> array, the tensors that an earlier conversion yielded. A tensor is not yielded again if it equals
             the earlier tensor of its name in dtype, shape and every byte. None yields all tensors.
 
@@ -228,17 +229,31 @@ class TensorConverter:
                 " name these layers in Wishes(keep=...)",
                 stacklevel=3,
             )
-        alone = fused_layers.missing_gated_halves(self._converted)
+        alone = fused_layers.missing_gated_halves(self._converted, self._unconverted)
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
         for group, members in self._waiting.items() if self._incomplete == "error" else ():
-            came = ", ".join(shown(name) for name, _, _ in members)
-            raise CheckpointError(
-                f"{shown(group)}: these layers share one tensor scale, but only {came} came; send the others too,"
-                ' or use incomplete="quantize" if the model does not have them'
-            )
+            raise CheckpointError(f"{shown(group)}: these layers share one tensor scale, {self._why_waiting(members)}")
         waiting, self._waiting = self._waiting, {}
         return self._new(pair for members in waiting.values() for pair in self._quantized(members))
+
+    def _why_waiting(self, members: list[_Member]) -> str:
+        """Return why layers still wait for others with their tensor scale, as a clause with advice for a message.
+
+        Either layers of their group came and stay unquantized, or layers never came.
+        """
+        group = fused_layers.group_of(members[0][0])
+        kept = [(name, why) for name, why in self._unconverted.items() if fused_layers.group_of(name) == group]
+        if kept:
+            name, why = kept[0]
+            return (
+                f"but {shown(name)} stays unquantized ({why}); quantize all of them, or none, or use"
+                ' incomplete="quantize" to quantize the others without it'
+            )
+        came = ", ".join(shown(name) for name, _, _ in members)
+        return (
+            f'but only {came} came; send the others too, or use incomplete="quantize" if the model does not have them'
+        )
 
     def _gathered(self, module: str, matrix: Any, own: Rules) -> Iterator[Named]:
         """Quantize a layer and yield its (name, array) pairs, once all layers that share its tensor scale have arrived.
@@ -319,8 +334,9 @@ def convert_tensors(
             up, linear_qkv into q, k and v by the heads in rules.config, and linear_qkv_down_proj into q_a_proj and
             kv_a_proj_with_mqa by the ranks in rules.config.
         rules: recipe, container and selection of layers.
-        incomplete: what to do if some layers that share a tensor scale never arrive. "error" raises CheckpointError.
-            "quantize" quantizes the layers that arrived, for models that do not have the others.
+        incomplete: what to do if some layers that share a tensor scale never arrive, or stay unquantized. "error"
+            raises CheckpointError. "quantize" quantizes the selected layers that arrived, for models that do not have
+            the others.
         since: name -> array, the tensors that an earlier call yielded. Tensors that are unchanged are not yielded
             again, so that a rollout engine gets only the changed ones. None yields all tensors.
 
@@ -339,7 +355,8 @@ def convert_tensors(
             - A fused parameter cannot be split by the numbers in rules.config.
             - Two stacks of experts do not fit together.
             - ``rules.activations`` does not fit a layer (see Activations.of_layers).
-            - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
+            - A layer that shares a tensor scale with others never arrives or stays unquantized, and ``incomplete`` is
+              "error".
             - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.
             - A pattern of ``rules.recipes`` sets the recipe of no layer, or fused layers get different recipes.
         TypeError: a name is not a str, or a value is not an array.

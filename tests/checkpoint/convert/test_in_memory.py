@@ -273,6 +273,26 @@ def test_pairs_that_are_no_tensors(name, array, text):
         list(convert_tensors([(name, array)], Rules.of("nvfp4-te")))
 
 
+@pytest.mark.parametrize(
+    ("leaves", "kept"),
+    [
+        (("mlp.gate_proj", "mlp.up_proj"), "up_proj"),
+        (("mlp.gate_proj", "mlp.up_proj"), "gate_proj"),
+        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "k_proj"),
+    ],
+)
+def test_groups_with_unquantized_layers(leaves, kept):
+    """A layer that stays unquantized is named, and with incomplete="quantize" the others are quantized without it."""
+    w = np.random.default_rng(8).standard_normal((32, 32), dtype=np.float32)
+    tensors = {f"model.layers.0.{leaf}.weight": w for leaf in leaves}
+    rules = Rules.of("nvfp4-te", format="modelopt", wishes=Wishes(keep=(f"*.{kept}",)))
+    with synthetic.refused(f"{kept} stays unquantized (--keep *.{kept}); quantize all of them, or none"):
+        list(convert_tensors(tensors.items(), rules))
+    got = dict(convert_tensors(tensors.items(), rules, "quantize"))
+    assert len(got) == 1 + 3 * (len(leaves) - 1)
+    assert sum(array is w for array in got.values()) == 1
+
+
 @pytest.mark.parametrize("second", ["wkv", "wkv_a_with_mqa"])
 def test_a_layer_with_several_names_completes_its_group(second):
     """DeepSeek-V4 and Mistral have different names for the layer that is fused with wq_a."""
