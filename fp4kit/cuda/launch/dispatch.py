@@ -371,7 +371,7 @@ def _rows_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _bytes_per_thread(request: LaunchRequest) -> int:
-    """Return how many bytes of elements a thread of quantize or quantize_unblocked loads at a time."""
+    """Return the bytes of elements that each thread of quantize or quantize_unblocked loads at a time."""
     r = request.recipe
     return VALUE_RUNS * 16 if request.values and r.block and r.apply == "multiply" else THREAD_BYTES
 
