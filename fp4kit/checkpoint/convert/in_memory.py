@@ -330,9 +330,9 @@ def convert_tensors(
 
     Args:
         tensors: (name, array) pairs of a whole model. The arrays are of any library, on the host or a GPU. The names
-            are Hugging Face's or Megatron-Core's. Fused parameters of Megatron-Core are split: linear_fc1 into gate and
-            up, linear_qkv into q, k and v by the heads in rules.config, and linear_qkv_down_proj into q_a_proj and
-            kv_a_proj_with_mqa by the ranks in rules.config.
+            are Hugging Face's or Megatron-Core's. Fused parameters of Megatron-Core are split by the numbers in
+            rules.config: linear_fc1 into gate and up (up alone if the MLP has no gate), linear_qkv into q, k and v, and
+            linear_qkv_down_proj into q_a_proj and kv_a_proj_with_mqa.
         rules: recipe, container and selection of layers.
         incomplete: what to do if some layers that share a tensor scale never arrive, or stay unquantized. "error"
             raises CheckpointError. "quantize" quantizes the selected layers that arrived, for models that do not have

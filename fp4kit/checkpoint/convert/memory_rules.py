@@ -27,8 +27,8 @@ class Rules:
 
     Attributes:
         recipe: the recipe for newly quantized tensors.
-        config: the content of the model's config.json. Its model type and its numbers of layers, heads and ranks are
-            used.
+        config: the content of the model's config.json. Its model type, its numbers of layers and heads, its ranks and
+            the sizes of its MLPs are used.
         format: the output format, such as "modelopt"; None for the format that most engines load.
         wishes: which layers to quantize.
         input_scale: a positive float32 activation scale to write for every layer; None for none.

@@ -24,7 +24,8 @@ def check_array(name: str, array: Any) -> None:
 def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
     """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
 
-    A fused parameter gives two or three pairs. ``_extra_state`` gives none. Any other parameter gives one.
+    A fused parameter gives two or three pairs. ``_extra_state`` gives none. Any other parameter gives one, and so does
+    linear_fc1 of an MLP without a gate.
 
     Raise CheckpointError for an unknown Megatron-Core name, and for a fused parameter whose rows do not fit
     ``rules.config``. Raise TypeError if ``array`` is not an array.
@@ -34,11 +35,28 @@ def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Na
         check_array(megatron_name, array)
     if len(names) < 2:
         yield from ((name, array) for name in names)
+    elif len(names) == 2 and _has_no_gate(names[0], array.shape[0], rules.config):
+        yield names[1], array
     elif len(names) == 2:
         first = _rows_of_first(megatron_name, names[0], array.shape[0], rules.config)
         yield from zip(names, (array[:first], array[first:]), strict=True)
     else:
         yield from zip(names, _heads(megatron_name, array, rules.config), strict=True)
+
+
+def _has_no_gate(first: str, rows: int, config: Mapping[str, Any]) -> bool:
+    """Return whether linear_fc1 holds up_proj alone, because the model's MLPs have no gate (Nemotron).
+
+    That is so if it has as many rows as up_proj, and not twice as many. Return False if ``config`` does not state the
+    number of rows of up_proj, for shared experts, and for all parameters other than linear_fc1.
+
+    first: the Hugging Face name of the first tensor of the parameter.
+    rows: the number of rows of the parameter.
+    config: the content of config.json.
+    """
+    size = "moe_intermediate_size" if ".experts." in first else "intermediate_size"
+    is_checked = ".gate_proj." in first and ".shared_expert" not in first
+    return is_checked and rows == config.get("text_config", config).get(size)
 
 
 def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[str, Any]) -> int:

@@ -339,6 +339,22 @@ def test_names_of_megatron():
     assert got["lm_head.weight"] is gate
 
 
+@pytest.mark.parametrize("config", [{"intermediate_size": 64}, {"text_config": {"moe_intermediate_size": 64}}])
+def test_mlps_of_megatron_without_gates(config):
+    """If linear_fc1 has the rows of up_proj alone, it is up_proj; with twice as many rows, it is gate and up."""
+    rng = np.random.default_rng(7)
+    gate, up = (rng.standard_normal((64, 32), dtype=np.float32) for _ in range(2))
+    rules = Rules.of("nvfp4-te", config=config, format="modelopt")
+    mlp = "mlp" if "intermediate_size" in config else "mlp.experts.local_experts.0"
+    module = f"model.layers.0.{mlp.replace('local_experts.', '')}"
+    for parts, leaves in (([up], ["up_proj"]), ([gate, up], ["gate_proj", "up_proj"])):
+        pairs = [(f"{module}.{leaf}.weight", x) for leaf, x in zip(leaves, parts, strict=True)]
+        wanted = dict(convert_tensors(pairs, rules, "quantize"))
+        fused = [(f"decoder.layers.0.{mlp}.linear_fc1.weight", np.concatenate(parts))]
+        got = dict(convert_tensors(fused, rules, "quantize"))
+        check(got, {name: as_bytes(array) for name, array in wanted.items()})
+
+
 MLA = {"q_lora_rank": 48, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
 
 
