@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_index, is_one_of
+from fp4kit.arguments import is_one_of
 from fp4kit.arrays.imports import import_arrays, is_array
 from fp4kit.call import checks
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.call.amaxes import parse_block_amax, parse_tensor_amax
 from fp4kit.call.given_scales import check_complete, parse_block_scale, parse_tensor_scale
 from fp4kit.call.outputs import check_quantized_out, import_out
+from fp4kit.call.random_numbers import parse_seed
 from fp4kit.formats import Codebook
 from fp4kit.layouts import check_layout
 from fp4kit.quantized.container import Quantized
@@ -60,7 +61,8 @@ class Call(NamedTuple):
             are to be computed.
         grad: the gradient for fake_quantize_backward, in the shape of x.
         layout: the layout of block_scale.
-        random: None for nearest rounding; for stochastic rounding, a seed or uint8 random bytes in the shape of moved.
+        random: None for nearest rounding; for stochastic rounding, a seed or random numbers in the shape of moved, as
+            parse_seed returns them.
         mask: sign mask of the Hadamard transform; None for no transform.
         out: a Quantized to write to, or None.
         block_scale: the caller's block scales, uint8 in `layout`; None if the recipe has none or they are to be
@@ -311,7 +313,7 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
-    """Return the seed as an int, or the random bytes with the quantized axis last; None for nearest rounding.
+    """Return the seed as an int, or the random numbers with the quantized axis last; None for nearest rounding.
 
     Raise ValueError if rounding and seed do not fit each other, the recipe or x. Raise TypeError if the seed is
     neither an int nor an array.
@@ -325,30 +327,13 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         return None
     if r.element.is_integer or r.four_over_six or isinstance(r.element, Codebook):
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
-    if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
-        if seed.dtype != np.uint8 or seed.shape != call.x.shape:
-            raise ValueError(
-                f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {call.x.shape}, or pass an int"
-            )
-        return np.moveaxis(seed, call.axis, -1)
     if seed is None:
-        raise ValueError(f"{op}: stochastic rounding needs seed: an int, or random bytes (uint8, shape of x)")
-    return _seed(op, seed)
-
-
-def _seed(op: str, seed: Any) -> int:
-    """Return a seed as an int. Raise TypeError for a non-integer, and ValueError for an int outside 0 to 2^64 - 1."""
-    return check_seed(op, as_index(op, "seed", seed))
-
-
-def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return a seed unchanged. Raise ValueError unless it is from 0 to `most`.
-
-    The default of `most` is the largest key of the random stream, which has 64 bits.
-    """
-    if not 0 <= seed <= most:
-        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
-    return seed
+        bytes_or_numbers = "random bytes (uint8, shape of x)"
+        if r.stochastic == "comfyui_nvfp4":
+            bytes_or_numbers = "numbers from 0 to 1 in the shape of x"
+        raise ValueError(f"{op}: stochastic rounding needs seed: an int, or {bytes_or_numbers}")
+    random = parse_seed(op, seed, call.x, r)
+    return random if isinstance(random, int) else np.moveaxis(random, call.axis, -1)
 
 
 @contextmanager

@@ -50,7 +50,8 @@ def tensor_key(r: Recipe) -> str | None:
 
 def element_key(r: Recipe) -> str:
     """Return the key of a recipe's element arithmetic, which computes codes from finite elements and finite factors."""
-    flags = [name for name in ("flush", "round_scaled", "narrow", "stochastic_float16") if getattr(r, name)]
+    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
+    flags += ["stochastic_float16"] * (r.stochastic == "comfy_kitchen_fp8")
     flags += ["then_encode"] * then_encodes(r)
     return " ".join([_name(computed_format(r)), r.apply, r.rounding, r.sign, *flags])
 

@@ -39,7 +39,7 @@ from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import EncodeOptions
-from fp4kit.reference.stochastic import RandomBytes, RandomStream
+from fp4kit.reference.stochastic import RandomNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
@@ -402,7 +402,7 @@ class _RandomBytes(NamedTuple):
     stride: int = 0
 
     @classmethod
-    def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _RandomBytes:
+    def of(cls, random: RandomNumbers | None, rows: slice, columns: slice) -> _RandomBytes:
         """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest rounding.
 
         If `random` is a RandomStream, return the seed and the position of the bytes in the stream. Otherwise return the
@@ -413,7 +413,7 @@ class _RandomBytes(NamedTuple):
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
             return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
-        return cls() if part is None else cls(np.ascontiguousarray(part.bytes))
+        return cls() if part is None else cls(np.ascontiguousarray(part.numbers))
 
 
 # ---- amaxes ----

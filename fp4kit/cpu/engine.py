@@ -95,6 +95,8 @@ def _check(call: Call, min_elements: int | None = None) -> None:
         raise Declined("the specification is as fast for so few elements")
     if encode.kernels_of(call.recipe).own is not None and call.random is not None:
         raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
+    if call.recipe.stochastic == "comfyui_nvfp4" and call.random is not None:
+        raise Declined("the CPU engine has no stochastic rounding in the dtype of x")
     encode.check_array(call.x)
 
 

@@ -128,7 +128,7 @@ def _element(r: Recipe) -> list[str]:
         "kFlush": r.flush,
         "kRoundScaled": r.round_scaled,
         "kNarrow": r.narrow,
-        "kStochasticFloat16": r.stochastic_float16,
+        "kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
         "kThenEncode": then_encodes(r),
     }
     return [

@@ -38,7 +38,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import changed_values, keep_codes, with_encoded_blocks
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
-from fp4kit.reference.stochastic import GivenBytes, RandomBytes, RandomStream
+from fp4kit.reference.stochastic import GivenNumbers, RandomNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.trace import show, untraced
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -252,7 +252,7 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
     scales = None if r.scale is None else unswizzle_scales(call.block_scale, call.layout, shape).reshape(B, M, -1)
     for i, matrix in enumerate(x):
         part = TensorScale(*(part_for_matrix(np.asarray(p), r, i, (B, M)) for p in tensor))
-        options = MatrixOptions(None, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        options = MatrixOptions(None, _random_numbers(call.random, r, i, (M, K)), call.mask)
         functions.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
 
 
@@ -291,21 +291,21 @@ def _quantize_matrices(
     for i, matrix in enumerate(x):
         # call.block_amax repeats a block's amax for each row of the block, but functions.quantize needs it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
-        options = MatrixOptions(block_amaxes, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        options = MatrixOptions(block_amaxes, _random_numbers(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]
         functions.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], out_scales, options)
 
 
-def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
-    """Return the source of the random bytes for matrix i of a call; None for nearest rounding (random is None).
+def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
+    """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None).
 
-    random: the caller's bytes, or the seed of a stream.
+    random: an array of random numbers, or the seed of a stream of random bytes.
     shape: the shape of each matrix.
     """
     if random is None:
         return None
     if isinstance(random, np.ndarray):
-        return GivenBytes(stack(random, r, True)[i])
+        return GivenNumbers(stack(random, r, True)[i])
     return RandomStream(random, i * prod(shape), shape[1])
 
 

@@ -15,7 +15,7 @@ from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.call.linear import NO_SECOND_GRADIENT, OP, LinearSettings, check_linear, check_weight, linear_settings
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
-from fp4kit.call.parse import check_seed as check_seed_range
+from fp4kit.call.random_numbers import check_seed as check_seed_range
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.codes import dequantize, quantize
 from fp4kit.jax.functions import as_jax, check_seed

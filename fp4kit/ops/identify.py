@@ -348,7 +348,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
     Only candidates that can give the tensor scale of q are tried. Variations with only a Hadamard transform come first,
     then those with stochastic rounding. Hadamard transforms are tried only if the length of the quantized axis is a
-    multiple of 16. Stochastic rounding is not tried for integer elements and for 4over6.
+    multiple of 16. Stochastic rounding is not tried for integer elements, for 4over6 and for ComfyUI's NVFP4.
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -362,7 +362,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
             if not stochastic and not hadamard:
                 continue
             for r in fitting:
-                if stochastic and (r.element.is_integer or r.four_over_six):
+                if stochastic and (r.element.is_integer or r.four_over_six or r.stochastic == "comfyui_nvfp4"):
                     continue
                 if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(q, x, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)

@@ -9,7 +9,8 @@ from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.memory_overlap import are_disjoint
 from fp4kit.call.outputs import import_out
-from fp4kit.call.parse import QuantizeOptions, call_with_scales, check_seed, columnwise, quantize_call
+from fp4kit.call.parse import QuantizeOptions, call_with_scales, columnwise, quantize_call
+from fp4kit.call.random_numbers import check_seed
 from fp4kit.ops.engines import cached_driver_call, convert_and_call, new_cached_call, run, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -59,7 +60,10 @@ def quantize(
             with a probability given by the distance.
         seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. An int is the
             key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the stream is the
-            element's index in x with `axis` moved last.
+            element's index in x with `axis` moved last. The recipes of ComfyUI differ: an int gives the random numbers
+            of PyTorch's generator on a CPU with this seed (its low 32 bits), in the order of x. The random numbers of
+            nvfp4-comfy-kitchen-stochastic are not bytes, but numbers as torch.rand gives them: at least 0 and less than
+            1, in the dtype and shape of x.
         hadamard: True first applies Transformer Engine's (TE's) randomized Hadamard transform to x, in blocks of 16
             along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
             "no_signs" applies the transform without the random sign mask.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fp4kit.arguments import as_index
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call.parse import check_seed
+from fp4kit.call.random_numbers import check_seed
 from fp4kit.call.rotation import Rotation, check_hadamard_size, hadamard_call, matrix_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.reference import rotate as specification

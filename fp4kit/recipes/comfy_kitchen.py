@@ -1,4 +1,7 @@
-"""Define the recipes of comfy-kitchen 0.2.40, which quantizes for ComfyUI: its eager back end, written in PyTorch."""
+"""Define the recipes of comfy-kitchen 0.2.40, which quantizes for ComfyUI: its eager back end, written in PyTorch.
+
+One recipe is of ComfyUI itself, which rounds stochastically when it merges a LoRA into a layer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield comfy-kitchen's recipes: NVFP4, MXFP8, then FP8 with one scale per tensor, in two formats."""
+    """Yield comfy-kitchen's recipes: two of NVFP4, then MXFP8, then FP8 with one scale per tensor, in two formats."""
     yield of_format(
         NVFP4,
         "nvfp4-comfy-kitchen",
@@ -25,18 +28,36 @@ def recipes() -> Iterator[Recipe]:
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_nvfp4, tensor/nvfp4.py TensorCoreNVFP4Layout",
         exact="codes, scales and decoded values of the eager back end, whose tensor scale has the precision of x. "
-        "ComfyUI's files have the even element in the high nibble, and swizzled scales. Not its stochastic rounding",
+        "ComfyUI's files have the even element in the high nibble, and swizzled scales. For ComfyUI's "
+        "stochastic rounding, use nvfp4-comfy-kitchen-stochastic",
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-comfy-kitchen-stochastic",
+        tensor_rule="comfy_kitchen",
+        block_rule="comfyui",
+        decode_rule="comfy_kitchen",
+        apply="divide",
+        nan_code=0,
+        amax_nan="propagate",
+        round_scaled=True,
+        stochastic="comfyui_nvfp4",
+        versions=Versions("0.29", "0.33"),
+        source="ComfyUI 0.33 comfy/float.py stochastic_round_quantize_nvfp4_by_block",
+        exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed or the random numbers. "
+        "ComfyUI rounds stochastically when it merges a LoRA into a layer. It computes in the dtype of x, also block "
+        "scales. No producer uses this recipe with rounding to nearest",
     )
     yield of_format(
         MXFP8_E4M3,
         "mxfp8-comfy-kitchen",
         block_rule="e8m0_comfy_kitchen",
         decode_rule="e8m0_flashinfer_api",
-        stochastic_float16=True,
+        stochastic="comfy_kitchen_fp8",
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_mxfp8",
         exact="codes, scales and decoded values of the eager back end, where scale byte 0 means 0; except that -0 in a "
-        "block of zeros keeps its sign. Stochastic rounding gives ComfyUI's codes for its random bytes. Differs from "
+        "block of zeros keeps its sign. Stochastic rounding gives ComfyUI's codes on a CPU for its seed. Differs from "
         "mxfp8-modelopt only for blocks with scale byte 0, infinities or NaN",
     )
     for element, name in ((E4M3, "fp8-comfy-kitchen"), (E5M2, "fp8-comfy-kitchen-e5m2")):
@@ -50,7 +71,7 @@ def recipes() -> Iterator[Recipe]:
             tensor_rule="fp8_comfy_kitchen",
             decode_rule="fp8_comfy_kitchen",
             round_scaled=True,
-            stochastic_float16=True,
+            stochastic="comfy_kitchen_fp8",
             amax_nan="propagate",
             source=f"{_SOURCE} quantize_per_tensor_fp8, with ComfyUI's scale amax / {element.max:g}",
             exact="codes, scales and decoded values of the eager back end. The reciprocal of the scale is rounded to "

@@ -17,6 +17,7 @@ AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
+STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4")
 
 
 # The scale format of the amax rules, which belong to no producer. They write block scales in every float format, and
@@ -106,6 +107,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "flashinfer_kv": BlockRuleTraits("E4M3", six=True, flush=True),
     "flashinfer_kv_page": BlockRuleTraits("E4M3", six=True),
     "comfy_kitchen": BlockRuleTraits("E4M3", "divide"),
+    "comfyui": BlockRuleTraits("E4M3", "divide"),
     "mslk": BlockRuleTraits("E4M3", encode=True),
     "mslk_fast": BlockRuleTraits("E4M3", six=True, encode=True),
     "mslk_power": BlockRuleTraits("E4M3", encode=True),

@@ -29,7 +29,6 @@ _FLAGS = (
         "nan_is_max",
         "flush",
         "round_scaled",
-        "stochastic_float16",
         "repacked",
         "fast_error",
         "lane_sums",
@@ -49,6 +48,7 @@ _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # {field: (allowed names,
     "rounding": (rules.ROUNDINGS, False),
     "sign": (rules.SIGNS, False),
     "amax_nan": (rules.AMAX_NANS, False),
+    "stochastic": (rules.STOCHASTICS, False),
     "four_over_six": (rules.ERRORS, True),
 }
 
@@ -490,8 +490,7 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 def _check_options(r: Any) -> None:
     """Raise ValueError if an option is set that the element format or the rules do not support.
 
-    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked, nan_is_max and
-    stochastic_float16.
+    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked, nan_is_max and stochastic.
     """
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
@@ -516,8 +515,10 @@ def _check_options(r: Any) -> None:
     if r.repacked and not can_be_repacked(r):
         needed = "needs float elements, a block_rule with apply 'multiply', and neither four_over_six nor nan_is_max"
         _refuse(r, "repacked", f"{needed}; under E4M3 scales also sign 'signbit' or 'unsigned_zero'")
-    if r.stochastic_float16 and (r.element.is_integer or r.is_custom):
-        _refuse(r, "stochastic_float16", f"needs float elements under rules of a producer; element is {r.element}")
+    if r.stochastic != "te" and (r.element.is_integer or r.is_custom):
+        _refuse(r, "stochastic", f"needs float elements under rules of a producer, or 'te'; element is {r.element}")
+    if r.stochastic == "comfyui_nvfp4" and r.element != E2M1:
+        _refuse(r, "stochastic", f"needs E2M1, whose codes it computes; element is {r.element}")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(
             r,

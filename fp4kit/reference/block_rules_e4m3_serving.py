@@ -33,7 +33,7 @@ from fp4kit.reference.arith import (
 )
 from fp4kit.reference.block_arith import decode_scale, encode_e4m3_scale, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import encode
-from fp4kit.reference.tensor_rules import TensorScale
+from fp4kit.reference.tensor_rules import TensorScale, round_to
 from fp4kit.reference.trace import show
 
 QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon of float32
@@ -321,6 +321,30 @@ def factor_comfy_kitchen(
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, NAN, scale)
+
+
+def code_comfyui(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as ComfyUI computes it for stochastic rounding.
+
+        code = E4M3(T(T(amax / 6) / T(tensor.decode)))
+
+    6 stands for the largest element value, tensor.decode is the decode scale of the tensor, and T rounds to dtype.
+    Codes saturate at 448, and NaN gives a NaN code. Source: ComfyUI comfy/float.py
+    stochastic_round_quantize_nvfp4_block.
+    """
+    ratio = round_to(amax / recipe.element.max, dtype) / round_to(tensor.decode, dtype)
+    return encode_e4m3_scale(round_to(ratio, dtype))
+
+
+def factor_comfyui(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return T(scale * T(tensor.decode)), the divisor of each block's elements in ComfyUI.
+
+    scale is the value of the scale code, tensor.decode the decode scale of the tensor, and T rounds to dtype. A divisor
+    of 0 gives infinities, and NaN for zeros. amax and recipe are not used.
+    """
+    return round_to(decode_scale(codes) * round_to(tensor.decode, dtype), dtype)
 
 
 def _mslk_code(scale: np.ndarray) -> np.ndarray:

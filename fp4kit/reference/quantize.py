@@ -19,7 +19,12 @@ from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.integer_or_float import encode_under_if4, quantize_if4
-from fp4kit.reference.stochastic import RandomBytes, encode_stochastic, encode_stochastic_float16
+from fp4kit.reference.stochastic import (
+    RandomNumbers,
+    encode_stochastic,
+    encode_stochastic_comfyui,
+    encode_stochastic_float16,
+)
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 from fp4kit.reference.trace import show, untraced
 
@@ -37,12 +42,12 @@ class EncodeOptions(NamedTuple):
 
     Attributes:
         block_amax: calibrated block amaxes.
-        random: random bytes for stochastic rounding.
+        random: random numbers for stochastic rounding.
         hadamard: the sign mask of a Hadamard transform that is applied first.
     """
 
     block_amax: np.ndarray | None = None
-    random: RandomBytes | None = None
+    random: RandomNumbers | None = None
     hadamard: int | None = None
 
 
@@ -109,7 +114,7 @@ def quantize_tile(
         tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
         dtype: the dtype of x before it was converted to float32.
         amax: calibrated block amaxes, or None to compute them.
-        random: bytes (m, k) for stochastic rounding, or None.
+        random: random numbers (m, k) for stochastic rounding, or None.
     """
     m, k = x.shape
     if recipe.block_rule is None:
@@ -150,7 +155,7 @@ def encode_tile(
         tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
         dtype: the dtype of x before it was converted to float32.
         scales: block scale codes (m, k / block), or None if the recipe has no block scales.
-        random: bytes (m, k) for stochastic rounding, or None.
+        random: random numbers (m, k) for stochastic rounding, or None.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
@@ -176,14 +181,14 @@ def encode_elements(
 ) -> np.ndarray:
     """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
 
-    The scaled elements are rounded as the recipe says, or stochastically if random bytes are given.
+    The scaled elements are rounded as the recipe says, or stochastically if random numbers are given.
 
     Args:
         blocks: float32 elements.
         factor: the factors, in a shape that broadcasts to the elements.
         recipe: the recipe.
         dtype: the dtype of the elements before they were converted to float32.
-        random: bytes for stochastic rounding, one per element, or None.
+        random: random numbers for stochastic rounding, one per element, or None.
         tensor: the tensor scale, of which some recipes apply the encode scale after the factor.
     """
     factor = show(_FACTOR_NAMES[recipe.apply], factor)
@@ -198,8 +203,11 @@ def encode_elements(
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
         scaled = show("scaled element without NaN", np.where(np.isnan(scaled), recipe.element.max, scaled))
     if random is not None:
+        if recipe.stochastic == "comfyui_nvfp4":
+            random = show("random number", random).reshape(blocks.shape)
+            return show("code", encode_stochastic_comfyui(scaled, random, dtype), recipe.element)
         random = show("random byte", random).reshape(blocks.shape)
-        rounded = encode_stochastic_float16 if recipe.stochastic_float16 else encode_stochastic
+        rounded = encode_stochastic_float16 if recipe.stochastic == "comfy_kitchen_fp8" else encode_stochastic
         return show("code", rounded(scaled, recipe.element, random), recipe.element)
     if recipe.narrow:
         scaled = show("scaled element, limited below", np.maximum(scaled, -recipe.element.max))

@@ -1,14 +1,16 @@
-"""Round stochastically with given random bytes, and generate such bytes by Philox, a counter-based generator."""
+"""Round stochastically with given random numbers, and generate random bytes by Philox, a counter-based generator."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import ElementFormat
 from fp4kit.reference.arith import log2
 from fp4kit.reference.codec import encode_magnitude
+from fp4kit.reference.tensor_rules import round_to
 from fp4kit.rounding import exponent_field, power_of_two
 
 # The constants of Philox4x32: multipliers, and the Weyl numbers that are added to the key in each round.
@@ -74,21 +76,21 @@ class RandomStream(NamedTuple):
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
-class GivenBytes(NamedTuple):
-    """The random bytes of a matrix, as the caller passed them: uint8 (M, K)."""
+class GivenNumbers(NamedTuple):
+    """The random numbers of a matrix, stored in an array (M, K): bytes (uint8), or numbers below 1 (float32)."""
 
-    bytes: np.ndarray
+    numbers: np.ndarray
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return the random bytes of the tile with these rows and columns: uint8 (m, k)."""
-        return self.bytes[rows, columns]
+        """Return the random numbers of the tile with these rows and columns: (m, k)."""
+        return self.numbers[rows, columns]
 
-    def cut(self, rows: slice, columns: slice) -> GivenBytes:
-        """Return GivenBytes for the rectangle with these rows and columns."""
-        return GivenBytes(self.bytes[rows, columns])
+    def cut(self, rows: slice, columns: slice) -> GivenNumbers:
+        """Return GivenNumbers for the rectangle with these rows and columns."""
+        return GivenNumbers(self.numbers[rows, columns])
 
 
-RandomBytes = RandomStream | GivenBytes
+RandomNumbers = RandomStream | GivenNumbers
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
@@ -145,6 +147,49 @@ def encode_stochastic_float16(x: np.ndarray, fmt: ElementFormat, random: np.ndar
     codes = encode_magnitude(base + count * step, fmt)
     codes = codes | np.where(np.signbit(x) & (a > 0), np.uint8(fmt.sign_bit), np.uint8(0))
     return np.where(nan, np.uint8(fmt.nan_code), codes)
+
+
+def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the E2M1 codes of float32 x as ComfyUI computes them: it adds noise and rounds to nearest even.
+
+        y = x + noise, noise = (r - 0.5) * 2^(e - 2) * 1.25, with e = exponent(|x|, 1) and r the random number
+        e = exponent(|y|, 1.1925)
+        n = rint((|y| / 2^(e - 1) - 1) * 2), or rint(2 * |y|) if e is 0
+        code = sign of x << 3 | e << 1 | n, with exponent(a, c) = clamp(floor(log2(a) + c), 0, 3)
+
+    Every operation rounds to dtype, in which ComfyUI computes. The constant 1.1925 is rounded to it too.
+
+    - The code of a number between two values is mostly, but not always, that of one of these values. For example, n is
+      2 if |y| is 7 or more, so that the code is 6 (the value 4) instead of 7 (the value 6).
+    - NaN counts as 0, whose code is 0. Infinities count as the largest number of dtype, whose code is 6.
+    - ComfyUI converts n to uint8, which keeps its 8 lowest bits, and joins the codes of two elements to a byte. If n is
+      8 or more, it overwrites the sign. If n is 16 or more, it overwrites bits of the code of the element before.
+
+    x: (..., even), scaled elements, rounded to dtype. random: float32 from 0 to 1, in the shape of x. It is rounded to
+    dtype, and 1 then becomes 0, as in torch.rand.
+
+    Source: ComfyUI comfy/float.py stochastic_float_to_fp4_e2m1, stochastic_round_quantize_nvfp4_block.
+    """
+    largest, zero, half = np.float32(ml_dtypes.finfo(dtype).max), np.float32(0), np.float32(0.5)
+    limited = np.where(np.isnan(x), zero, np.clip(x, -largest, largest))
+    random = round_to(random, dtype)
+    centered = round_to(np.where(random == 1, zero, random) - half, dtype)
+    exponent = _comfyui_exponent(np.abs(limited), 1.0, dtype)
+    noise = round_to(round_to(centered * power_of_two(exponent - 2), dtype) * np.float32(1.25), dtype)
+    a = np.abs(round_to(limited + noise, dtype))
+    exponent = _comfyui_exponent(a, 1.1925, dtype)
+    mantissa = round_to(a / power_of_two(exponent - 1), dtype) - np.float32(1)
+    doubled = np.where(exponent > 0, round_to(mantissa, dtype), a) * np.float32(2)
+    n = np.rint(round_to(doubled, dtype)) % np.float32(256)
+    codes = n.astype(np.uint8) | exponent.astype(np.uint8) << 1 | np.signbit(limited).astype(np.uint8) << 3
+    codes[..., ::2] |= codes[..., 1::2] >> 4
+    return codes & np.uint8(0xF)
+
+
+def _comfyui_exponent(a: np.ndarray, offset: float, dtype: np.dtype) -> np.ndarray:
+    """Return clamp(floor(log2(a) + offset), 0, 3) of float32 a as int32. Both operations and offset round to dtype."""
+    constant = round_to(np.asarray(offset, np.float32), dtype)
+    return np.clip(np.floor(round_to(round_to(log2(a), dtype) + constant, dtype)), 0, 3).astype(np.int32)
 
 
 def _half(x: np.ndarray) -> np.ndarray:

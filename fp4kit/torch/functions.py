@@ -10,7 +10,8 @@ import torch
 
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.call import checks
-from fp4kit.call.parse import check_hadamard, check_seed
+from fp4kit.call.parse import check_hadamard
+from fp4kit.call.random_numbers import check_seed
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import unflatten

@@ -135,6 +135,10 @@ NONE = [
     (work(replace(RECIPES["mxfp4-ocp"], block=(1, 8))), "blocks of 1x8 have no CUDA kernel"),
     (work(TE, columns=True, stochastic=True), "have no CUDA kernel"),
     (
+        work("nvfp4-comfy-kitchen-stochastic", stochastic=True),
+        "stochastic rounding of nvfp4-comfy-kitchen-stochastic has no CUDA kernel; compute on the CPU with cupy.asnum",
+    ),
+    (
         work(SQUARE, calibrated=True, stochastic=True),
         "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel",
     ),

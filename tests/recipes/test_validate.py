@@ -343,10 +343,17 @@ WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its 
     "narrow floats": ("nvfp4-te", {"narrow": True}, V, "narrow is True; element is E2M1; needs an integer"),
     "float16 of integers": (
         "int8-modelopt",
-        {"stochastic_float16": True},
+        {"stochastic": "comfy_kitchen_fp8"},
         V,
-        "stochastic_float16 is True; needs float elements under rules of a producer; element is INT8",
+        "stochastic is 'comfy_kitchen_fp8'; needs float elements under rules of a producer, or 'te'; element is INT8",
     ),
+    "noise of other elements": (
+        "mxfp8-te",
+        {"stochastic": "comfyui_nvfp4"},
+        V,
+        "stochastic is 'comfyui_nvfp4'; needs E2M1, whose codes it computes; element is E4M3",
+    ),
+    "unknown stochastic": ("nvfp4-te", {"stochastic": "numpy"}, V, "stochastic is 'numpy'; needs one of te, comfy_ki"),
     "sign of integers": ("int8-modelopt", {"sign": "negative"}, V, "needs 'signbit' for INT8"),
     "static without blocks": ("fp8-modelopt", {"static": True}, V, "static is True; needs block scales"),
     "NaN that is none": (

@@ -22,7 +22,14 @@ ML_DTYPES = {  # element format -> the same format in ml_dtypes
     E5M2: ml_dtypes.float8_e5m2,
 }
 NAMES = [r.id for r in RECIPES.values() if not r.fake_only]
-STOCHASTIC = [name for name in NAMES if not RECIPES[name].element.is_integer and not RECIPES[name].four_over_six]
+# Recipes that round stochastically by random bytes
+STOCHASTIC = [
+    name
+    for name in NAMES
+    if not RECIPES[name].element.is_integer
+    and not RECIPES[name].four_over_six
+    and RECIPES[name].stochastic != "comfyui_nvfp4"
+]
 
 
 def ordinary(seed=0, shape=(128, 128), dtype=np.float32):

@@ -117,7 +117,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kCompare": r.apply == "compare",
         "bool kThenEncode": then_encodes(r),
         "bool kRoundScaled": r.round_scaled,
-        "bool kStochasticFloat16": r.stochastic_float16,
+        "bool kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
         "bool kRepacked": r.repacked,
         "bool kNanIsMax": r.nan_is_max,
         "bool kNarrow": r.narrow,

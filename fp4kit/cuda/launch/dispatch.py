@@ -176,6 +176,11 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
     return request.values and request.recipe.fake_rule is not None
 
 
+def rounds_as_comfyui(request: LaunchRequest) -> bool:
+    """Return True if a request is for ComfyUI's stochastic rounding to NVFP4, which no kernel computes."""
+    return request.stochastic and request.recipe.stochastic == "comfyui_nvfp4"
+
+
 def _takes_fake(request: LaunchRequest) -> bool:
     """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule.
 
@@ -438,9 +443,10 @@ KERNEL_CHOICES = (
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does.
 
-    Also return None if kernels do not support the recipe (unsupported), or if a search must run first (needs_search).
+    Also return None if kernels do not support the recipe (unsupported), if a search must run first (needs_search), or
+    for ComfyUI's stochastic rounding (rounds_as_comfyui).
     """
-    if unsupported(request.recipe) or needs_search(request):
+    if unsupported(request.recipe) or needs_search(request) or rounds_as_comfyui(request):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
 
@@ -466,6 +472,8 @@ def why_declined(request: LaunchRequest) -> str:
             f"{r.id} has search={r.search!r}: a separate kernel chooses the block amaxes; call quantize, which launches"
             " both"
         )
+    if rounds_as_comfyui(request):
+        return f"stochastic rounding of {r.id} has no CUDA kernel; compute on the CPU with cupy.asnumpy(x)"
     if uses_fake_rule(request):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"

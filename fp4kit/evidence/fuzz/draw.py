@@ -189,9 +189,8 @@ class Draw(Picks):
         )
         has_layout = scaled and operation not in (*VALUES_ONLY, "partial", "swizzle_bytes")
         stochastic = floats and operation in _ROUNDED and not fake and self.chance(0.25)
-        roundings = [
-            kind for kind in self.pool.roundings if kind in (("seed",) if operation in _SEEDED else ("seed", "bytes"))
-        ]
+        seeded = operation in _SEEDED or r.stochastic == "comfyui_nvfp4"  # its random numbers are not bytes
+        roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if seeded else ("seed", "bytes"))]
         found = DrawnOptions(
             seed=int(self.rng.integers(1 << 40)),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",

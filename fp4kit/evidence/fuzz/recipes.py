@@ -247,12 +247,11 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
-def _stochastic_float16(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.stochastic_float16 as {field: value}, or {} if the recipe does not allow it.
-
-    The field says whether stochastic rounding computes in float16.
-    """
-    return {} if r.element.is_integer else {"stochastic_float16": not r.stochastic_float16}
+def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
+    """Return a random kind of stochastic rounding as {field: value}, or {} if the recipe does not allow a choice."""
+    if r.element.is_integer:
+        return {}
+    return {"stochastic": _pick(rng, rules.STOCHASTICS if r.element == E2M1 else rules.STOCHASTICS[:2])}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
@@ -303,7 +302,7 @@ CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {
     "block_rule": _block_rule,
     "tensor_rule": _tensor_rule,
     "round_scaled": _round_scaled,
-    "stochastic_float16": _stochastic_float16,
+    "stochastic": _stochastic,
     "repacked": _repacked,
     "nan_is_max": _nan_is_max,
     "four_over_six": _four_over_six,

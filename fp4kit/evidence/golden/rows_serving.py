@@ -97,6 +97,13 @@ def _comfy_kitchen(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of comfy-kitchen. ``row`` is the class GoldenRow."""
     yield row("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
     yield row("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
+    for name, variant, seed in (
+        ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1),
+        ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1234),
+        ("mxfp8-comfy-kitchen", "mxfp8", 1),
+    ):
+        options = {"rounding": "stochastic", "seed": seed}
+        yield row(name, "comfy_kitchen", f"{variant}_sr_seed{seed}", options=options)
     yield row("fp8-comfy-kitchen", "comfy_kitchen", "fp8_e4m3")
     yield row("fp8-comfy-kitchen-e5m2", "comfy_kitchen", "fp8_e5m2")
 

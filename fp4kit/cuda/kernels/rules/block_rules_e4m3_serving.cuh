@@ -158,6 +158,18 @@ struct block_comfy_kitchen : by_code {
   }
 };
 
+struct block_comfyui : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(
+        round_to<In>(round_to<In>(amax / max_of<typename R::Element>()) / round_to<In>(t.decode)));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return round_to<In>(decode_scale<R>(code) * round_to<In>(t.decode));
+  }
+};
+
 // Return the code of a block scale. Scales below the smallest positive value of the scale format, and NaN, give the
 // code of that value.
 template <class R>

@@ -1,0 +1,91 @@
+"""Check the argument seed of a call that rounds stochastically, and make the random numbers of PyTorch from a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arguments import as_index
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays import imports
+from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.recipes import Recipe
+
+
+def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
+    """Return the random numbers for stochastic rounding of x: an int, or an array in the shape of x.
+
+    - For Recipe.stochastic "te": the seed as an int, or the caller's random bytes (uint8).
+    - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
+    - "comfyui_nvfp4": numbers from 0 to 1 (float32), in host memory. A seed gives those of torch.rand on a CPU.
+
+    If x is an AbstractArray, the seed is only checked. If x is on a GPU, a seed for "comfyui_nvfp4" stays an int,
+    because no kernel computes this rounding.
+
+    op: the public function that error messages begin with. seed: the argument as the caller passed it, not None.
+
+    Raises:
+        TypeError: the seed is neither an int nor an array.
+        ValueError: the seed is out of range, or the array has a wrong dtype, shape or value.
+    """
+    as_numbers = recipe.stochastic == "comfyui_nvfp4"
+    if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
+        return _numbers(op, seed, x, recipe) if as_numbers else _bytes(op, seed, x)
+    number = check_seed(op, as_index(op, "seed", seed))
+    on_device = not isinstance(x, (np.ndarray, AbstractArray))
+    if recipe.stochastic == "te" or isinstance(x, AbstractArray) or (as_numbers and on_device):
+        return number
+    words = torch_words(number, x.size).reshape(x.shape)
+    if as_numbers:
+        return (words & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)
+    if not on_device:
+        return words.astype(np.uint8)
+    with imports.making_current(x.device.id):
+        return imports.to_device(words.astype(np.uint8))
+
+
+def torch_words(seed: int, count: int) -> np.ndarray:
+    """Return the first 32-bit words that PyTorch's generator on a CPU draws after torch.manual_seed(seed): uint32.
+
+    The generator is MT19937. It uses only the low 32 bits of the seed.
+    """
+    return np.frombuffer(np.random.RandomState(seed & 0xFFFFFFFF).bytes(4 * count), "<u4")
+
+
+def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
+    """Return a seed unchanged. Raise ValueError unless it is from 0 to `most`.
+
+    The default of `most` is the largest key of the random stream, which has 64 bits.
+    """
+    if not 0 <= seed <= most:
+        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
+    return seed
+
+
+def _bytes(op: str, seed: Any, x: Any) -> Any:
+    """Return random bytes unchanged. Raise ValueError unless they are uint8 in the shape of x."""
+    if seed.dtype != np.uint8 or seed.shape != x.shape:
+        raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {x.shape}, or pass an int")
+    return seed
+
+
+@ieee("quantize")
+def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
+    """Return random numbers from 0 to 1 as float32.
+
+    Raise ValueError unless they have the shape of x, are float32 or have the dtype of x, and are at least 0 and less
+    than 1. Values on a GPU, and those of an AbstractArray, are not checked.
+    """
+    if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
+        raise ValueError(
+            f"{op}: seed is {seed.dtype} {seed.shape}; {recipe.id} needs numbers as torch.rand gives them, {x.dtype}"
+            f" {x.shape}, or an int"
+        )
+    if not isinstance(seed, np.ndarray):
+        return seed
+    numbers = seed.astype(np.float32)
+    bad = int(np.count_nonzero(~((numbers >= 0) & (numbers < 1))))
+    if bad:
+        raise ValueError(f"{op}: seed holds {bad} number(s) of {seed.size} outside 0 to 1; needs 0 <= r < 1")
+    return numbers

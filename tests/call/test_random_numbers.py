@@ -1,0 +1,88 @@
+"""Test the random numbers that seeds give, and the errors for wrong seeds."""
+
+import numpy as np
+import pytest
+from engine_cases import agree
+from inputs import BF16, ordinary
+
+import fp4kit
+from fp4kit.call.random_numbers import torch_words
+from fp4kit.evidence.testing import assert_same_bits
+
+NVFP4, FP8 = "nvfp4-comfy-kitchen-stochastic", "mxfp8-comfy-kitchen"
+X = ordinary(3, (32, 64))
+
+
+def mt19937(seed, count):
+    """Return the first words of the Mersenne Twister, as Matsumoto and Nishimura state it. count: at most 624."""
+    state = [seed]
+    for i in range(1, 624):
+        state.append((1812433253 * (state[-1] ^ state[-1] >> 30) + i) & 0xFFFFFFFF)
+    words = []
+    for i in range(count):
+        y = state[i] & 0x80000000 | state[(i + 1) % 624] & 0x7FFFFFFF
+        y = state[i] = state[(i + 397) % 624] ^ y >> 1 ^ (0x9908B0DF if y & 1 else 0)
+        y ^= y >> 11
+        y ^= y << 7 & 0x9D2C5680
+        y ^= y << 15 & 0xEFC60000
+        words.append(y ^ y >> 18)
+    return words
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5489, 2**32 - 1])
+def test_the_words_are_those_of_the_mersenne_twister(seed):
+    assert torch_words(seed, 600).tolist() == mt19937(seed, 600)
+    assert_same_bits(torch_words(seed + 2**40, 600), torch_words(seed, 600))  # only the low 32 bits count
+
+
+@pytest.mark.parametrize("recipe", [FP8, "fp8-comfy-kitchen", "fp8-comfy-kitchen-e5m2"])
+def test_a_seed_gives_the_lowest_bytes_of_words(recipe, either_engine):
+    random = torch_words(11, X.size).astype(np.uint8).reshape(X.shape)
+    for axis in (1, 0):
+        q = fp4kit.quantize(X, recipe, axis=axis, rounding="stochastic", seed=11)
+        assert_same_bits(fp4kit.quantize(X, recipe, axis=axis, rounding="stochastic", seed=random), q)
+
+
+def test_the_bytes_of_torch():
+    torch = pytest.importorskip("torch")
+    drawn = torch.randint(0, 256, X.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5)).numpy()
+    by_seed = fp4kit.quantize(X, FP8, rounding="stochastic", seed=5)
+    assert_same_bits(fp4kit.quantize(X, FP8, rounding="stochastic", seed=drawn), by_seed)
+
+
+R = np.full(X.shape, 0.25, np.float32)
+
+
+@pytest.mark.parametrize(
+    "recipe, x, seed, error, text",
+    [
+        (NVFP4, X, R[:1], ValueError, r"seed is float32 \(1, 64\); nvfp4-comfy-kitchen-stochastic needs numbers as"),
+        (NVFP4, X, np.zeros(X.shape, np.uint8), ValueError, r"seed is uint8 \(32, 64\); nvfp4-comfy"),
+        (NVFP4, X, R.astype(BF16), ValueError, "seed is bfloat16"),
+        (NVFP4, X, np.where(R > 1, R, 1), ValueError, "seed holds 2048 number"),
+        (NVFP4, X, -R, ValueError, "outside 0 to 1; needs 0 <= r < 1"),
+        (NVFP4, X, R * np.float32(np.nan), ValueError, "seed holds 2048 number"),
+        (
+            NVFP4,
+            X,
+            None,
+            ValueError,
+            "needs seed: an int, or numbers from 0 to 1 in the shape of x",
+        ),
+        (NVFP4, X, 1.5, TypeError, "seed is 1.5; needs an int"),
+        (FP8, X, -1, ValueError, "seed is -1; needs 0 to"),
+        (FP8, X, R, ValueError, r"seed is float32 \(32, 64\); random bytes need uint8 \(32, 64\), or pass an int"),
+        (FP8, X, None, ValueError, r"needs seed: an int, or random bytes \(uint8, shape of x\)"),
+    ],
+)
+def test_wrong_seeds(recipe, x, seed, error, text):
+    for call in (fp4kit.quantize, fp4kit.fake_quantize):
+        with pytest.raises(error, match=f"^{call.__name__}: .*{text}"):
+            call(x, recipe, rounding="stochastic", seed=seed)
+
+
+def test_numbers_of_the_dtype_or_float32():
+    x = X.astype(BF16)
+    for numbers in (R, R.astype(BF16)):
+        q = agree(fp4kit.quantize, x, NVFP4, rounding="stochastic", seed=numbers)
+        assert_same_bits(q, fp4kit.quantize(x, NVFP4, rounding="stochastic", seed=R))
