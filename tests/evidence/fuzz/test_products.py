@@ -59,7 +59,7 @@ def test_draws_reach_everything() -> None:
 def test_few_products_are_refused() -> None:
     pool = replace(SMALL_PRODUCTS, faults=False)
     report = fuzz.run(None, 600, 1, cases=180, pool=pool)
-    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 10_000
+    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 9_000
     sums = Counter()
     for number in range(180):
         p = draw(fuzz.CASES_PER_SEED + number, pool)[0].product

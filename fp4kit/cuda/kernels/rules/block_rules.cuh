@@ -6,7 +6,7 @@
 //   block_factor(amax, factor)  return the factor of a block with this amax; `factor` is the factor that its code has
 //                               for blocks that are not all zeros
 //   kReadsAmax                  true if the factor depends on the amax in addition to the code
-//   kReadsInput                 true if the code depends on the type of the elements
+//   kReadsInput                 true if the code or the factor depends on the type of the elements
 //
 // For rules whose factor follows from the scale code (by_code and by_code_or_zero below), all blocks share one table of
 // factors, indexed by scale code: block_factor adapts an entry to the amax of the block. Other rules, such as those

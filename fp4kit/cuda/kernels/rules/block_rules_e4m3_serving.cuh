@@ -159,10 +159,10 @@ struct block_comfy_kitchen : by_code {
 };
 
 struct block_comfyui : by_code {
+  static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(
-        round_to<In>(round_to<In>(amax / max_of<typename R::Element>()) / round_to<In>(t.decode)));
+    return encode_scale<R>(round_to<In>(round_to<In>(amax / max_of<typename R::Element>()) / round_to<In>(t.decode)));
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
