@@ -95,7 +95,10 @@ def test_convert(tmp_path: Path, run: Run) -> None:
 
 
 def test_convert_warns_of_float32_models_in_transformers(tmp_path: Path, run: Run) -> None:
-    """transformers decodes block-scaled layers to bfloat16, so a float32 model fails in its forward pass."""
+    """The note about transformers is printed only for a float32 model whose layers have block scales.
+
+    transformers decodes such layers to bfloat16, so that the forward pass of a float32 model fails.
+    """
     synthetic.dense(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     for dtype, recipe in (("float32", "nvfp4-te"), ("bfloat16", "nvfp4-te"), ("float32", "fp8-modelopt")):

@@ -99,7 +99,10 @@ def test_errors_are_one_line(arguments, message, capsys) -> None:
 
 @pytest.mark.parametrize("engine", ["compiled", *exhaustive(["specification"])])
 def test_formats_and_agreement(capsys, monkeypatch, engine) -> None:
-    """The table of recipes that agree is computed by the specification, and equals that of the compiled engine."""
+    """The table of recipes that agree has the same row whether the specification or the compiled engine computes it.
+
+    Without the patch of this test, the specification does.
+    """
     if engine == "compiled":
         monkeypatch.setattr(agreement, "specification", nullcontext)
     agreement.agreeing.cache_clear()
@@ -210,7 +213,10 @@ def test_every_help_begins_with_examples_that_parse(capsys) -> None:
 
 
 def test_a_command_imports_no_module_of_another_command() -> None:
-    """--help and --version import no command; a command imports its own module, before or after an option."""
+    """--help and --version import no module of a command, and ``formats --json`` imports only its own.
+
+    None of them imports fp4kit.checkpoint.
+    """
     script = """
 import sys
 from fp4kit import cli

@@ -40,7 +40,7 @@ def test_a_narrow_terminal_gets_shorter_names() -> None:
 def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
     """If shortened names would look alike, each name gets a line of its own.
 
-    A table of 40 columns leaves 26 for the name, too few to distinguish the experts.
+    A table of 44 columns leaves 30 for names of 41 characters, which differ only in the middle.
     """
     rows = [("a" * 20 + str(i) + "b" * 20, "BF16", "1") for i in range(3)]
     assert render.table(COLUMNS, rows, 44) == [

@@ -34,7 +34,7 @@ STORED = {name: fp4kit.quantize(w, "nvfp4-te", tensor_amax=None if "down" in nam
 
 
 def one(found, kind="weight"):
-    """Return the first differing layer of a kind. Every differing layer is of that kind."""
+    """Return the first differing layer of a parity result. Assert that every differing layer is of this kind."""
     assert not found.equal and not found and {layer.kind for layer in found.differing} == {kind}
     return found.differing[0]
 
@@ -400,7 +400,10 @@ def test_stored_input_scales_are_noted():
 
 @pytest.mark.exhaustive
 def test_every_recipe_is_told_from_another_one():
-    """The sides are equal if and only if codes, scales and values are, and every result prints."""
+    """parity calls two recipes equal if and only if their codes, scales and values are.
+
+    Otherwise, the result and its setting name the other recipe.
+    """
     x = {"w": RNG.standard_normal((16, 256)).astype(ml_dtypes.bfloat16)}
     for r in RECIPES.values():
         base = fp4kit.recipe("mxfp4-ocp" if r.scale is None or r.scale.name == "E8M0" else "nvfp4-te")

@@ -115,7 +115,7 @@ def test_malformed_file_is_refused(case: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_every_prefix_and_every_flipped_byte_of_a_header(tmp_path: Path) -> None:
-    """A changed or cut header is read or raises CheckpointError; no other exception occurs."""
+    """A header that was cut is rejected. One with a flipped byte is read or rejected, with no other exception."""
     path = tmp_path / "m.gguf"
     gguf_files.write(path, {"a.weight": gguf_files.plain(np.ones((2, 32), np.float32))}, {"k": ["x", "y"]})
     whole, size = path.read_bytes(), read_gguf(path).data_start

@@ -487,7 +487,10 @@ def test_every_truncation(tmp_path):
 
 
 def test_every_byte_of_the_header_flipped(tmp_path):
-    """Every flipped byte of the header gives a CheckpointError or ValueError with a clear text, and never an array."""
+    """If one bit of any byte of the header is flipped, load raises ValueError with the name of the file.
+
+    CheckpointError is a ValueError, too.
+    """
     fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
     whole = (tmp_path / "whole").read_bytes()
     for at in range(8 + struct.unpack("<Q", whole[:8])[0]):

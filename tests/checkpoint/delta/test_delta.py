@@ -24,7 +24,7 @@ from fp4kit.storage.safetensors_file import read_header
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Return the bytes of all files below a directory."""
+    """Return {relative path: bytes} of all files below a directory."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 

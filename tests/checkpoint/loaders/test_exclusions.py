@@ -159,7 +159,10 @@ def test_modules_that_transformers_renames_are_named_twice() -> None:
     ],
 )
 def test_names_of_transformers_exclude_the_layers_of_the_file(file: str, runtime: str) -> None:
-    """A list with transformers' names, as llm-compressor writes it, is sound for every engine; no other name is."""
+    """Every engine understands a list with transformers' names, as llm-compressor writes it.
+
+    If a name has one more letter, there is a finding for every engine.
+    """
     container = CONTAINERS["compressed-tensors nvfp4-pack-quantized"].id
     assert check(container, [runtime], [file], []) == ()
     engines = {found.engine.partition(" ")[0] for found in check(container, [runtime + "x"], [file], [])}
@@ -281,9 +284,10 @@ def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
 
 
 def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return True if an MLP has an unquantized router ``gate`` and also quantized layers such as ``gate_up_proj``.
+    """Return True if an MLP has an unquantized router ``gate`` and also quantized layers of its own.
 
-    vLLM would exclude both, because ``mlp.gate`` is a substring of ``mlp.gate_up_proj``. No published model has both.
+    vLLM would also exclude the fused layer ``gate_up_proj``, because its name contains ``mlp.gate``. No published model
+    has such an MLP.
 
     copied, converted: the names of the unquantized and of the quantized modules.
     """

@@ -195,7 +195,13 @@ def assert_experts(loaded: dict[str, Any], quantized: Path, transposed: bool) ->
 @pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_vl_moe"])
 @pytest.mark.parametrize("shape", ["complete", "expert", "count", "kind", "square"])
 def test_experts_that_become_no_stacks(shape: str, model_type: str, tmp_path: Path) -> None:
-    """Experts stay separate, with a warning, if one is missing or unquantized, or if stacks would be misread."""
+    """When decoded, experts stay separate, with a warning, unless they can become the stacks of transformers.
+
+    shape: "complete" for experts that become stacks; "expert" if layers of one expert are missing; "count" if the
+        config states one more expert; "kind" if one expert is unquantized; "square" if each matrix is 64x64, so that
+        transformers could not tell the order of the axes of qwen3_vl_moe. Llama 4 has one order, so its square experts
+        become stacks.
+    """
     rng = np.random.default_rng(0)
     inner = 64 if shape == "square" else 96
     sizes = {"gate_proj": (inner, 64), "up_proj": (inner, 64), "down_proj": (64, inner)}
@@ -220,7 +226,10 @@ def test_experts_that_become_no_stacks(shape: str, model_type: str, tmp_path: Pa
 
 
 def test_stacks_of_mlx_become_the_stacks_of_transformers(tmp_path: Path) -> None:
-    """mlx-lm stores gate and up as two stacks; transformers has one, whose first columns are the gate."""
+    """Decoding merges mlx-lm's two stacks of gate_proj and up_proj into the one that transformers has for Llama 4.
+
+    The first columns of the merged stack are those of gate_proj.
+    """
     shapes = {"gate_proj": (3, 96, 64), "up_proj": (3, 96, 64), "down_proj": (3, 64, 96)}
     values, parts = {}, {}
     for leaf, shape in shapes.items():

@@ -243,9 +243,9 @@ def test_a_missing_tensor(container: str, name: str, suffix: str, vllm: str, sgl
 
 
 def test_what_other_engines_do_with_a_missing_tensor() -> None:
-    """The stated consequence of a missing tensor is what the engine does without it.
+    """consequence states what an engine does without a tensor, or that this is not known.
 
-    It may be unable to decode the layer, use zeros or uninitialized memory, or do something that is not known.
+    An engine may be unable to decode the layer, or use zeros or uninitialized memory instead.
     """
     assert (
         consequence("transformers", CT_NVFP4, Q, ".input_global_scale") == "it is not known what the engine does then"
@@ -287,8 +287,9 @@ def test_fp8_layers_beside_packed_experts() -> None:
 
 
 def test_static_inputs_need_their_scale() -> None:
-    """In compressed-tensors' NVFP4, a layer needs a global scale of its inputs unless they are quantized
-    dynamically.
+    """In compressed-tensors' NVFP4, a layer needs input_global_scale if the inputs have ``"dynamic": "local"``.
+
+    It needs none if ``dynamic`` is True, or if the inputs are not quantized.
     """
     tensors = layer(CT_NVFP4, Q)
     inputs = {"num_bits": 4, "dynamic": "local"}

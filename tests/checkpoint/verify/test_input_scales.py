@@ -58,7 +58,7 @@ def test_two_layers_of_a_kind_are_too_few_for_a_median(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("amax", "warned"), [(4e5, False), (6e5, True)])
 @pytest.mark.parametrize("format", SUFFIX)
 def test_inverted_scales(format: str, amax: float, warned: bool, tmp_path: Path) -> None:
-    """verify warns that input scales look inverted if they imply implausibly large inputs in half of the layers."""
+    """verify warns that input scales look inverted if all stand for inputs up to 6e5, but not for inputs up to 4e5."""
     found = issues(tmp_path, format, {}, amax)
     assert [issue.subject for issue in found] == ["model"] * warned
     assert all("as they do if they are inverted" in issue.text for issue in found)

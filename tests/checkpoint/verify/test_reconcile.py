@@ -170,7 +170,8 @@ def fused(root):
 def test_parts_store_the_same_bits(tmp_path, factor):
     """reconcile gives all layers that engines fuse the same divisor, copied from one of them.
 
-    The reciprocal of its reciprocal would differ in one of six cases, and verify would find the difference.
+    If the divisor were computed again from the scale, it would differ in one of six cases, because the reciprocal of
+    its reciprocal is rounded. verify would find the difference.
     """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")

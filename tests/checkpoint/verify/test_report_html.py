@@ -123,7 +123,7 @@ def test_filter(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
 
 @needs_browser
 def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
-    """Each kind of layer has one point per layer, inside the chart, and larger values are higher."""
+    """Each kind of linear layer has one point per decoder layer, inside the chart, and larger values are higher."""
     shown(tab, tmp_path, report)
     parts = [layer.name.split(".") for layer in report.layers]
     kinds = {(each[2], ".".join(part for part in each if not part.isdigit())) for each in parts}
@@ -146,7 +146,7 @@ def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> No
 @needs_browser
 @pytest.mark.parametrize("width", [400, 1200])
 def test_the_page_fits_narrow_and_wide_windows(tab: Page, tmp_path: Path, report: VerifyReport, width: int) -> None:
-    """Neither the page nor the table is wider than the window, and every cell has its heading."""
+    """Neither the page nor the table is wider than the window. In a narrow window, cells show their headings."""
     shown(tab, tmp_path, report)
     tab.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     try:

@@ -225,7 +225,10 @@ def draw(
 
 
 def test_tally_exhausts_bytes_and_scales() -> None:
-    """For each container of 1-D blocks, `tally` counts every byte of codes under every scale as `naive` does."""
+    """For blocks of each byte under each scale, `tally` counts zero blocks, zero scales and NaN as they are.
+
+    This covers each container of 1-D blocks.
+    """
     for form in DRAWN:
         if form.block[0] > 1:
             continue
@@ -353,10 +356,7 @@ def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> 
 
 
 def test_a_layer_that_was_kept_and_is_not_listed(tmp_path: Path) -> None:
-    """An unquantized layer that is not in the exclusion list is an error, although no rule would keep it.
-
-    Engines would expect it to be quantized.
-    """
+    """An unquantized layer that is not in the exclusion list is an error, because engines expect it to be quantized."""
     model, source = made(tmp_path, wishes=Wishes(keep=("model.layers.1.mlp.down_proj",)))
     assert verify(model, source).clean
     exclude(model, "lm_head")
@@ -512,7 +512,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_statistics_are_those_of_the_layer(tmp_path: Path) -> None:
-    """SQNR and saturation in the report equal those computed on whole arrays."""
+    """SQNR and the numbers of elements, blocks and zero blocks in the report are those computed on whole arrays."""
     model, source = made(tmp_path, "moe")
     tensors = oracle.arrays(oracle.load(source))
     loaded = oracle.arrays(oracle.load(model))
