@@ -142,6 +142,10 @@ PAIRS = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
 MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = call_of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
 # {name of a fault: (file, text in it, replacement, call that finds the fault, part of the expected error)}
+ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(300, 48))
+MANY_ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(1 << 15, 32))  # several groups per thread block
+LONG_ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(3, 16384))
+ROWS_OF_CLUSTERS = call_of(quantize, "fp8-modelopt-channel", shape=(9, 512))
 MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     # Faults in byte order and arithmetic.
     "scales in wrong places": ("scale_layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED, DIFFERS),
@@ -190,6 +194,24 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         "",
         call_of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7),
         ORDER,
+    ),
+    "amaxes that are read too early": (
+        *("quantize.cu", "    __syncthreads();\n    for (u32 i", "    for (u32 i"),
+        *(MANY_ROWS, SEEN),
+    ),
+    # Amaxes of rows.
+    "an amax of the wrong row": (
+        "quantize.cu",
+        "divide(run_of(start, k), divisor), largest",
+        "0u, largest",
+        ROWS,
+        DIFFERS,
+    ),
+    "only the first of a warp": ("quantize.cu", "index != __shfl_sync(0xFFFFFFFFu, index, 0)", "false", ROWS, DIFFERS),
+    "rows that are not loaded again": ("quantize.cu", "if (runs > step) load(start);", "", LONG_ROWS, DIFFERS),
+    "amaxes of half of a row": (
+        *("amax.cuh", "distance = 1; distance < kWarp", "distance = 1; distance < kWarp / 2"),
+        *(ROWS_OF_CLUSTERS, DIFFERS),
     ),
     # Faults in the use of arrays and shared memory.
     "codes fetched too far": (

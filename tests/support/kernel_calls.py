@@ -322,6 +322,8 @@ KINDS = [
     call_of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512)),
     call_of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512)),
     call_of(quantize, "int8-modelopt-channel"),
+    call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(300, 48)),
+    call_of(quantize, "nvfp4-flashinfer-token", scale_layout="swizzled_128x4"),
     call_of(quantize, "mxfp8-te", rounding="stochastic", seed=7),
     call_of(quantize, "nvfp4-te", rounding="stochastic", seed=BYTES),
     call_of(quantize, "nvfp4-te-reference", hadamard=True),

@@ -343,8 +343,8 @@ def row_threads(request: LaunchRequest, device: int) -> int:
       multiprocessor is idle.
     - For a longer row, the number of threads is chosen so that they are busy in all steps.
 
-    Speed relative to a copy that reads x once and writes as much as the call (H100, bfloat16, 2026-11-26). If one
-    launch finds the amaxes and another one quantizes, it is 0.52 to 0.57:
+    Speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). If one launch finds the
+    amaxes and another one quantizes, it is 0.52 to 0.57:
 
         shape                                       nvfp4-te-rowscaled   nvfp4-flashinfer-token, swizzled
         16384 x 16384                                             0.97   0.94
