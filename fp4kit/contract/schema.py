@@ -297,7 +297,8 @@ class Contract:
     def _quantizes_experts(self, recipe: Recipe | None) -> bool:
         """Return whether this contract quantizes routed experts by ``recipe``, and no other layers.
 
-        Only the names in _EXPERTS and _NO_EXPERTS are tried. One expert with this recipe is enough.
+        Five typical names of layers are looked up, not those of a real model. One of two names of experts must have
+        this recipe. An MLP, an attention layer and the output head must be unquantized.
         """
         return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 

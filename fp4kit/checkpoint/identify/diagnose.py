@@ -350,7 +350,8 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
     The explanation applies if a recipe reproduces all codes with the stored scales. It does not apply if the nearest
-    hypothesis reproduces all codes and almost all scales, because then the few differing scales are damaged.
+    hypothesis reproduces all codes and, counting codes and scales, more than 95% of the bytes. The scales that differ
+    then count as damaged.
 
     evidence: the stored layer and its source (the original weight).
     trial: the hypotheses that were compared with a sample in the layout ``plain``.
@@ -420,8 +421,8 @@ def _other_codes_under_scales(
     If the codes were rounded stochastically, the explanation says so instead. Return None in these cases:
 
     - No recipe reproduces all scales.
-    - Only a few bytes differ, which means that they are damaged.
-    - The signs of the codes differ from the signs of the source.
+    - A recipe reproduces more than 95% of the bytes, so that the others count as damaged.
+    - Fewer than 90% of the nonzero codes in a sample have the sign of the source.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -434,8 +435,8 @@ def _other_codes_under_scales(
     whole = [(h, t) for h, t in tallies if t.tensor_scales_agree and t.scales == t.total - evidence.layer.codes.size]
     if not whole or max(t.share for _, t in whole) > DAMAGED_SHARE:
         return None
-    # trial.scales_only lacks hypotheses that reproduce the whole sample. If such a hypothesis reproduces almost all
-    # bytes of the layer, the differing bytes outside the sample are damaged.
+    # trial.scales_only lacks hypotheses that reproduce the whole sample. If such a hypothesis reproduces more than 95%
+    # of the layer's bytes, the differing bytes outside the sample count as damaged.
     near = [*trial.exact, *([] if trial.nearest is None else [trial.nearest])]
     if any(count_matches(evidence, h, early=False).share > DAMAGED_SHARE for h in near):
         return None

@@ -69,11 +69,13 @@ class Fp8Layer:
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
     """Find the recipe or the rule that reproduces every code and scale of an FP8 layer.
 
-    If none does, the sentence of the Diagnosis says what the layer is, and one of these things:
+    If none does, the sentence of the Diagnosis names the scaling of the layer, and says the first of these things that
+    is true:
 
     - All codes are nearest to the source with the stored scales, but the scales are not amax / 448.
     - The scales are reciprocals.
-    - A certain share of the codes is nearest to the source with the stored scales.
+    - Nothing explains the bytes. It then states what percentage of the codes is nearest to the source with the stored
+      scales.
 
     If the codes and the source differ in shape, the sentence says only this.
 

@@ -1,6 +1,6 @@
 """Find the fault that makes a layer differ from its source, so that verify can name it.
 
-For a few of the layers that differ, the faults that fp4kit.identify knows are tried, such as swapped nibbles. For AWQ
+For the first four layers that differ, the faults that fp4kit.identify knows are tried, such as swapped nibbles. For AWQ
 layers, it is first tried whether the factors per column are stored as their reciprocals.
 """
 

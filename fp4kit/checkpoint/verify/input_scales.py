@@ -40,7 +40,8 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
 
     - The scales look like reciprocals: the median of the input amaxes that follow from them is above 2^19. This is one
       warning for the whole model.
-    - The input amax of a layer differs by a factor of more than 1024 from the median of similar layers.
+    - The input amax of a layer differs by a factor of more than 1024 from the median of all layers whose names differ
+      from its name only in numbers. This is checked if there are at least four such layers.
     - Layers that an engine fuses have different scales.
 
     weights: the layers of the checkpoint.

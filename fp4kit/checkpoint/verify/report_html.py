@@ -245,7 +245,7 @@ def _tip(point: _Point, value: float, other: int | None) -> str:
 
 
 def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
-    """Return the numbers to label on a chart's vertical axis: at least two, usually about six.
+    """Return the numbers to label on a chart's vertical axis, from two to six.
 
     The numbers are round and equally spaced, and enclose all values.
 
