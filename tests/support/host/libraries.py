@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,8 +30,8 @@ MORE_BLOCKS = 3  # additional blocks in one of the launches
 OF_ONE_GRID = ("search_hessian_kernel",)  # kernels that need the launcher's grid
 # Kernels that may write to an array that the caller has filled, because they replace only one shard of its codes.
 UPDATING = ("partial_cast_kernel", "grouped_partial_cast_kernel")
-# The number of instantiations (kernels with given template arguments) per library. All come from one .cu file, because
-# headers of several files may conflict. Parsing the headers takes as long as compiling six instantiations.
+# The number of instantiations (kernels with given template arguments) per library. To start the compiler, parse the
+# headers and link takes as long as to compile four instantiations.
 BATCH = 32
 
 
@@ -149,7 +148,7 @@ class Libraries:
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
         self._launched: set[tuple[Instantiation, int]] = set()  # instantiations and the grids they ran with
-        self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # instantiations by .cu file
+        self._noted: dict[Instantiation, None] = {}  # recorded, but not yet compiled
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
         """Act as loader.function: return a function that launches a kernel, and compiles the kernel first if needed.
@@ -208,17 +207,20 @@ class Libraries:
         with patch.object(cupy_on_host, "rehearsing", True):
             for call in calls:
                 call()
-        for file in list(self._noted):
-            self._submit(list(self._noted.pop(file)))
+        self._submit_noted()
 
     def _note(self, instantiation: Instantiation) -> None:
-        """Record a new instantiation. Start to compile a library once BATCH instantiations of a file are recorded."""
+        """Record a new instantiation. Start to compile a library once BATCH instantiations are recorded."""
         if instantiation in self._found:
             return
-        file = instantiation.source.splitlines()[-1]
-        self._noted[file][instantiation] = None
-        if len(self._noted[file]) == BATCH:  # compile it while the rehearsal continues
-            self._submit(list(self._noted.pop(file)))
+        self._noted[instantiation] = None
+        if len(self._noted) == BATCH:  # compile them while the rehearsal continues
+            self._submit_noted()
+
+    def _submit_noted(self) -> None:
+        """Compile the recorded instantiations to one library, in the background."""
+        self._submit(list(self._noted))
+        self._noted.clear()
 
     def _submit(self, batch: list[Instantiation]) -> None:
         """Compile the instantiations in `batch` to one library, in the background."""
