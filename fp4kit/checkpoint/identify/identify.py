@@ -441,8 +441,9 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
 def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
     """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part.
 
-    If recipes reproduce every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share
-    of bytes that the nearest recipe gives. The method is SVDQuant if every code is near the source.
+    If recipes reproduce every byte, they are named. Otherwise the cause is the low-rank part, and the sentence gives
+    the share of bytes that the nearest recipe gives. The method is then "SVDQuant" if every code is near the source,
+    otherwise None.
 
     layer: the layer. Its source is approximately the weight without the low-rank part.
     found: the explanation of the codes from this source.

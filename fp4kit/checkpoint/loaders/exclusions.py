@@ -251,10 +251,12 @@ _KEYS = {
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the exclusion list in a ``quantization_config``, or () if it has none.
 
-    If the config has lists under several keys, the key that comes first in _KEYS counts. A key with null counts as
-    absent. Raises ValueError if its value is not a list of strings, because engines fail on such a value.
+    The list is the value of a key that depends on the syntax: ``ignore`` for "modelopt" and "compressed-tensors",
+    ``modules_to_not_convert`` for "mxfp4". For "dotted", it is ``ignored_layers``, or ``modules_to_not_convert`` if
+    ``ignored_layers`` is absent. A key with null counts as absent. Raises ValueError if the value is not a list of
+    strings, because engines fail on such a value.
 
-    syntax: "modelopt", "compressed-tensors", "dotted" or "mxfp4"; it determines the keys.
+    syntax: "modelopt", "compressed-tensors", "dotted" or "mxfp4".
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)

@@ -374,7 +374,7 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
     An engine is known to do so if its cell in the table of observations has a note, and the status "fails" or "wrong
     values". There are two exceptions:
 
-    - Faults that concern only experts, or only other layers (see _EXPERTS_ALONE), are yielded only if the checkpoint
+    - Some faults concern only experts, or only layers that are not experts. They are yielded only if the checkpoint
       has such layers.
     - The fault SPLIT_EXPERTS is never yielded here; ``split_experts`` reports it.
 
