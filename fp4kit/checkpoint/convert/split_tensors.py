@@ -48,15 +48,33 @@ def _has_no_gate(first: str, rows: int, config: Mapping[str, Any]) -> bool:
     """Return whether linear_fc1 holds up_proj alone, because the model's MLPs have no gate (Nemotron).
 
     That is so if it has as many rows as up_proj, and not twice as many. Return False if ``config`` does not state the
-    number of rows of up_proj, for shared experts, and for all parameters other than linear_fc1.
+    number of rows of up_proj, and for all parameters other than linear_fc1.
 
     first: the Hugging Face name of the first tensor of the parameter.
     rows: the number of rows of the parameter.
     config: the content of config.json.
     """
-    size = "moe_intermediate_size" if ".experts." in first else "intermediate_size"
-    is_checked = ".gate_proj." in first and ".shared_expert" not in first
-    return is_checked and rows == config.get("text_config", config).get(size)
+    text = config.get("text_config", config)
+    if ".gate_proj." not in first:
+        return False
+    if ".shared_expert" in first:
+        return rows == _shared_expert_rows(text)
+    return bool(rows == text.get("moe_intermediate_size" if ".experts." in first else "intermediate_size"))
+
+
+def _shared_expert_rows(config: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of up_proj of the shared experts of a layer, or None if the config does not state it.
+
+    Configs state it as moe_shared_expert_intermediate_size (Nemotron-H), as shared_expert_intermediate_size (Qwen), or
+    as n_shared_experts * moe_intermediate_size (DeepSeek).
+
+    config: the part of config.json that describes the text model.
+    """
+    for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
+        if type(config.get(key)) is int:
+            return int(config[key])
+    count, size = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+    return count * size if type(count) is int and type(size) is int else None
 
 
 def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[str, Any]) -> int:

@@ -339,13 +339,21 @@ def test_names_of_megatron():
     assert got["lm_head.weight"] is gate
 
 
-@pytest.mark.parametrize("config", [{"intermediate_size": 64}, {"text_config": {"moe_intermediate_size": 64}}])
-def test_mlps_of_megatron_without_gates(config):
+@pytest.mark.parametrize(
+    ("mlp", "config"),
+    [
+        ("mlp", {"intermediate_size": 64}),
+        ("mlp.experts.local_experts.0", {"text_config": {"moe_intermediate_size": 64}}),
+        ("mlp.shared_experts", {"moe_shared_expert_intermediate_size": 64, "intermediate_size": 128}),
+        ("mlp.shared_experts", {"shared_expert_intermediate_size": 64}),
+        ("mlp.shared_experts", {"n_shared_experts": 2, "moe_intermediate_size": 32, "intermediate_size": 128}),
+    ],
+)
+def test_mlps_of_megatron_without_gates(mlp, config):
     """If linear_fc1 has the rows of up_proj alone, it is up_proj; with twice as many rows, it is gate and up."""
     rng = np.random.default_rng(7)
     gate, up = (rng.standard_normal((64, 32), dtype=np.float32) for _ in range(2))
     rules = Rules.of("nvfp4-te", config=config, format="modelopt")
-    mlp = "mlp" if "intermediate_size" in config else "mlp.experts.local_experts.0"
     module = f"model.layers.0.{mlp.replace('local_experts.', '')}"
     for parts, leaves in (([up], ["up_proj"]), ([gate, up], ["gate_proj", "up_proj"])):
         pairs = [(f"{module}.{leaf}.weight", x) for leaf, x in zip(leaves, parts, strict=True)]
