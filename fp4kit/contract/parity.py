@@ -284,7 +284,10 @@ class _Check:
         return replace(found, step="quantization", setting=text + way)
 
     def _whole(self, side: Side, name: str) -> Weights | None:
-        """Return what a side stores for a layer, or what its function returns. None if its contract makes it."""
+        """Return what a side stores for a layer, or what its function returns.
+
+        Return None if the side has only a contract, by which the layer has yet to be quantized.
+        """
         if side.stored is None and side.function is None:
             return None
         return side.weights_of(name, None if self.source is None else self.source[name])
@@ -500,7 +503,7 @@ class _Check:
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
-        """Quantize keys and values on both sides and yield the comparisons. They are the caller's, or one random array.
+        """Quantize keys and values on both sides and yield the comparisons, one per array.
 
         There is no such comparison if both sides leave the KV cache unquantized, or if a side has no contract or does
         not know the setting kv_cache.
@@ -508,7 +511,7 @@ class _Check:
         Yield the comparison of the layouts of KV pages too, if both contracts state a layout and the layouts differ.
         This needs the recipe of the KV cache in the trainer's contract, which is used for both layouts.
 
-        kv: name -> keys or values of the caller; None for random numbers.
+        kv: name -> keys or values of the caller; None for one random array.
         """
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)

@@ -171,7 +171,10 @@ class Parity:
 
     @property
     def remarks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(title, texts) pairs: missing layers, settings that differ or are unknown, and what was not compared."""
+        """(title, texts) pairs: missing layers, settings that differ or are unknown, and what was not compared.
+
+        Pairs without texts are left out.
+        """
         contracts = self.contracts or ContractDiff()
         found = (
             ("on one side only", self.missing),

@@ -153,9 +153,10 @@ def _recorded_patterns(checkpoint: Checkpoint) -> tuple[tuple[str, Recipe], ...]
 
 
 def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names whose layers have equal tensor scales wherever loaders fuse them.
+    """Return the groups of leaf names, such as (q_proj, k_proj, v_proj), whose layers share a tensor scale.
 
-    A leaf name is the last part of a layer's name, such as q_proj.
+    A group consists of layers that loaders fuse. It is returned if, in every fused layer of the model, its parts have
+    equal tensor scales. A leaf name is the last part of a layer's name.
     """
     scaled = [name for name, one in layers.items() if one.container is not None and one.container.has_tensor_scale]
     found: dict[tuple[str, ...], set[str]] = {}

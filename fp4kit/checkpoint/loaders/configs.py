@@ -59,7 +59,11 @@ def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
 
 
 def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the config declares a ``quant_method`` with which the engine does not load this container."""
+    """Yield a finding if the config does not declare the ``quant_method`` with which engines load this container.
+
+    Any method whose name begins with "modelopt", in any case, fits a container of Model-Optimizer. Containers for which
+    no method is known are not checked.
+    """
     used = CONTAINERS[container].format
     needed = _METHODS.get(used)
     method = str(quantization_config(config).get("quant_method", ""))
