@@ -1,10 +1,10 @@
 """Convert between memory layouts of codes and scales: nibble order, scale swizzles, file formats, KV caches, padding.
 
 The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value. The module kv handles the
-pages of KV caches.
+pages of KV caches, and the module aiter the order of codes and scales that aiter's kernels read.
 """
 
-from fp4kit.layouts import kv
+from fp4kit.layouts import aiter, kv
 from fp4kit.layouts.files import GGUF_BLOCKS, MLX_WORD, GgufBlock, pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
 from fp4kit.layouts.nibbles import check_pairs, pack, packed, unpack, unpacked, write_codes
 from fp4kit.layouts.padding import pad, shuffle_rows
@@ -23,6 +23,7 @@ __all__ = [
     "MLX_WORD",
     "SCALE_LAYOUTS",
     "GgufBlock",
+    "aiter",
     "check_layout",
     "check_pairs",
     "check_size",

@@ -17,6 +17,7 @@ from on_gpu import ON_GPU, assert_same, cupy, differing, gpu_only
 import fp4kit
 from fp4kit.layouts import (
     SCALE_LAYOUTS,
+    aiter,
     pack,
     pack_gguf,
     pack_mlx,
@@ -226,3 +227,13 @@ def test_in_a_cuda_graph() -> None:
     assert_same(results[0], expected)
     assert_same(results[1], fp4kit.unswizzle(expected))
     assert differing(results[3], expected.packed) == 0
+
+
+def test_the_order_of_aiter():
+    """CuPy arrays give the bytes of NumPy arrays, in both directions."""
+    rng = np.random.default_rng(5)
+    scales, packed = (rng.integers(0, 256, shape, dtype=np.uint8) for shape in ((2, 40, 9), (2, 32, 64)))
+    shuffled, codes = aiter.shuffle_scales(cupy.asarray(scales)), aiter.shuffle_codes(cupy.asarray(packed))
+    assert differing(shuffled, aiter.shuffle_scales(scales)) == differing(codes, aiter.shuffle_codes(packed)) == 0
+    assert differing(aiter.unshuffle_scales(shuffled, scales.shape), scales) == 0
+    assert differing(aiter.unshuffle_codes(codes), packed) == 0
