@@ -19,6 +19,7 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     - For Recipe.stochastic "te": the seed as an int, or the caller's random bytes (uint8).
     - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
     - "comfyui_nvfp4": numbers from 0 to 1 (float32), in host memory. A seed gives those of torch.rand on a CPU.
+    - "mslk": the seed as an int.
 
     If x is an AbstractArray, the seed is only checked. If x is on a GPU, a seed for "comfyui_nvfp4" stays an int,
     because no kernel computes this rounding.
@@ -27,14 +28,16 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
 
     Raises:
         TypeError: the seed is neither an int nor an array.
-        ValueError: the seed is out of range, or the array has a wrong dtype, shape or value.
+        ValueError: the seed is out of range, the array has a wrong dtype, shape or value, or the recipe accepts none.
     """
     as_numbers = recipe.stochastic == "comfyui_nvfp4"
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
+        if recipe.stochastic == "mslk":
+            raise ValueError(f"{op}: seed is an array; {recipe.id} needs an int, because scales are random too")
         return _numbers(op, seed, x, recipe) if as_numbers else _bytes(op, seed, x)
     number = check_seed(op, as_index(op, "seed", seed))
     on_device = not isinstance(x, (np.ndarray, AbstractArray))
-    if recipe.stochastic == "te" or isinstance(x, AbstractArray) or (as_numbers and on_device):
+    if recipe.stochastic in ("te", "mslk") or isinstance(x, AbstractArray) or (as_numbers and on_device):
         return number
     words = torch_words(number, x.size).reshape(x.shape)
     if as_numbers:

@@ -38,7 +38,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import changed_values, keep_codes, with_encoded_blocks
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
-from fp4kit.reference.stochastic import GivenNumbers, RandomNumbers, RandomStream
+from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.trace import show, untraced
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -299,13 +299,17 @@ def _quantize_matrices(
 def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
     """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None).
 
-    random: an array of random numbers, or the seed of a stream of random bytes.
+    random: an array of random numbers, the seed of a stream, or an MslkStream.
     shape: the shape of each matrix.
     """
     if random is None:
         return None
     if isinstance(random, np.ndarray):
         return GivenNumbers(stack(random, r, True)[i])
+    if isinstance(random, MslkStream):
+        return random
+    if r.stochastic == "mslk":
+        return MslkStream(random, i * prod(shape), shape[1], r.block_size)
     return RandomStream(random, i * prod(shape), shape[1])
 
 

@@ -28,6 +28,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import NEVER_NAN
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.types import Hadamard
 
@@ -348,7 +349,8 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
     Only candidates that can give the tensor scale of q are tried. Variations with only a Hadamard transform come first,
     then those with stochastic rounding. Hadamard transforms are tried only if the length of the quantized axis is a
-    multiple of 16. Stochastic rounding is not tried for integer elements, for 4over6 and for ComfyUI's NVFP4.
+    multiple of 16. Stochastic rounding is not tried for integer elements, for 4over6 and for recipes whose
+    random numbers are not bytes.
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -362,7 +364,8 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
             if not stochastic and not hadamard:
                 continue
             for r in fitting:
-                if stochastic and (r.element.is_integer or r.four_over_six or r.stochastic == "comfyui_nvfp4"):
+                by_bytes = not (r.element.is_integer or r.four_over_six or r.stochastic in SPECIFIED_STOCHASTICS)
+                if stochastic and not by_bytes:
                     continue
                 if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(q, x, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)

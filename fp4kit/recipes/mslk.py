@@ -14,7 +14,7 @@ _MX4 = "MSLK 2a3c897 triton_quantize_mx4"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield MSLK's recipes: first for NVFP4, then for the modes ceil, even and nearest of MX4 scales."""
+    """Yield MSLK's recipes: first for NVFP4, then for the modes ceil, even, nearest and stochastic of MX4."""
     yield from _nvfp4()
     ceil = of_format(
         MXFP4,
@@ -38,6 +38,15 @@ def recipes() -> Iterator[Recipe]:
         block_rule="e8m0_mslk_nearest",
         exact="codes and scales of the Triton kernel with mode nearest on an H100. An amax above about 1.414 * 2^k "
         "counts as 2^(k + 1)",
+    )
+    yield replace(
+        ceil,
+        id="mxfp4-mslk-stochastic",
+        stochastic="mslk",
+        source="MSLK 2a3c897 quantize_kernels/mx4.py",
+        exact="codes and scales of the Triton kernel with mode stochastic on an H100, for the seed. Scales are rounded "
+        "stochastically too. A zero has code 7 (the value 6 times the scale) in about half of all cases. With rounding "
+        "to nearest, the recipe equals mxfp4-mslk",
     )
 
 

@@ -17,7 +17,9 @@ AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
-STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4")
+STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "mslk")
+# These are computed by the specification alone. Their random numbers are not bytes.
+SPECIFIED_STOCHASTICS = ("comfyui_nvfp4", "mslk")
 
 
 # The scale format of the amax rules, which belong to no producer. They write block scales in every float format, and

@@ -69,6 +69,7 @@ def check_recipe(r: Any) -> None:
     _check_fake_rule(r)
     _check_search(r)
     _check_options(r)
+    _check_stochastic(r)
     _check_amax_rules(r)
 
 
@@ -490,7 +491,7 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 def _check_options(r: Any) -> None:
     """Raise ValueError if an option is set that the element format or the rules do not support.
 
-    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked, nan_is_max and stochastic.
+    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max.
     """
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
@@ -515,16 +516,27 @@ def _check_options(r: Any) -> None:
     if r.repacked and not can_be_repacked(r):
         needed = "needs float elements, a block_rule with apply 'multiply', and neither four_over_six nor nan_is_max"
         _refuse(r, "repacked", f"{needed}; under E4M3 scales also sign 'signbit' or 'unsigned_zero'")
-    if r.stochastic != "te" and (r.element.is_integer or r.is_custom):
-        _refuse(r, "stochastic", f"needs float elements under rules of a producer, or 'te'; element is {r.element}")
-    if r.stochastic == "comfyui_nvfp4" and r.element != E2M1:
-        _refuse(r, "stochastic", f"needs E2M1, whose codes it computes; element is {r.element}")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(
             r,
             "nan_is_max",
             f"needs an element format with a NaN, and no nan_code; element is {r.element}, nan_code {r.nan_code}",
         )
+
+
+def _check_stochastic(r: Any) -> None:
+    """Raise ValueError unless the elements, scales and blocks fit the field stochastic.
+
+    "te" fits all recipes, "comfy_kitchen_fp8" float elements under rules of a producer, and "comfyui_nvfp4" elements
+    E2M1 under such rules. "mslk" also needs E8M0 scales of blocks of one row.
+    """
+    if r.stochastic != "te" and (r.element.is_integer or r.is_custom):
+        _refuse(r, "stochastic", f"needs float elements under rules of a producer, or 'te'; element is {r.element}")
+    if r.stochastic == "comfyui_nvfp4" and r.element != E2M1:
+        _refuse(r, "stochastic", f"needs E2M1, whose codes it computes; element is {r.element}")
+    if r.stochastic == "mslk" and (r.element != E2M1 or r.scale != E8M0 or r.block_rows > 1):
+        needed = "needs elements E2M1 and E8M0 scales of blocks of one row"
+        _refuse(r, "stochastic", f"{needed}; element is {r.element}, scale {r.scale}, block {r.block}")
 
 
 def _check_first(r: Any) -> None:

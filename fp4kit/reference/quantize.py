@@ -20,10 +20,13 @@ from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.integer_or_float import encode_under_if4, quantize_if4
 from fp4kit.reference.stochastic import (
+    Noise,
     RandomNumbers,
     encode_stochastic,
     encode_stochastic_comfyui,
     encode_stochastic_float16,
+    stochastic_amax,
+    with_mslk_noise,
 )
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 from fp4kit.reference.trace import show, untraced
@@ -98,7 +101,7 @@ def quantize_tile(
     tensor: TensorScale,
     dtype: np.dtype,
     amax: np.ndarray | None,
-    random: np.ndarray | None,
+    random: np.ndarray | Noise | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the codes (m, k) and block scale codes (m, k / block) of float32 x (m, k).
 
@@ -121,6 +124,8 @@ def quantize_tile(
         return encode_tile(x, recipe, tensor, dtype, None, random), None
     blocks = x.reshape(m, -1, recipe.block_size)
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
+    if isinstance(random, Noise):
+        amax = show("block amax, rounded stochastically", stochastic_amax(amax, random.blocks))
     if isinstance(recipe.element, IntegerOrFloat):
         codes, scales = quantize_if4(blocks, amax, tensor, recipe)
     elif recipe.four_over_six:
@@ -142,7 +147,7 @@ def encode_tile(
     tensor: TensorScale,
     dtype: np.dtype,
     scales: np.ndarray | None,
-    random: np.ndarray | None,
+    random: np.ndarray | Noise | None,
 ) -> np.ndarray:
     """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
@@ -176,7 +181,7 @@ def encode_elements(
     factor: np.ndarray,
     recipe: Recipe,
     dtype: np.dtype,
-    random: np.ndarray | None,
+    random: np.ndarray | Noise | None,
     tensor: TensorScale,
 ) -> np.ndarray:
     """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
@@ -203,6 +208,9 @@ def encode_elements(
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
         scaled = show("scaled element without NaN", np.where(np.isnan(scaled), recipe.element.max, scaled))
     if random is not None:
+        if isinstance(random, Noise):
+            noisy = show("scaled element with noise", with_mslk_noise(scaled, random.elements.reshape(blocks.shape)))
+            return show("code", encode(noisy, recipe.element, nan_code=recipe.element.max_code), recipe.element)
         if recipe.stochastic == "comfyui_nvfp4":
             random = show("random number", random).reshape(blocks.shape)
             return show("code", encode_stochastic_comfyui(scaled, random, dtype), recipe.element)

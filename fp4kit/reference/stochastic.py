@@ -7,7 +7,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import ElementFormat
+from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.reference.arith import log2
 from fp4kit.reference.codec import encode_magnitude
 from fp4kit.reference.tensor_rules import round_to
@@ -20,17 +20,18 @@ ROUNDS = 10
 BYTES_PER_COUNTER = 16  # four 32-bit words
 
 
-def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return random words of the generator Philox4x32-10: uint32 (..., 4), in the shape of counter.
+def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = ROUNDS) -> np.ndarray:
+    """Return random words of the generator Philox4x32: uint32 (..., 4), in the shape of counter.
 
     counter: uint32 (..., 4).
     key: two 32-bit words.
+    rounds: the number of rounds. The default is 10, for Philox4x32-10.
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11); cuRAND and TE use this generator.
     """
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for i in range(ROUNDS):
+    for i in range(rounds):
         k0, k1 = (np.uint64((k + i * w) & 0xFFFFFFFF) for k, w in zip(key, _WEYL, strict=True))
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
@@ -90,7 +91,52 @@ class GivenNumbers(NamedTuple):
         return GivenNumbers(self.numbers[rows, columns])
 
 
-RandomNumbers = RandomStream | GivenNumbers
+class Noise(NamedTuple):
+    """The random words of a tile for MSLK's stochastic rounding: uint32. Only their low 22 bits count.
+
+    elements: (m, k). blocks: (m, k / block).
+    """
+
+    elements: np.ndarray
+    blocks: np.ndarray
+
+
+class MslkStream(NamedTuple):
+    """The random words that MSLK draws from a seed for the elements and the blocks of a matrix.
+
+    Element i, counted in row-major order, has the first word that Philox4x32-7 makes from counter i and the key seed ^
+    0x5A5A5A5A. Block i has the first word from counter i and the key seed. Counters have 32 bits, as in Triton's
+    tl.randint.
+
+    first: the position of the matrix's element (0, 0) in the whole array.
+    K: the number of columns of the array. It is a multiple of block.
+    block: the number of elements per block.
+    """
+
+    seed: int
+    first: int
+    K: int
+    block: int
+
+    def tile(self, rows: slice, columns: slice) -> Noise:
+        """Return the random words of the tile with these rows and columns, which consists of whole blocks."""
+        starts = self.first + np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] * self.K
+        elements, blocks = (starts + np.arange(columns.start, columns.stop, step) for step in (1, self.block))
+        return Noise(_triton_words(self.seed ^ 0x5A5A5A5A, elements), _triton_words(self.seed, blocks // self.block))
+
+    def cut(self, rows: slice, columns: slice) -> MslkStream:
+        """Return an MslkStream for the rectangle with these rows and columns. K stays that of the whole array."""
+        return self._replace(first=self.first + rows.start * self.K + columns.start)
+
+
+def _triton_words(seed: int, index: np.ndarray) -> np.ndarray:
+    """Return the words of Triton's tl.randint(seed, index, n_rounds=7): uint32, in the shape of index (int64)."""
+    counter = np.zeros((*index.shape, 4), np.uint32)
+    counter[..., 0] = index & 0xFFFFFFFF
+    return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32), rounds=7)[..., 0]
+
+
+RandomNumbers = RandomStream | GivenNumbers | MslkStream
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
@@ -184,6 +230,43 @@ def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype
     codes = n.astype(np.uint8) | exponent.astype(np.uint8) << 1 | np.signbit(limited).astype(np.uint8) << 3
     codes[..., ::2] |= codes[..., 1::2] >> 4
     return codes & np.uint8(0xF)
+
+
+# MSLK adds 22 random bits to the bits of a float32: those below the first mantissa bit, which E2M1 keeps.
+_MSLK_BITS = np.int32(0x3FFFFF)
+
+
+def stochastic_amax(amax: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Return the powers of two to which MSLK rounds float32 block amaxes stochastically, so that scales are random too.
+
+    As an integer, the bits of the amax are increased by 22 random bits. Then the mantissa bits are cleared. An amax of
+    0 counts as 2^-126, and subnormal results become 0. Infinity stays infinite, and NaN stays NaN.
+
+    words: uint32, in the shape of amax.
+
+    Source: MSLK fp4_primitives/scale.py mx4_scale_normalize_encode, with RoundingMode.stochastic.
+    """
+    bits = np.where(amax == 0, np.float32(FLT_MIN), amax).view(np.int32)
+    bits = bits + (words & np.uint32(_MSLK_BITS)).astype(np.int32) & np.int32(0x7F800000)
+    return np.where(np.isnan(amax), amax, bits.view(np.float32))
+
+
+def with_mslk_noise(x: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Return scaled elements with the noise that MSLK adds to their bits before it rounds them to nearest even.
+
+        bits(y) = bits(x) + (words & 0x3FFFFF) - 0x1FFFFF, as int32, which may wrap around
+
+    For about half of the random words, the bits of a zero wrap around to those of a NaN, whose code is 7 (the value 6).
+    Otherwise the code of a zero is 0 or 8. A NaN has the bits 0x7FFFFFFF, which the division on a GPU gives. With noise
+    they may become the bits of a tiny negative number.
+
+    x: float32. words: uint32, in the shape of x.
+
+    Source: MSLK fp4_primitives/scale.py mx4_scale_normalize_encode.
+    """
+    bits = np.where(np.isnan(x), np.int32(0x7FFFFFFF), x.view(np.int32))
+    noise = (words & np.uint32(_MSLK_BITS)).astype(np.int32) - (_MSLK_BITS >> 1)
+    return (bits + noise).view(np.float32)
 
 
 def _comfyui_exponent(a: np.ndarray, offset: float, dtype: np.dtype) -> np.ndarray:

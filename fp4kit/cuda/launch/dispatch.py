@@ -23,6 +23,7 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.formats import Codebook
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -176,9 +177,9 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
     return request.values and request.recipe.fake_rule is not None
 
 
-def rounds_as_comfyui(request: LaunchRequest) -> bool:
-    """Return True if a request is for ComfyUI's stochastic rounding to NVFP4, which no kernel computes."""
-    return request.stochastic and request.recipe.stochastic == "comfyui_nvfp4"
+def rounds_on_host(request: LaunchRequest) -> bool:
+    """Return True if a request is for a kind of stochastic rounding that only the specification computes."""
+    return request.stochastic and request.recipe.stochastic in SPECIFIED_STOCHASTICS
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
@@ -443,10 +444,10 @@ KERNEL_CHOICES = (
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does.
 
-    Also return None if kernels do not support the recipe (unsupported), if a search must run first (needs_search), or
-    for ComfyUI's stochastic rounding (rounds_as_comfyui).
+    Also return None if kernels do not support the recipe (unsupported) or its stochastic rounding (rounds_on_host), or
+    if a search must run first (needs_search).
     """
-    if unsupported(request.recipe) or needs_search(request) or rounds_as_comfyui(request):
+    if unsupported(request.recipe) or needs_search(request) or rounds_on_host(request):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
 
@@ -472,7 +473,7 @@ def why_declined(request: LaunchRequest) -> str:
             f"{r.id} has search={r.search!r}: a separate kernel chooses the block amaxes; call quantize, which launches"
             " both"
         )
-    if rounds_as_comfyui(request):
+    if rounds_on_host(request):
         return f"stochastic rounding of {r.id} has no CUDA kernel; compute on the CPU with cupy.asnumpy(x)"
     if uses_fake_rule(request):
         if r.amax_nan == "lanes":

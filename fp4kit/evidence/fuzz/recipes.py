@@ -251,7 +251,9 @@ def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random kind of stochastic rounding as {field: value}, or {} if the recipe does not allow a choice."""
     if r.element.is_integer:
         return {}
-    return {"stochastic": _pick(rng, rules.STOCHASTICS if r.element == E2M1 else rules.STOCHASTICS[:2])}
+    is_mslk = r.element == E2M1 and r.scale == E8M0 and r.block is not None and r.block[0] == 1
+    allowed = {"comfyui_nvfp4": r.element == E2M1, "mslk": is_mslk}
+    return {"stochastic": _pick(rng, [name for name in rules.STOCHASTICS if allowed.get(name, True)])}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:

@@ -113,6 +113,8 @@ def _mslk(row: Callable[..., Any]) -> GoldenRows:
     for name, variant in (("", ""), ("-fast", "_fast"), ("-power", "_e8m0"), ("-power", "_e8m0_fast")):
         yield row(f"nvfp4-mslk{name}", "triton_h100", f"mslk_nvfp4{variant}")
     yield row("nvfp4-mslk-single", "triton_h100", "mslk_nvfp4_single")
+    options = {"rounding": "stochastic", "seed": 1234}
+    yield row("mxfp4-mslk-stochastic", "triton_h100", "mslk_mx4_stochastic_seed1234", options=options)
     for size in (16, 32):
         for name, mode in (("", "ceil"), ("-even", "even"), ("-nearest", "nearest")):
             yield row(f"mxfp4-mslk{name}", "triton_h100", f"mslk_mx4_{mode}_b{size}", block=(1, size))
