@@ -94,11 +94,12 @@ def _pick(rng: Rng, choices: Any) -> Any:
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random block shape as {field: value}, or {} if the recipe has no blocks.
 
-    Blocks of several rows need one factor for all their rows: no tensor scale per row, no fake rule, and no search.
+    Blocks of several rows need one factor for all their rows: no tensor scale per row, no fake rule, no search, and no
+    random scales.
     """
     if r.block is None:
         return {}
-    one_row = r.fake_rule or r.search or r.tensor_scaling == "row"
+    one_row = r.fake_rule or r.search or r.tensor_scaling == "row" or r.stochastic == "mslk"
     square = _pick(rng, ((16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64)))
     columns = (16, 32, 64, 128, 8, 2)[: 5 if r.search else 6]
     return {"block": (1, _pick(rng, columns)) if one_row or rng.random() < 0.5 else square}
@@ -107,11 +108,12 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random element format as {field: value}: an integer format for integers, else a float format.
 
-    Return {} for recipes with E4M3 scales, with a nonzero code for NaN, or with fouroversix's rounding ("rnw").
+    Return {} for recipes with E4M3 scales, with a nonzero code for NaN, with fouroversix's rounding ("rnw"), or with
+    stochastic rounding for E2M1 alone.
     """
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
-    if r.scale == E4M3 or r.nan_code or r.rounding == "rnw":
+    if r.scale == E4M3 or r.nan_code or r.rounding == "rnw" or r.stochastic in rules.SPECIFIED_STOCHASTICS:
         return {}
     return {"element": _pick(rng, FLOAT_ELEMENTS[:5] if rng.random() < 0.8 else FLOAT_ELEMENTS)}
 
