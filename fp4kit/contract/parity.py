@@ -432,8 +432,8 @@ class _Check:
     ) -> LayerParity:
         """Multiply the layer by inputs on both sides, and return the result with the counts of differing products.
 
-        Sometimes the products cannot be computed: a contract does not state how, or its matrix unit has no instruction
-        for the operands. Then store the reason in self.notes, and return the result unchanged.
+        The products cannot be computed if a side has no contract that states how, or if its matrix unit has no
+        instruction for the operands. In this case, store the reason in self.notes, and return the result unchanged.
 
         Args:
             found: the result so far, which is not changed.

@@ -359,7 +359,10 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
 
 
 def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that occur in the largest number of tuples, in the order in which they first occur."""
+    """Return the names that occur in the largest number of tuples, in the order in which they first occur.
+
+    Return () if there are no names.
+    """
     counts = Counter(name for names in votes for name in names)
     return tuple(name for name, count in counts.items() if count == max(counts.values()))
 

@@ -143,7 +143,8 @@ _FACTS = (
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales.
 
-    Yield a warning too if the scales allow only values that are far beyond or far below trained weights.
+    Yield a warning too if the largest value that the scales allow is above 65504 or below 2^-14, but not 0. Trained
+    weights have no such values.
 
     name: the layer's name.
     tally: the counts of its stored values.
