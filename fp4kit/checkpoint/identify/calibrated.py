@@ -97,9 +97,9 @@ def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     The layer must be one for which fit_of does not return None.
 
     With the stored scales, all codes of at least one column must be nearest to the source (the original weight). Random
-    damage must not explain such a column: if the layer's wrong codes were spread at random, at most 0.01 columns without
-    one would be expected. A code counts as nearest if a quotient rounded to bfloat16 may have given it, because tools
-    compute quotients in bfloat16 or in float32.
+    damage must not explain such a column: if the wrong codes of the layer were spread at random, at most 0.01 columns
+    without one would be expected. A code counts as nearest if a quotient rounded to bfloat16 may have given it, because
+    tools compute quotients in bfloat16 or in float32.
 
     x: the source (the original weight), of shape (N, K).
     """
