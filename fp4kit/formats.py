@@ -727,9 +727,12 @@ class IntegerOrFloat(ElementFormat):
         return scales & ~IF4_INTEGER_BIT
 
     def values_of(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Return the float32 values of codes (..., blocks, block), before the block scales (..., blocks) are applied.
+        """Return the float32 values of codes (..., blocks, block), without the factors of the block scales.
 
-        codes and scales are uint8.
+        Bit 7 of a block's scale says whether its codes are INT4 or E2M1 (see values_under).
+
+        codes: uint8 (..., blocks, block).
+        scales: the block scales, uint8 (..., blocks).
         """
         floats, integers = (np.take(self.values_under(is_integer), codes) for is_integer in (False, True))
         return np.where(self.are_integers(scales)[..., None], integers, floats)

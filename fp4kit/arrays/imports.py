@@ -137,7 +137,8 @@ def check_one_device(operation: str = "", /, **named: Any) -> None:
 def device_name(x: Any, name: str = "x") -> str:
     """Return where `x` lives: "cpu" (page-locked memory included), "cuda:0", "rocm:1", "metal:0", ...
 
-    An object that has only `__cuda_array_interface__` gives "cuda", because that interface tells no device number.
+    An object that has only `__cuda_array_interface__` gives "cuda", because that interface does not state the device
+    number. `name` is what error messages call x.
 
     Raises:
         TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface; or `x` is

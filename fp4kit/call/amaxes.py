@@ -56,11 +56,16 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Return a tensor_amax in host memory as float32, in the canonical shape of reshape_amax, with -0 replaced by 0.
+    """Check a caller's tensor_amax, and return it as float32 in the canonical shape of reshape_amax.
+
+    In the result, -0 is replaced by 0. The values of an AbstractArray are neither checked nor changed.
+
+    op: the public function, for error messages.
+    amax: a number, or an array in host memory.
+    moved_shape: the shape of the array to quantize, with the quantized axis last.
 
     Raise TypeError if the tensor_amax is not real. Raise ValueError for NaN or negative values, or if the shape does
-    not fit. The values of an AbstractArray are not checked. moved_shape: the shape of the array to quantize, with the
-    quantized axis last.
+    not fit.
     """
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     if isinstance(amax, AbstractArray):

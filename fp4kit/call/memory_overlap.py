@@ -59,9 +59,9 @@ _MEMORIES: WeakKeyDictionary[Quantized, _OccupiedMemory] = WeakKeyDictionary()
 
 
 def _memory_of(q: Quantized) -> _OccupiedMemory:
-    """Return the _OccupiedMemory of a Quantized.
+    """Return which memory the arrays of a Quantized occupy.
 
-    It is computed at the first call with q, and then read from _MEMORIES.
+    The result is computed at the first call with q. Later calls look it up in _MEMORIES.
     """
     memory = _MEMORIES.get(q)
     if memory is None:

@@ -99,7 +99,7 @@ class Partition(NamedTuple):
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return the offset of each shard among all shards of its process, in units of ``unit`` elements.
+        """Return where each shard begins in the memory of its process, in units of ``unit`` elements.
 
         A process stores its shards one after another, in the order of the matrices. The result is an int64 array of
         shape (processes, matrices).

@@ -259,8 +259,8 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     """Return two arrays to write codes and linear block scales to. The second is None if there are no block scales.
 
-    If the arrays of call.out are contiguous and linear, return them, so that no copy is needed. Otherwise, return new
-    arrays.
+    Each is the array of call.out if that is contiguous and, for scales, linear, so that no copy is needed. Otherwise,
+    it is a new array.
     """
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -528,10 +528,13 @@ def partial_cast(
 
     Args:
         shard: the elements of the shard, 1-d.
+        out: the packed codes of the whole matrix.
         block_amax: the amaxes of all blocks of the matrix.
         shape: the rows and columns (M, K) of the matrix.
         start: the index of the shard's first element in the flattened matrix.
-        amax: the tensor amax; None uses the largest of block_amax, or 0 if there are no blocks.
+        r: the recipe.
+        amax: the tensor amax, if the recipe has a tensor scale. None uses the largest of block_amax, or 0 if there are
+            no blocks.
         cast: the engine's function that computes the codes.
     """
     if r.tensor_scaling != "none" and amax is None:

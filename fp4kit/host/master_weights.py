@@ -96,7 +96,8 @@ class HostStages:
     def amax(self) -> None:
         """Write the amaxes of this process's shards into `bits`.
 
-        These are the block amaxes and, if the recipe has a tensor scale, the tensor amaxes.
+        The next stage replaces them by the maximum over all processes. They are the block amaxes and, if the recipe has
+        a tensor scale, the tensor amaxes.
         """
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)

@@ -375,7 +375,7 @@ class KVCache:
         return out
 
     def _own(self, index: np.ndarray) -> Any:
-        """Return an index array in the library of the cache."""
+        """Return an index array in the library of the cache: a CuPy array on a GPU, otherwise `index` itself."""
         return to_device(index) if on_device(self.arrays[0]) else index
 
     def _indices(self, slots: np.ndarray) -> Callable[[bool], tuple[Any, ...]]:

@@ -99,8 +99,12 @@ def packed(codes: Any, packing: Packing) -> Any:
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Unpack codes from the form in which the element format stores them: uint8, one code per byte. Inverts `packed`.
+    """Return stored codes with one code per byte: the inverse of `packed`.
 
+    Bytes that hold two 4-bit codes are unpacked to a new array. If each byte holds one code, `stored` itself is
+    returned.
+
+    stored: uint8, the codes as their element format stores them.
     packing: ElementFormat.packing.
     """
     return stored if packing.codes == 1 else unpack(stored)

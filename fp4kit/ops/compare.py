@@ -312,8 +312,8 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
     """Return the pair (differing, compared): the number of entries that differ, and the number of all entries.
 
-    NaN equals NaN. Return (0, 0) if both arrays are None. If one is None or the shapes differ, all entries of the
-    larger array count as differing.
+    NaN equals NaN. Return (0, 0) if both arrays are None. If one is None or the shapes differ, both numbers are the
+    size of the larger array.
 
     to_entries: a function that unpacks an array to one entry per element, such as packed codes to codes; None if the
         array's elements are the entries.

@@ -42,10 +42,11 @@ def _cuda() -> Any:
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
     """Return a cached call: a function that repeats an operation on other arrays of equal shapes.
 
-    The CUDA engine makes the function for arrays on a device, and the compiled host engine for arrays in host memory.
+    The CUDA engine makes the function for arrays on a GPU, and the compiled host engine for arrays in host memory.
     Return None if that engine does not support the call.
 
-    operation: the name of a function in the engine's cached_calls.py. on_device: whether the arrays are on a GPU.
+    operation: the name of a function in the engine's cached_calls.py.
+    on_device: True if the arrays are on a GPU.
     arguments: the arguments of this function.
     """
     engine: Any = cpu_cached
@@ -285,11 +286,12 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a function that repeats a call without parsing arguments, for calls that new_cached_call does not support.
+    """Return a function that repeats a call without parsing its arguments, where new_cached_call returned None.
 
     The returned function takes (x, amax, out), and runs `operation` by the first engine that supports the call. It
-    ignores amax, which is None. Return None if the caller passed tensor_amax, or if x is not a NumPy array. x: the
-    array as the caller passed it.
+    ignores amax, which is None.
+
+    Return None if the caller passed tensor_amax, or if x is not a NumPy array. x: the array as the caller passed it.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

@@ -249,9 +249,10 @@ def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) 
 
 
 def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
-    """Yield (layout, cache) for each layout that supports a cache of this shape and has as many arrays.
+    """Yield every way to read the arrays as a KV cache of a given shape: (layout, cache).
 
-    The cache holds the bytes of the arrays, read by that layout.
+    Layouts that do not support the shape, or that have another number of arrays, are left out. Each cache holds the
+    bytes of the arrays, reshaped as its layout needs them.
     """
     for layout in KV_LAYOUTS.values():
         try:
@@ -293,7 +294,12 @@ def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float
 
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Compare keys and values with the references, and return the KVMatch. Only _judged fills in its field `fits`."""
+    """Return a KVMatch with the errors of keys and values. Only _judged fills in its field `fits`.
+
+    layout, fault: the name of the layout, and the fault that was assumed.
+    read: the keys and values that this layout and this fault give.
+    references: the keys and values to compare with.
+    """
     key_error, value_error = map(_error, read, references)
     return KVMatch(layout, fault, key_error, value_error)
 

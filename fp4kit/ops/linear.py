@@ -35,7 +35,7 @@ def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
 
 
 def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
-    """Return grad w (M, K) in dtype, from grad (M, N) and w (N, K), both quantized along N.
+    """Return the gradient of x: the product of grad (M, N) and w (N, K), both quantized along N, as (M, K) in dtype.
 
     seed and s.rounding apply to the quantization of grad only. w is rounded to nearest. If w is a Quantized, it is
     transposed instead of quantized, and must have square blocks.

@@ -190,11 +190,11 @@ def _module(weight: TrainedWeight) -> str:
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
-    """Return the pair (container that the converter would write, "").
+    """Return the container in which `fp4kit convert` would store the trained model, and a note: (container, "").
 
-    If no format is asked for and the converter refuses the recipe or the model, return (None, the converter's message).
+    If the user names no format and the converter refuses the recipe or the model, return (None, its error message).
 
-    Raises CheckpointError if the format that is asked for cannot store the recipe or the model.
+    Raises CheckpointError if the user names a format that cannot store the recipe or the model.
     """
     try:
         return Request(choice.recipe, choice.format).form_for(choice.config or {}), ""

@@ -60,9 +60,13 @@ def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) ->
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`.
 
-    The sizes must agree. Also, the array must have only one axis, or both shapes must end with equal lengths. Axes of
-    length 1 do not count. In other cases, the numbers may be ordered along another axis that happens to have as many
-    blocks.
+    Both shapes must hold as many numbers. Also, one of these conditions must hold, in which axes of length 1 do not
+    count:
+
+    - `shape` has at most one axis.
+    - Both shapes end with the same length.
+
+    Otherwise, the numbers may be ordered along another axis that happens to have as many blocks.
     """
     own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])

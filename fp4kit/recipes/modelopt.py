@@ -23,7 +23,10 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes: dynamic and calibrated block amaxes, a scale search, and the fake quantizers."""
+    """Yield the NVFP4 recipes.
+
+    They are ordered: dynamic block amaxes, calibrated block amaxes, a scale search, and the fake quantizers.
+    """
     dynamic = of_format(
         NVFP4,
         "nvfp4-modelopt",

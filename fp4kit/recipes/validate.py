@@ -568,7 +568,10 @@ _AMAX_ROUNDINGS = ("rn", "rz", "rna", "rnz")  # roundings of elements that the a
 
 
 def _check_amax_rules(r: Any) -> None:
-    """Raise ValueError if a field has a value that the amax rules, or a Codebook under them, do not support."""
+    """Raise ValueError if a recipe with the rule "amax" has a value in a field that amax rules do not support.
+
+    For elements that are a Codebook, fewer values are supported. Recipes without amax rules are not checked.
+    """
     if not r.is_custom:
         return
     plain = {"apply": "multiply", "fake_rule": None, "search": "", "round_scaled": False, "repacked": False}

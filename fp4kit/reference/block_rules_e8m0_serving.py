@@ -313,8 +313,9 @@ def factor_e8m0_quark_floor(
 ) -> np.ndarray:
     """Return the divisor that Quark applies to the elements of each block with scale mode floor.
 
-    It is the scale s that code_e8m0_quark_floor computes, even if s was stored as 2^-126. For a code that amax does not
-    give, which the caller has passed to quantize, the divisor is the value of the code. tensor is not used.
+    The divisor is the scale s of code_e8m0_quark_floor. An s below 2^-126 is used as it is, although 2^-126 is stored.
+    If the caller of quantize passed a code that amax does not give, the divisor is the value of this code. tensor is
+    not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -334,8 +335,9 @@ def factor_e8m0_quark_ceil(
 ) -> np.ndarray:
     """Return the divisor that Quark applies to the elements of each block with scale mode ceil.
 
-    It is the scale s that code_e8m0_quark_ceil computes, even if s was stored as 2^-126. For a code that amax does not
-    give, which the caller has passed to quantize, the divisor is the value of the code. tensor is not used.
+    The divisor is the scale s of code_e8m0_quark_ceil. An s below 2^-126 is used as it is, although 2^-126 is stored.
+    If the caller of quantize passed a code that amax does not give, the divisor is the value of this code. tensor is
+    not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 

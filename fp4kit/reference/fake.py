@@ -197,8 +197,8 @@ def _microxcaling(
 ) -> Callable[..., np.ndarray]:
     """Return the fake quantizer of microxcaling for a rounding mode.
 
-    round_magnitude(v, dtype): the rounding mode, which rounds numbers v >= 0 to integers.
-    flush: True if blocks with log2(amax) <= -127 become zero.
+    round_magnitude: round_magnitude(v, dtype) rounds numbers v >= 0 to integers.
+    flush: True if a block becomes zero when floor(log2(amax)) is -127 or less.
     """
 
     def rule(

@@ -45,14 +45,15 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe, top: int) -> _Candidate:
-    """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate.
+    """Quantize blocks with given block scales, before the choice between the two candidates, and return the result.
 
-    If recipe.lane_sums is set and the whole tensor is zero, all block scales are 0 instead.
+    The scales are E4M3(min(base, 448)). If recipe.lane_sums is set and the whole tensor is zero, all scales are 0
+    instead.
 
     base: the block scales before they are encoded, (rows of blocks, blocks).
     blocks: the elements, float32 (m, blocks, 16).
     tensor: the tensor scale.
-    top: the E2M1 value at which the scales put the amax, 6 or 4.
+    top: the E2M1 value to which the scales map the amax of a block, 6 or 4.
     """
     base = show(
         f"block scale before rounding, amax at {top}", zero_of_zeros(base, tensor) if recipe.lane_sums else base
@@ -198,9 +199,14 @@ def block_errors(difference: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return terms (m, blocks, columns) rearranged so that all elements of a block lie on the last axis.
+    """Return one number per element, rearranged so that all elements of a block lie on the last axis.
 
-    The result has shape (rows of blocks, blocks, elements per block). Missing rows of the last blocks are zeros.
+    The blocks may span several rows. If rows are missing for the last blocks, zeros fill them.
+
+    terms: (m, blocks, columns), such as the squared errors of the elements; columns counts the elements of one row of a
+        block.
+
+    Returns: (rows of blocks, blocks per row, elements per block).
     """
     rows, (m, count, columns) = recipe.block_rows, terms.shape
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)

@@ -81,11 +81,13 @@ def _first_bits(
 def amax_interval(
     scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
+    """Return the smallest and the largest positive amax for which the tensor rule gives `scale`, as float32 bits.
 
     The result is two int64 arrays in the shape of scale. If no such amax exists, the first is larger than the second.
 
     scale: float32, positive and finite.
+    recipe: the recipe, which names the tensor rule.
+    dtype: the dtype of the quantized array.
     steps: only amaxes within this number of float32 steps of scale * covered_range are searched.
     """
     scale = np.asarray(scale, np.float32)

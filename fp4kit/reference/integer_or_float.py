@@ -24,7 +24,7 @@ _INTEGER_FACTOR = np.float32(7 / 6)  # E2M1's 6 becomes 7
 
 
 class _Codes(NamedTuple):
-    """Hold the codes of elements (m, blocks, block) in one of the two formats, and the values of these codes."""
+    """Hold the codes of elements in one of the two formats of IF4, and their values: both (m, blocks, block)."""
 
     codes: np.ndarray
     values: np.ndarray

@@ -98,10 +98,15 @@ class TriedCodes:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return the function error(amax, which) that best_by_block needs to compare candidate amaxes for the elements x.
+    """Return a function error(amax, which), which measures the error of quantizing blocks of x with given amaxes.
 
-    The function quantizes the blocks that the mask `which` selects with the amaxes `amax`. It returns the sum of
-    squared errors of each of these blocks. Squares are added in float32, in the order that PyTorch uses on a CPU.
+    best_by_block uses it to compare candidate amaxes.
+
+    which: a mask that selects blocks.
+    amax: the candidate amax of each block.
+
+    It returns the sum of squared errors of each selected block. Squares are added in float32, in the order that PyTorch
+    uses on a CPU.
     """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 

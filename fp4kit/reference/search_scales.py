@@ -27,11 +27,13 @@ CHUNK = 1 << 18  # elements that are searched at once, to limit memory
 
 @np.errstate(all="ignore")
 def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
-    """Choose for each block of x (M, K) the amax with the smallest loss, and write it into out: float32 (M, K / 16).
+    """Find for each block of x (M, K) the amax whose scale gives the smallest loss, and write it into out.
 
-    The candidates are the 126 amaxes that give a positive E4M3 scale. Among equal losses, the smallest amax is taken.
-    If blocks span several rows, the amax is written into each of their rows.
+    There is one candidate amax for each of the 126 positive E4M3 scale codes; ``search`` may allow fewer. Among equal
+    losses, the smallest amax is taken. If all losses of a block are NaN or infinite, the smallest allowed candidate is
+    taken.
 
+    out: float32 (M, K / 16). If blocks span several rows, the amax is written into each of their rows.
     amax: the tensor amax, one number.
     search: the parsed call, with the recipe, the range of candidates and the loss.
     """
@@ -201,10 +203,11 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
-    """Return the sum of parts over the last axis, or the maximum if power is infinite. For one part, return that part.
+    """Return the sum of parts over the last axis, or their maximum if power is infinite.
 
     Parts are added in the order that the GPU kernel uses. In each round the second half of the parts is added to the
-    first half, until one sum is left. If the count is odd, the middle sum is carried over to the next round.
+    first half, until one sum is left. If the count is odd, the middle part is carried over to the next round. A single
+    part is returned unchanged.
     """
     while (count := parts.shape[-1]) > 1:
         half = (count + 1) // 2

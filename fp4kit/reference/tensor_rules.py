@@ -48,9 +48,10 @@ class TensorScale(NamedTuple):
         return TensorScale(*(p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self))
 
     def cut(self, rows: slice, blocks: slice) -> TensorScale:
-        """Return the scales of the tile with these rows and blocks. self must be a result of columns().
+        """Return the part of the scales that belongs to a tile: the rectangle of these rows and blocks.
 
         Only axes with more than one entry are cut: scales per row lose rows, and a single scale is returned unchanged.
+        self must be a result of columns().
         """
         parts = (p[rows] if len(p) > 1 else p for p in self)
         return TensorScale(*(p[:, blocks] if p.shape[1] > 1 else p for p in parts))

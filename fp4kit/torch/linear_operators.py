@@ -216,7 +216,11 @@ class BackwardOperators(NamedTuple):
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of linear that `backward` reads."""
+    """Save the inputs of linear for `backward`: the tensors by ctx.save_for_backward, the settings as ctx.settings.
+
+    inputs: the arguments of linear; the settings come last.
+    output: not used; PyTorch passes it.
+    """
     *tensors, ctx.settings = inputs
     ctx.save_for_backward(*tensors)
 

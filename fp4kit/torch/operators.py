@@ -71,8 +71,8 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return a vmap rule for an operator: call it once per index of the mapped axis, and stack the results.
 
-    The first axis of a result is the mapped axis. If the mapped axis has length 0, one call with zeros gives the shapes
-    of the results, which are empty.
+    Pass the rule to register_vmap. The first axis of a result is the mapped axis. If the mapped axis has length 0, one
+    call with zeros gives the shapes of the results, which are empty.
     """
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:

@@ -98,7 +98,7 @@ class Inputs:
 
 
 def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
-    """Return the measured activations that a caller passes as a Collector or as a mapping.
+    """Return the amaxes of layer inputs that a caller passes as a Collector, or as a mapping from layer name to amax.
 
     Raise ValueError if the recipe has no tensor scale, and TypeError for any other `given`. Messages begin with op.
     """

@@ -38,7 +38,9 @@ class Form(NamedTuple):
 
 
 class ServedWeight(torch.nn.Module):
-    """A parametrization by which a layer reads the values to be served, while the optimizer updates the original.
+    """A parametrization that gives a layer the values that a converted checkpoint will serve in place of its weight.
+
+    The optimizer updates the original weight.
 
     Args:
         name: the name of the parameter in the model.

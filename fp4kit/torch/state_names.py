@@ -45,7 +45,10 @@ def release_names(module: torch.nn.Module, leaf: str) -> None:
 
 
 class _Save:
-    """A hook that renames a parameter in a new state dict. The module's own entries keep their order."""
+    """A hook that runs when a state dict is made: it gives the parametrized parameter its plain name, such as "weight".
+
+    The module's own entries keep their usual order.
+    """
 
     def __init__(self, leaf: str, order: tuple[str, ...]) -> None:
         self._leaf, self._order = leaf, order

@@ -56,7 +56,7 @@ class FakeQuantize(torch.autograd.Function):
 
 
 class FakeQuantizeBackward(torch.autograd.Function):
-    """Provide the gradient of operators.fake_quantize_backward inside torch.func transforms."""
+    """Compute the gradient of fake_quantize inside torch.func transforms. It can be differentiated again."""
 
     setup_context = staticmethod(operators.save_clip_inputs)
     vmap = staticmethod(operators.loop_over(fake_quantize_backward))
@@ -130,7 +130,7 @@ class Linear(torch.autograd.Function):
 
 
 class LinearGradientOfX(torch.autograd.Function):
-    """Call linear_operators.linear_gradient_of_x inside torch.func transforms. Differentiating it raises an error."""
+    """Compute linear's gradient with respect to x inside torch.func transforms. Differentiating it raises an error."""
 
     setup_context = staticmethod(linear_operators.save_nothing)
     backward = staticmethod(linear_operators.no_gradient)
@@ -143,7 +143,7 @@ class LinearGradientOfX(torch.autograd.Function):
 
 
 class LinearGradientOfW(torch.autograd.Function):
-    """Call linear_operators.linear_gradient_of_w inside torch.func transforms. Differentiating it raises an error."""
+    """Compute linear's gradient with respect to w inside torch.func transforms. Differentiating it raises an error."""
 
     setup_context = staticmethod(linear_operators.save_nothing)
     backward = staticmethod(linear_operators.no_gradient)

@@ -311,10 +311,10 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
-    """Return a tuple with one message, about the config that loaders need but a single safetensors file cannot hold.
+    """Return a message about the config that loaders need, but that a single safetensors file cannot hold.
 
-    The message shows the entry of config.json. Return () if ``target`` is not a safetensors file, if the result is
-    unquantized, and for ComfyUI's format, which needs no config.
+    The result is a tuple with this one message, which shows the entry to add to config.json. Return () if ``target`` is
+    not a safetensors file, if the result is unquantized, or for ComfyUI's format, which needs no config.
     """
     if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
         return ()
@@ -532,7 +532,7 @@ class _Run:
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _doubt_order_of_columns(self) -> None:
-        """Store in ``doubts`` a warning about each quantized layer of the source whose nibbles seem to be swapped."""
+        """Store in ``doubts`` a warning for each quantized source layer whose bytes seem to have swapped nibbles."""
         pieces = [piece for tensor in self.plan.tensors for piece in tensor.pieces]
         read = {piece.weight.name for piece in pieces if piece.weight.container is not None}
         if read:
@@ -548,7 +548,10 @@ class _Run:
         - If GPUs do the work: threads.
         - If the compiled engine does the work: threads, unless ``options.processes`` is True and the number of workers
           and the model are so large that processes are faster (see FROM_WORKERS).
-        - Otherwise: processes. If ``options.workers`` is None, the number is 1.
+        - Otherwise: processes.
+
+        The number is ``options.workers``. If that is None, there are num_threads() threads, but at least two, or at
+        most MOST_PROCESSES processes. Without GPUs and the compiled engine, there is one process.
         """
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):

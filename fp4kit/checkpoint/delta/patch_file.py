@@ -50,11 +50,12 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Patch:
-    """An opened patch file whose header was checked.
+    """An open patch file with a checked header. A patch turns the old version of a checkpoint into the new version.
 
     file: the header of the patch file.
     is_directory: True if both versions are directories; False if they are safetensors files or GGUF models.
-    base, result: file name -> size and SHA-256, for the files of the old and of the new version.
+    base, result: file name -> size and SHA-256, for the files of the old version (base) and of the new version
+        (result).
     """
 
     file: SafetensorsFile

@@ -574,7 +574,7 @@ _NIBBLES = (
 
 
 def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
-    """Compare the content of a layer's tensor ``.comfy_quant`` with the layer's tensors, and return the item for it.
+    """Return the item for a layer's tensor ``.comfy_quant``: refused if it contradicts the layer, otherwise understood.
 
     Args:
         weight: the layer; ``.comfy_quant`` is one of its parts.

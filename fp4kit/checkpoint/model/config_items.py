@@ -103,7 +103,10 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 
 
 def _kinds_beside(allowed: Collection[str], layers: _Layers) -> str:
-    """Return the kinds of layers that are not allowed, each with the first layer of the kind; "" if there are none."""
+    """Return text that lists the kinds of layers that are not allowed, or "" if there are none.
+
+    Each kind is followed by the name of its first layer: "fp8 (lm_head), nvfp4 (model.layers.0.mlp.up_proj)".
+    """
     first = {form.kind: name for name, form in reversed([*layers.forms.items()])}
     return ", ".join(f"{kind} ({name})" for kind, name in sorted(first.items()) if kind not in allowed)
 
@@ -133,10 +136,10 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a ``group_size``, or "" to accept it.
+    """Return why a ``group_size`` (the number of elements per block) is refused, or "" if it is accepted.
 
-    The value is refused if there are 4-bit or MXFP8 layers, but no such layer has blocks of this width. The value None
-    is accepted.
+    It is refused if there are NVFP4, MXFP4 or MXFP8 layers, but none of them has blocks of this width. None is
+    accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.

@@ -16,7 +16,8 @@ KEYS = ("quantization_config", "compression_config")
 def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (path, content) for a config and for each config nested in it, such as ("text_config.", {...}).
 
-    The path of a nested config ends with a dot. The path of the config itself is "".
+    A nested config is an object whose key ends with "_config", other than the KEYS that declare quantization. Its path
+    ends with a dot. The path of the config itself is "".
     """
     yield "", config
     for key, value in config.items():

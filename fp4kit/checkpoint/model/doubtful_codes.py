@@ -119,7 +119,10 @@ def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Flo
 
 
 def _is_scaled_by_block(form: Container) -> bool:
-    """Return whether each block or row of a container has its own scale, computed from its largest element."""
+    """Return False for a container with one FP8 scale per tensor, and True for all others.
+
+    All others have a scale per block or row, computed from its largest element.
+    """
     return form.kind != "fp8 tensor"
 
 

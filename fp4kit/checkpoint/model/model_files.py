@@ -380,7 +380,10 @@ def open_source(root: Path) -> Source:
 
 
 def _open_file(path: Path) -> Source:
-    """Open and check a model that is a file, as open_source does. Raise CheckpointError if there is no such model."""
+    """Open and check a model that is a single safetensors file or a GGUF model, and return it as open_source does.
+
+    Raise CheckpointError for any other path, for example one that does not exist.
+    """
     if is_gguf(path):
         parts = read_gguf_model(path)
         return Source(path, config_of(parts[0].metadata), parts, (), False)

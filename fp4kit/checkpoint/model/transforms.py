@@ -205,7 +205,11 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
 def _turned(
     weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
-    """Return all weights. Each weight in ``found`` (tensor name -> transform) gets the rotation of its transform."""
+    """Return all weights, where the weights in ``found`` have the rotation of their transform.
+
+    found: tensor name -> transform.
+    rotations: transform -> rotation. A weight whose transform is missing here gets the rotation None.
+    """
     return {
         name: replace(one, rotation=rotations.get(found[name])) if name in found else one
         for name, one in weights.items()

@@ -364,7 +364,10 @@ def _unit(
     sums: Mapping[_Key, _Sums],
     keeps: bool,
 ) -> LayerGroup:
-    """Return one unit with its options: the candidates that can quantize all of its layers, then "keep".
+    """Return one unit, which is a set of layers that must get the same recipe, with its options.
+
+    The options are the candidates that can quantize all of its layers, then "keep" (unquantized). Each option states
+    the bits that the unit takes, and its error.
 
     Args:
         name: a readable name of the unit.

@@ -208,9 +208,11 @@ class Imatrix:
     def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
         """Yield a warning about layers without column weights, and one about experts that were never called.
 
+        A list that is empty gives no warning.
+
         Args:
-            missing: the names of the layers without column weights.
-            never: the names of the experts that were never called. An empty list gives no warning.
+            missing: the names of the layers without column weights. Their columns count equally.
+            never: the names of the experts that were never called. They get column weights of 1.
         """
         name = shown(self.path.name)
         if missing:

@@ -64,12 +64,15 @@ def rotated(
 
 
 def _matches(weight: Weight, patterns: Collection[str]) -> bool:
-    """Return whether a glob matches the name of a weight's layer."""
+    """Return whether at least one of the glob patterns matches the whole name of a weight's layer."""
     return any(fnmatchcase(weight.name, pattern) for pattern in patterns)
 
 
 def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> None:
-    """Raise CheckpointError if only some of the layers that loaders fuse, which share their inputs, are rotated.
+    """Raise CheckpointError if some layers of a fused group are rotated and others are not.
+
+    Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
+    inputs.
 
     size: the size that the user gave.
     names: the names of the layers that are quantized.

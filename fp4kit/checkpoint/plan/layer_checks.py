@@ -59,9 +59,10 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
 
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if the shape of a stack of experts does not fit its counterpart. Return "" otherwise.
+    """Return an error message if the shape of a stack of experts does not fit the shape of its counterpart.
 
-    The counterpart of the stack of gate and up projections is the stack of down projections, and the reverse.
+    The counterpart of the stack of gate and up projections is the stack of down projections, and the reverse. Return ""
+    if the shapes fit, or if the layer is no such stack or has no counterpart.
 
     Args:
         name: the module of one stack.

@@ -53,9 +53,10 @@ class OutputFile:
 
 
 def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], limit: int) -> tuple[OutputFile, ...]:
-    """Return the files of a split GGUF model, divided as by llama-gguf-split --split-max-size.
+    """Divide the tensors of a GGUF model into files of limited size, and return the files in order.
 
-    The name of a file in the partial directory is the end of its final name (see final_path).
+    The division is that of llama-gguf-split --split-max-size. In the partial directory, a file is named by the end of
+    its final name, such as 00001-of-00003.gguf (see final_path).
 
     Args:
         outputs: all tensors of the model.

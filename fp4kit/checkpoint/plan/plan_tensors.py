@@ -127,7 +127,7 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
 
 
 def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
-    """Return the plan to combine several weights into one unquantized layer or stack.
+    """Return the TensorPlan that combines several weights of the source into one unquantized layer or stack.
 
     facts: the decisions about the model. ``facts.restored`` holds the layer or stack.
     tensor: its key in ``facts.restored``, which is the name of the first tensor of these weights.

@@ -80,7 +80,10 @@ class Request:
 
     @property
     def rotation(self) -> WeightRotation | None:
-        """The rotation of the layers to rotate (all quantized layers, or ``hadamard_only``); None for no rotation."""
+        """The Hadamard rotation to apply to layers before they are quantized; None for no rotation.
+
+        ``hadamard_only`` says which layers are rotated.
+        """
         return None if self.hadamard is None else WeightRotation.drawn(self.hadamard, self.hadamard_seed)
 
     @property

@@ -134,7 +134,7 @@ def check_partial(destination: Path, resume: bool) -> None:
 
     These cases are errors:
 
-    - The path of the partial directory is impossible, or is not a directory.
+    - The path of the partial directory is not valid, for example too long, or is not a directory.
     - A run is writing to the partial directory.
     - The partial directory exists, and ``resume`` is False.
     - The partial directory does not exist, and ``resume`` is True.

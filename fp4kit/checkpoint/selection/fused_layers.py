@@ -188,7 +188,9 @@ def _without_numbers(module: str) -> str:
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the names of the up projections that belong to the gates of a model, with ``#`` in place of numbers.
+    """Return the name of the up projection that belongs to each gate projection of a model.
+
+    In these names, ``#`` replaces each number, so that all layers and experts give one name.
 
     Args:
         all_modules: the names of all modules of the model.

@@ -240,9 +240,10 @@ def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
 
 @cache
 def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
-    """Return the recipes of a pool that some modeled matrix unit, not just an order of addition, multiplies by `kind`.
+    """Return the recipes of a pool that can quantize the other operand of a product with an operand of `kind`.
 
-    kind: the other operand. The result is () if there is no such recipe.
+    At least one matrix unit of real hardware must be able to multiply the two; an order of addition is not enough.
+    Recipes for fake quantizers alone are left out. The result is () if no recipe is left.
     """
     hardware = {id for id, u in UNITS.items() if u.order is None}
     others = [each for each in (*map(Variant, pool.recipes), *pool.variants) if not each.recipe.fake_only]

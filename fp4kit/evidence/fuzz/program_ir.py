@@ -33,7 +33,10 @@ class Ref:
 
 
 def _access(part: Any) -> str:
-    """Return an attribute, index or slice as Python source, such as ".packed" or "[0]"."""
+    """Return Python source that takes a part of a value, to append to the value's name.
+
+    A name gives an attribute (".packed"), an int an index ("[0]"), and a slice its bounds ("[1:3]"), without its step.
+    """
     if isinstance(part, slice):
         return f"[{part.start}:{part.stop}]"
     return f".{part}" if isinstance(part, str) else f"[{part}]"

@@ -47,7 +47,7 @@ def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
 
 
 def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of an array with every element whose bits are not 0 replaced by 1. -0 is replaced, too.
+    """Return the bit patterns of an array in which every element except +0 is replaced by 1. -0 is replaced, too.
 
     bits: the bit patterns of the elements of ``a``.
     """

@@ -171,7 +171,7 @@ def _skip_signed_nan(case: RecordedCase) -> Mask:
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """Return a mask that excuses elements of triton_kernels that are not finite.
+    """Return a mask that excuses the elements of x that are not finite. It is for recordings of triton_kernels.
 
     If such an element is NaN, or becomes NaN as inf * 0, the sign of its code is undefined.
     """

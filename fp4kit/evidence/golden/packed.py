@@ -69,8 +69,9 @@ def _array(
     """Return the array that an entry of the index describes, read-only.
 
     Args:
-        members: {dtype: array} of the file.
-        entry: the entry: dtype, start, shape and, for a difference, file and key.
+        members: {dtype: array} of the file. Each array holds all stored elements of one dtype.
+        entry: [dtype, start, shape]. An array that is stored as its XOR with another array has [dtype, start, shape,
+            file, key], which name the other array.
         base: base(file) returns {key: array} of another file of the directory.
     """
     dtype, start, shape = entry[:3]

@@ -151,9 +151,10 @@ def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is at most ULPS bit patterns away from a power of two times one of a few factors.
+    """Return random elements in blocks whose amax is near a power of two, or near a multiple of one.
 
-    The factor is 1, 1.5, 1.75 or the mantissa of the format's largest element.
+    The amax of a block is f * 2^n, or differs from it by at most ULPS bit patterns. The integer n is random, and f is
+    1, 1.5, 1.75 or the mantissa of the format's largest element value.
     """
     info = ml_dtypes.finfo(dtype)
     mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)

@@ -31,7 +31,10 @@ def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return one row of LEFT_OUT_COLUMNS per reason: the recipes of ``ids`` that were not run, and why."""
+    """Return one (recipes, reason) row per reason why recipes of ``ids`` were not run.
+
+    The first entry joins the ids of the recipes with ", ". The headings of the columns are LEFT_OUT_COLUMNS.
+    """
     reasons: dict[str, list[str]] = {}
     for id, reason in not_run(results, ids).items():
         reasons.setdefault(reason, []).append(id)

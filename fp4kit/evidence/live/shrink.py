@@ -48,9 +48,10 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
 
 
 def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
-    """Yield index arrays of the blocks to keep: each half of ``blocks`` blocks, then all blocks but one.
+    """Yield the subsets of blocks to try while shrinking: each half of ``blocks`` blocks, then all blocks but one.
 
-    At most MAX_ONE_BY_ONE blocks are left out one by one. A single block yields nothing.
+    Each subset is an array with the indices of the blocks to keep. At most MAX_ONE_BY_ONE blocks are left out one by
+    one. For a single block, nothing is yielded.
     """
     every = np.arange(blocks)
     if blocks > 1:
