@@ -162,7 +162,10 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless tensor_scale and, if given, tensor_amax are float32 arrays of one shape.
+        """Raise an error unless tensor_scale and, if given, tensor_amax are float32 arrays of one allowed shape.
+
+        The error is TypeError for another library or dtype, and ValueError for a wrong shape, a missing or surplus
+        array, or a number that is not allowed.
 
         shapes: the shapes that the recipe allows. If the recipe has no tensor scale, shapes is empty, and both arrays
         must be None. host: whether packed is a NumPy array.
@@ -478,8 +481,9 @@ class Quantized:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of codes and scales per value; 0 if there are no values."""
-        return 8 * self.nbytes / max(prod(self.shape), 1)
+        """The bits of codes and scales per value; 0 if there are no values."""
+        values = prod(self.shape)
+        return 8 * self.nbytes / values if values else 0.0
 
     def __repr__(self) -> str:
         try:

@@ -237,3 +237,4 @@ def test_empty_arrays():
     for shape in ((0, 64), (4, 0), (0, 0), (3, 0, 64)):
         q = fp4kit.quantize(np.zeros(shape, F32), "nvfp4-te")
         assert fp4kit.dequantize(replace(q, tensor_amax=None)).shape == shape
+        assert q.bits_per_value == 0 and q.nbytes > 0  # the tensor scale remains
