@@ -738,7 +738,7 @@ class IntegerOrFloat(ElementFormat):
         return np.where(self.are_integers(scales)[..., None], integers, floats)
 
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
-        """Raise TypeError, because the format of a code is chosen per block."""
+        """Raise TypeError. In IF4, the scale of a block chooses the format of its codes; a number alone has no code."""
         raise self._needs_scale("encode")
 
     def decode(self, codes: Any) -> Any:

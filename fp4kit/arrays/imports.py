@@ -224,12 +224,13 @@ def check_tensor(x: Any, name: str = "x") -> None:
     """Raise an error for a PyTorch tensor x whose values cannot be read from its memory, or that requires grad.
 
     DLPack transfers only memory. For example, a tensor with the negative bit set would arrive with every sign flipped.
-    name: how the message calls x.
+
+    name: how the message calls x, such as "quantize: x".
 
     Raises:
         TypeError: x is a DTensor, or a sparse, nested or quantized tensor.
-        ValueError: x is on the meta device, has the negative or the conjugate bit set, or requires grad in a case that
-            _check_grad rejects.
+        ValueError: x is on the meta device, has the negative or the conjugate bit set, or requires grad while grad mode
+            is on. A Parameter may require grad, except in calls of the functions in DIFFERENTIABLE.
     """
     variable = _variable(name)
     if is_distributed(x):

@@ -55,8 +55,8 @@ def facts(a: Any) -> Hashable:
 def array_of(array: Any, device: Any = None) -> Any:
     """Return a JAX array made from a NumPy or CuPy array. Return anything else unchanged.
 
-    A NumPy array is copied: to `device`, or to JAX's default device if it is None. A CuPy array shares its memory with
-    the JAX array.
+    A NumPy array is copied to `device`; if `device` is None, to JAX's default device. A CuPy array shares its memory
+    with the JAX array.
     """
     if isinstance(array, np.ndarray):
         copy = np.array(array)  # JAX may keep the memory, so no other array may share it

@@ -381,9 +381,10 @@ def step_of(
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
-    """Return the name of the Unit field (one of units.KINDS) whose step multiplies two operands.
+    """Return the name of the Unit field (one of units.KINDS) that has the step for a pair of operands.
 
-    Return None if no unit multiplies such a pair.
+    Return None if no unit multiplies such a pair. If only u cannot multiply the pair, its field with the returned name
+    is None.
     """
     elements = {a.element, b.element}
     if a.scales is None and b.scales is None:

@@ -75,10 +75,10 @@ def _bytes(op: str, seed: Any, x: Any) -> Any:
 
 @ieee("quantize")
 def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
-    """Return random numbers from 0 to 1 as float32.
+    """Check the random numbers that a caller passed, and return them: a NumPy array as float32, other arrays unchanged.
 
-    Raise ValueError unless they have the shape of x, are float32 or have the dtype of x, and are at least 0 and less
-    than 1. Values on a GPU, and those of an AbstractArray, are not checked.
+    Raise ValueError unless the numbers have the shape of x, are float32 or have the dtype of x, and are at least 0 and
+    less than 1. Values on a GPU, and those of an AbstractArray, are not checked.
     """
     if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
         raise ValueError(

@@ -61,7 +61,10 @@ def statistics(q: Quantized) -> Statistics:
 
 
 def _statistics_of_if4(q: Quantized, fmt: IntegerOrFloat) -> Statistics:
-    """Return the statistics of a Quantized with elements IF4, whose block scales say what the codes are."""
+    """Return the statistics of a Quantized with elements IF4.
+
+    In IF4, the scale of each block says whether the block's codes are E2M1 or INT4.
+    """
     packed, stored = import_arrays("statistics", packed=q.packed, scales=q.block_scale)
     scales = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
     row = saturated = blocks = zeros = 0

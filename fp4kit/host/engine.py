@@ -364,8 +364,10 @@ def requantize(
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`. Return the new Quantized, the number of changed values, and the largest change.
 
-    The largest change is a float32 array of shape (). Two NaNs count as equal. If reference/requantize.py can keep the
-    codes of q, only the blocks that are out of range get new codes. Otherwise all values of q are quantized again.
+    The largest change is a float32 array of shape (). Two NaNs count as equal.
+
+    If reference/requantize.py can keep the codes of q, only those blocks get new codes whose new scale E4M3 cannot
+    hold. Otherwise all values of q are quantized again.
 
     functions: the functions of the engine that computes codes and values.
     """

@@ -157,7 +157,9 @@ def fake_quantize_model(
 
 
 def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
-    """Return the description of an array of a pytree. Raises TypeError if the entry is not an array.
+    """Return the description of an array of a pytree: its names, shape, dtype and kind, and the axis of its blocks.
+
+    Raise TypeError if the entry of the pytree is not an array.
 
     path: the keys of JAX that lead to the array.
     """

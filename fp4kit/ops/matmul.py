@@ -148,7 +148,7 @@ def _decoded_bytes(x: Any) -> int:
 
 
 def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Return the product for the unit "dequantized", with only some rows of each operand decoded at a time.
+    """Return the product for the unit "dequantized". Only a panel (some rows) of each operand is decoded at a time.
 
     Every row of a panel keeps its whole length K, so all sums have the bits of the undivided product.
     """

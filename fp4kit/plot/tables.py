@@ -102,7 +102,7 @@ def _steps_of_block(
 
 
 def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
-    """Draw numbers as a heat map with one shade range per row, and frame the numbers that differ.
+    """Draw numbers as a heat map, and frame those that differ. In each row, the largest magnitude is the darkest.
 
     numbers: float64 (rows, columns). differs: bool in the same shape.
     """

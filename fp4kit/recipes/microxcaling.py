@@ -12,7 +12,7 @@ VERSIONS = Versions("7bc4195", "7bc4195")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield microxcaling's recipes: four rounding modes of MXFP4, then two of MXFP8."""
+    """Yield microxcaling's recipes, one per rounding mode: four for MXFP4, then two for MXFP8."""
     yield from _fakes(MXFP4, ("nearest", "nearest_flush", "even", "floor"))
     yield from _fakes(MXFP8_E4M3, ("nearest", "even"))
 

@@ -130,10 +130,10 @@ def recipe(id: str | Recipe) -> Recipe:
 
 
 def recipe_of(op: str, id: Any) -> Recipe:
-    """Return recipe(id), but begin every error message with op, the public function that was called.
+    """Return the recipe with an id or alias; a Recipe is returned unchanged. Case matters.
 
-    Raises TypeError if id is neither a str nor a Recipe, and ValueError if no recipe or alias has this id. Case
-    matters.
+    Raise TypeError if id is neither a str nor a Recipe, and ValueError if no recipe or alias has this id. Every message
+    begins with op, the public function that was called.
     """
     if isinstance(id, Recipe):
         return id

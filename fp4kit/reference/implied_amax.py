@@ -63,12 +63,13 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
 def _first_bits(
     low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Find the smallest amax in [low, high] whose _order is at least minimum_order. Return its bits.
+    """Return the bits of the smallest amax in [low, high] whose scale is at least `scale`, or is larger than it.
 
-    The search is binary. Return high + 1 if no amax in [low, high] has such an order. low, high and the result are the
-    bits of amaxes as integers: int64, one per scale. The order compares with `scale`.
+    Return high + 1 if there is no such amax. low, high and the result are the bits of amaxes as integers: int64, one
+    per scale. The search is binary.
 
-    minimum_order: 0 for an amax whose scale is at least `scale`, 1 for an amax whose scale is larger.
+    minimum_order: 0 for a scale of at least `scale`, 1 for a larger scale. _order compares the scales, and counts a
+    scale of JUMP times `scale` or more as smaller.
     """
     high = high + 1
     while (low < high).any():
@@ -177,10 +178,13 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 
 
 def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return whether the interval [first, last], found within NEAR (8) steps, holds every amax that gives the scale.
+    """Return whether the interval [first, last] holds every amax that gives the scale, as one bool per scale.
 
-    Return one bool per scale. It is True if the interval is not empty, and if it touches neither end of the range that
-    was searched. If it is False, the caller searches again, within FAR (2^20) steps.
+    The interval was searched within NEAR (8) float32 steps of the amax that the scale suggests. The result is True if
+    the interval is not empty, and if it touches neither end of the range that was searched. If it is False, the caller
+    searches again, within FAR (2^20) steps.
+
+    first, last: the bits of amaxes as integers, from amax_interval.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)

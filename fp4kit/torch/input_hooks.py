@@ -235,9 +235,9 @@ def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _routed(inputs: torch.Tensor) -> torch.Tensor:
-    """Return the rows of an expert's inputs that are not all zero: the tokens that are routed to the expert.
+    """Return the rows of an expert's inputs that are not all zero, as a matrix: the tokens routed to the expert.
 
-    A model that passes every token to every expert sets the other rows to zero.
+    Some models pass every token to every expert, and set the tokens that are routed elsewhere to zero.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])
     return rows[(rows != 0).any(dim=-1)]

@@ -89,7 +89,10 @@ class ServedWeight(torch.nn.Module):
         return values.view(w.shape)
 
     def _amax(self, w: Tensor) -> Tensor:
-        """Return the largest amax of the group, float32: (), or one per expert of the local shard for a stack."""
+        """Return the largest amax of w and the other weights of its group: float32 (), or one per expert for a stack.
+
+        For a stack that is a DTensor, the experts are those of the local shard.
+        """
         stack = self.form.kind == "stack"
         found = largest(w, stack)
         for module, leaf in self._group:

@@ -92,9 +92,9 @@ def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale]]:
-    """Return two dicts by layer: functions that read the weights, and the stored static input scales.
+    """Return two dicts by layer: functions that read the weights, and the static input scales that are stored.
 
-    The first dict lacks layers that are only some rows of a quantized matrix.
+    The first dict lacks layers that are only some of the rows of a quantized matrix.
     """
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another

@@ -42,7 +42,10 @@ def header_digest(file: SafetensorsFile) -> str:
 
 
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
-    """Return a dict that maps each file of tensors in the source to {"bytes": size, "header_sha256": hash}."""
+    """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's tensors.
+
+    If two models have equal facts, they differ at most in the values of tensors.
+    """
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
 
@@ -191,7 +194,7 @@ def key_of_lines(path: Path) -> str | None:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line, or {} if the line is damaged."""
+    """Return the JSON object in a line; {} if the line is damaged, or holds something other than a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -96,10 +96,13 @@ def _joined(a: Measured, b: Measured) -> Measured:
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
-    """Return the measurements of one slab (some rows) of a job's weight.
+    """Return the measurements of one slab (some rows) of a job's weight: amax, NaN, infinities and scales.
+
+    For the action rename, the amax is not measured. For quantized weights, the action carry also measures whether all
+    scales are powers of two, and the action cast measures the range of the scale exponents.
 
     For a quantized weight, raise CheckpointError if its scales are invalid (see trouble_with_scales), unless the job
-    has nonfinite="keep". For the action rename, only NaN and infinities are counted.
+    has nonfinite="keep".
     """
     if job.weight.container is not None and job.nonfinite != "keep":
         trouble = trouble_with_scales(job.weight, slab)

@@ -250,11 +250,12 @@ _GROUP_KEYS = (
 def _groups(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it.
 
-    The keys, the formats, the schemes of weights and the targets of every group are checked. Schemes of activations are
-    not.
+    For every group, the keys, the format, the scheme of the weights and the targets are checked. The scheme of the
+    activations is not.
 
     Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
+        value: the value of ``config_groups``.
+        layers: the quantized layers of the checkpoint.
     """
     return _known_groups(value, layers) or _targets(list(value.values()), layers)
 

@@ -32,7 +32,7 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a config that has the declaration of a checkpoint as its ``quantization_config``, wherever it comes from.
+    """Return the config with the checkpoint's declaration of its quantization as ``quantization_config``.
 
     A declaration in hf_quant_config.json is used only if config.json has none. Its keys are translated to those of
     ``quantization_config``, also if config.json holds a declaration in the form of hf_quant_config.json. If there is no

@@ -137,9 +137,10 @@ class Activations:
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
 
     def _experts_of(self, stack: str) -> dict[str, np.float32]:
-        """Return a dict from layer name to amax, for all measured experts of a layer; 0 if an expert saw only zeros.
+        """Return {layer name: amax} for the measured experts of a layer. The amax is 0 if an expert saw only zeros.
 
-        Experts measured under the name of a layer that is fused with it are included, and named after ``stack``.
+        An expert counts as measured, too, if its inputs were measured under the name of a layer that is fused with this
+        one. The names in the result are made from ``stack``.
 
         Args:
             stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".

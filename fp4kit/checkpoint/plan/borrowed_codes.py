@@ -53,8 +53,8 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
         donor: a quantized version of the model.
 
     Raises:
-        CheckpointError: if not exactly one of the two is a GGUF file, or if no layer corresponds. Also if the gguf
-            package is missing or does not know the architecture.
+        CheckpointError: if both or neither of ``model`` and ``donor`` are GGUF files, or if no weight gets codes. Also
+            if the gguf package is missing or does not know the architecture.
     """
     if is_gguf_config(model.config) == is_gguf_config(donor.config):
         raise CheckpointError(

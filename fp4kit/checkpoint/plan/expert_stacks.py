@@ -82,11 +82,13 @@ class ExpertStack:
 
 
 def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
-    """Return the stacks to put together from the separate experts of a model whose experts engines read only as stacks.
+    """Return the stacks to put together from separate experts; {} for models whose experts engines read separately.
 
-    The result maps the name of a stack's first tensor with values or codes to the stack. Experts stay separate if one
-    of them is incomplete, or if they differ in shape, dtype or container. They also stay separate if transformers could
-    not tell the axis order of the stacks. Return {} for all other models.
+    Engines read the experts of some model families only as stacks. The result maps the name of a stack's first tensor
+    with values or codes to the stack.
+
+    Experts stay separate if one of them is incomplete, or if they differ in shape, dtype or container. They also stay
+    separate if transformers could not tell the axis order of the stacks.
 
     Args:
         weights: the weights of the model, as weights_of returns them.

@@ -200,7 +200,7 @@ class ScaleSearch:
 
         Args:
             recipe: the recipe for newly quantized tensors.
-            form: the container to write; None for unquantized output.
+            form: the container to write; None for unquantized output, which has no scales to search.
             nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
 
         Raises:

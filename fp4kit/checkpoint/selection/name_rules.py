@@ -371,7 +371,7 @@ def _embedding(tensor: Candidate) -> str | None:
 def is_embedding_table(tensor: Candidate) -> bool:
     """Return whether a tensor is an embedding table.
 
-    Engines never take such a table for a linear layer, so that an exclusion list need not name it.
+    Engines never read such a table as a linear layer, so an exclusion list need not name it.
     """
     return _embedding(tensor) is not None and _embedding_layer(tensor) is None
 

@@ -239,8 +239,8 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
         block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
 
     Raises:
-        CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if it is used and
-            config.json states no number of layers.
+        CheckpointError: if --keep-first or --keep-last asks for more layers than the model has. Also if one of them is
+            used and config.json does not state the number of layers.
     """
     selector = Selector(wishes, block)
     return {tensor.name: selector.decide(tensor) for tensor in candidates}

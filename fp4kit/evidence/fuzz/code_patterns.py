@@ -80,7 +80,13 @@ def any_code(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of finite values of every exponent, so that a sum aligns terms by every shift. Zeros are +0."""
+    """Return codes drawn from all codes of finite values, with random signs, so that a sum aligns terms by every shift.
+
+    Zeros are +0.
+
+    shape: the shape of the result.
+    c: the codes of the format.
+    """
     codes = rng.integers(0, c.largest + 1, shape)
     return np.where(codes == 0, 0, codes | _signs(rng, shape, c))
 

@@ -359,7 +359,10 @@ def _amax_program(p: Program, case: DrawnCase) -> None:
 
 
 def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
-    """Return the shards of the flattened matrix as ranges [start, stop) of elements, cut at the case's cuts."""
+    """Return the shards of the flattened matrix as ranges [start, stop) of elements, in order.
+
+    The case's cuts, which are fractions of the number of elements, separate the shards. A shard may be empty.
+    """
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
     return list(pairwise(ends))
 

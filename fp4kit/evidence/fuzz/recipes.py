@@ -230,7 +230,7 @@ def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random tensor rule as {field: value}, or {} if the recipe has no tensor rule or 4over6."""
+    """Return a random tensor rule as {field: value}; {} if the recipe has no tensor rule, or if it uses 4over6."""
     if r.tensor_rule is None or r.four_over_six:
         return {}
     if r.scale is None:

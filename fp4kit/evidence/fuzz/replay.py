@@ -48,9 +48,9 @@ class EngineArrays:
         return cut(moved)
 
     def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """Return the values as a view in the engine's library, to which calls may write.
+        """Return a new array in the engine's library with the given values, to which calls may write.
 
-        view: the memory layout; None gives a contiguous array.
+        view: the memory layout of the array; None gives a contiguous array.
         """
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         return cut(self.engine.module.asarray(flat))

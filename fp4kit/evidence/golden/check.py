@@ -200,10 +200,10 @@ def _skip_flushed_block(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses values that Quark scaled by something other than the stored scale.
+    """Return a mask of the values not to compare, because Quark scaled them by something other than the stored scale.
 
-    The recorded array "scale_applied" has the scales that Quark applied. Blocks with inf or NaN are excused too,
-    whether or not that array was recorded.
+    The recorded array "scale_applied" has the scales that Quark applied. Blocks with inf or NaN are not compared
+    either, whether or not that array was recorded.
     """
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:

@@ -123,9 +123,9 @@ class GoldenSet:
 
 
 class _ArrayFiles:
-    """The .npz files of a directory, which are read by name, each only once.
+    """Read the .npz files of a directory: call the object with NAME to get {key: array} of NAME.npz.
 
-    A packed file may refer to other files, which are read by this object too.
+    Each file is read only once. A packed file may refer to other files, which are read by this object too.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -14,7 +14,7 @@ Compared = tuple[str, Any, Any, Any]
 
 
 class ArrayDifference(NamedTuple):
-    """A recorded array that differs: its key, the number of differing values, and its size."""
+    """A recorded array that differs from fp4kit's result: its key, how many of its elements differ, and its size."""
 
     key: str
     differing: int

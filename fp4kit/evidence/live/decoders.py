@@ -100,15 +100,16 @@ def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantiz
 
 
 def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference | str, versions: str) -> str:
-    """Return a Python program that raises AssertionError as long as the producer decodes q differently.
+    """Return a Python program that reproduces a difference between a producer's decoder and fp4kit.dequantize.
 
-    If the producer raises an error, the program raises this error as long as the producer does.
+    The program raises AssertionError as long as the decoder gives other values for q. If ``difference`` is a text about
+    the producer's error, the program only calls the decoder, and so raises this error as long as the producer does.
 
     Args:
         id: the recipe of q.
         call: the producer's call, with a decoder.
         q: the codes and scales to decode.
-        difference: the difference in the values, or the text about the producer's error, for a comment.
+        difference: the difference in the values, or the text about the producer's error. It becomes a comment.
         versions: the name and version of the producer, for a comment.
     """
     assert call.decode is not None

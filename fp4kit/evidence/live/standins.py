@@ -53,10 +53,12 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Return a context manager that puts modules into sys.modules.
+    """Return a context manager that puts modules into sys.modules for the time of a ``with`` statement.
 
-    At the end of the ``with`` statement, sys.modules is restored for the packages of these modules, so that nothing
-    imported meanwhile stays.
+    At its end, the entries of sys.modules for the packages of these modules are as before. So modules of these packages
+    that were imported meanwhile are removed, too.
+
+    modules: name -> module, such as "vllm.logger" -> a stand-in.
     """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}

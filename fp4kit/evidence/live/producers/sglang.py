@@ -31,7 +31,10 @@ def _kvfp4_tensor() -> Any:
 
 @cached
 def _stored() -> Any:
-    """Return a subclass of MXFP4QuantizeUtil whose constructor takes the arguments that its methods pass."""
+    """Return a subclass of SGLang's MXFP4QuantizeUtil with a constructor (shape, dtype, data), which keeps data.
+
+    The methods of MXFP4QuantizeUtil call such a constructor, but the class itself has none.
+    """
 
     def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
         self.data = data
