@@ -145,7 +145,12 @@ void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), vo
     p.owner_processor = processor();
     ++p.round;
   }
-  p.wake.notify_all();
+  // Do not wake helpers that only an earlier round with more threads needed.
+  if (p.size <= helpers) {
+    p.wake.notify_all();
+  } else {
+    for (int i = 0; i < helpers; ++i) p.wake.notify_one();
+  }
   work_off(p, true);
   spin_briefly([&] { return p.running == 0; });
   {
