@@ -26,6 +26,7 @@ from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
+from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
 from fp4kit.storage.errors import CheckpointError, shown
 
 UNQUANTIZED = "bf16"
@@ -58,7 +59,8 @@ class Request:
         hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
 
     Raises:
-        CheckpointError: if an option is unknown or out of range, or if two options exclude each other.
+        CheckpointError: if an option is unknown or out of range, if two options exclude each other, or if a recipe is
+            for stochastic rounding alone.
     """
 
     recipe: Recipe
@@ -104,6 +106,12 @@ class Request:
             if RECIPES.get(one.id, one) != one:  # the checkpoint names its recipe by id
                 raise CheckpointError(
                     f"recipe {one.id}: differs from fp4kit's recipe of this id; give it an id of its own"
+                )
+            if one.stochastic in SPECIFIED_STOCHASTICS and not self.codes:
+                plain = one.id.removesuffix("-stochastic")
+                raise CheckpointError(
+                    f"recipe {one.id}: is for stochastic rounding, but convert rounds to nearest; use"
+                    f" {plain if plain in RECIPES else 'another recipe'}"
                 )
         patterns = [pattern for pattern, _ in self.recipes]
         twice = next((pattern for pattern in patterns if patterns.count(pattern) > 1), None)
