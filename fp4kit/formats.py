@@ -242,7 +242,7 @@ class ElementFormat:
     def nan_code(self) -> int:
         """The code that `encode` gives a NaN: the format's NaN code, or the code of the largest value if it has no NaN.
 
-        PTX cvt .satfinite does the same.
+        The PTX instruction cvt with .satfinite gives NaN this code, too.
         """
         return self.max_code if self.specials == "none" else (self.sign_bit or 2**self.bits) - 1
 

@@ -103,7 +103,8 @@ def count_writes(tensors: list[Any]) -> None:
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Enter a context for a call on the tensor x, and yield the function that converts results to tensors.
 
-    For a CUDA tensor, the call runs on the current stream of its device, and takes memory from PyTorch's allocator.
+    For a CUDA tensor, the call runs on the current stream of its device, and takes memory from PyTorch's allocator. For
+    a CPU tensor, the context changes nothing.
     """
     if not x.is_cuda:
         yield tensor_of
@@ -153,7 +154,7 @@ def streams_of(device: Any) -> Callable[[], TorchStream]:
 
 @cache
 def _raw_stream() -> Callable[[int], int]:
-    """Return a function from a device number to the pointer of PyTorch's current stream on that device.
+    """Return a function from a device number to the address of PyTorch's current stream on that device.
 
     If this version of PyTorch allows it, the function does so without creating a torch.cuda.Stream object.
     """
@@ -229,7 +230,7 @@ def host_device() -> Any:
 
 @cache
 def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
-    """Return a function that gives the facts about a tensor that the checks of a call depend on, as a hashable tuple.
+    """Return a function from a tensor to a hashable tuple of all facts on which the checks of a call depend.
 
     Two tensors with equal facts can use one cached call. The returned function raises TypeError unless its argument is
     a plain tensor or Parameter on CUDA, or on the host if on_host is set. `facts` itself raises TypeError if PyTorch is

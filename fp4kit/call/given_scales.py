@@ -20,6 +20,8 @@ _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.flo
 def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
     """Raise ValueError unless the caller passed exactly the scales that the recipe has.
 
+    Call this only if the caller passed at least one scale.
+
     block_scale, tensor_scale: the arguments of quantize; None if the caller did not pass them.
     """
     has = {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}

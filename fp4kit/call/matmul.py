@@ -147,7 +147,8 @@ class Decoding(NamedTuple):
     """The values of the codes of an element format, or of a format of block scales.
 
     Attributes:
-        values: the value of every code: float64, exact.
+        values: the value of every code, exact, as float64. For block scales, these are magnitudes, because matrix units
+            ignore the sign of a scale.
         least: the exponent of subnormal numbers and of the smallest normal number.
     """
 

@@ -146,10 +146,13 @@ def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
 
 
 def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
-    """Return a Rotation. If all blocks are rotated alike, its middle axis is a single block.
+    """Return the Rotation of an array along an axis whose length is a multiple of `size`.
 
-    negative: the signs of one block or of the whole axis, as uint8; None without signs. size, matrices, inverse: as in
-    Rotation.
+    If all blocks have equal signs and matrices, each block becomes a row of its own: Rotation.shape has `size` as its
+    middle length. Otherwise the middle length is that of the axis, and signs of one block are repeated for all blocks.
+
+    negative: the signs of one block or of the whole axis, as uint8; None without signs.
+    size, matrices, inverse: as in Rotation.
     """
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     repeated = (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1)

@@ -78,10 +78,13 @@ def _statistics_of_if4(q: Quantized, fmt: IntegerOrFloat) -> Statistics:
 
 
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
-    """Yield the stored codes in chunks (rows, bytes) of about 1 MiB, as NumPy arrays of whole rows of blocks.
+    """Yield the stored codes in chunks (rows, bytes) of at most 1 MiB, as NumPy arrays.
 
-    A chunk contains at least one row of blocks, even if this row is larger than 1 MiB. If there are no codes, nothing
-    is yielded. block_rows: the rows per block.
+    A chunk consists of whole rows of blocks: at least one, even if it is larger than 1 MiB. The last row of blocks in a
+    matrix may have fewer rows than a block. If block_rows > 1, no chunk contains rows of two matrices. If there are no
+    codes, nothing is yielded.
+
+    block_rows: the number of rows per block.
     """
     *_, rows, width = packed.shape if packed.ndim > 1 else (1, *packed.shape)
     if not packed.size:

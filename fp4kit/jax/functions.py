@@ -19,10 +19,11 @@ from fp4kit.types import RoundingMode
 
 
 class StaticOptions(NamedTuple):
-    """The arguments of fake_quantize that JAX treats as static.
+    """The arguments of fake_quantize that JAX treats as static: JAX traces a function again if one of them changes.
 
-    Instances are hashable, and two instances are equal if they describe one operation. So JAX traces a function again
-    only if an option changes. seed is an int, or None if the caller passed no seed or an array.
+    Instances are hashable, and two instances are equal if all their fields are equal.
+
+    seed is an int. It is None if the caller passed no seed, or an array, which is not static.
     """
 
     recipe: Recipe

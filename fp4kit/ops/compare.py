@@ -89,7 +89,10 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True if codes, block scales, tensor scales and values are all equal."""
+        """True if codes, block scales, tensor scales and values are all equal.
+
+        Parts that were not compared count as equal.
+        """
         return not any(part[0] for part in (self.codes, self.scales, self.tensor_scales, self.values))
 
     def __bool__(self) -> bool:
@@ -240,7 +243,7 @@ def _reader(a: Any) -> BoxReader:
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return, per axis, a number of elements at whose multiples all operands can be cut into boxes.
+    """Return, for each axis, the number of elements at whose multiples all operands can be cut into boxes.
 
     A Quantized is cut between its blocks, so that box_of can slice it. An array can be cut anywhere.
     """

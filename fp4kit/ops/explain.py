@@ -154,9 +154,9 @@ class Explanation:
 
 
 def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return two table cells for a step: its number, and its format with the bits.
+    """Return the two table cells of a step: its number, and its format with the bits.
 
-    For None, which stands for a step that the recipe lacks, return a mark and "".
+    Return a dash and "" for None, which stands for a step that the recipe lacks.
     """
     if step is None:
         return _ABSENT, ""

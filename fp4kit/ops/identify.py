@@ -240,7 +240,8 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
     First come the table's recipes with the format of `own`. If `own` is in the table, or only fake-quantizes, no others
     follow. Otherwise `own` comes next. Last come variants of the table's recipes: copies with the block shape of `own`.
-    A recipe has no variant if it does not allow this block shape, or if its blocks already have as many columns.
+    A recipe has no variant if it does not allow this block shape, or if its blocks have as many columns as those of
+    `own`.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:

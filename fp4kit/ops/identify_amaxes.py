@@ -67,7 +67,8 @@ class CandidateAmaxes:
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
         """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax.
 
-        If an amax of x is NaN, or if r needs another number of scales than q has, all entries are implied amaxes.
+        The implied amax is computed from the scale alone (see _implied). If an amax of x is NaN, or if r needs another
+        number of scales than q has, all entries are implied amaxes.
         """
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
@@ -119,8 +120,8 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    """Return the decode scale that the recipe r makes from amaxes, which Quantized.tensor_scale stores.
+    """Return the decode scale that the recipe r makes from each amax, to compare it with q.tensor_scale.
 
-    q: the array that the scale belongs to. Only q.dtype, the dtype of the original elements, is used.
+    q: the quantized array. Only q.dtype, the dtype of the elements before quantization, is used.
     """
     return tensor_scale(amax, r, q.dtype).decode

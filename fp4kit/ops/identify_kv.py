@@ -124,9 +124,9 @@ def identify_kv(
 ) -> KVIdentification:
     """Find the layout of a KV cache by the keys and values that it should hold.
 
-    The bytes of the pages are read by each layout of the container. The right layout gives the error of the format,
-    about 0.1 of the norm. A wrong one gives more, such as 0.76 if swizzled scales of V are read as linear and values
-    have outliers. If you pass the layout that you assume, the verdict says how the right one differs.
+    The bytes of the pages are read by each layout of the container. The right layout gives the relative error of the
+    format, about 0.1. A wrong layout gives a larger error, such as 0.76 if swizzled scales of V are read as linear and
+    values have outliers. If you pass the layout that you assume, the verdict says how the right layout differs.
 
     If no layout fits, other faults are tried: K and V are swapped, the codes of each byte are swapped, or the tensor
     scales are wrong.
@@ -289,7 +289,10 @@ def _sample(
 
 
 def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float32, ...]) -> tuple[np.ndarray, ...]:
-    """Return the keys and values of a cache at slots, in float32. scales: the tensor scales of keys and of values."""
+    """Return the keys and values that a cache holds at slots, decoded by the recipe r to float32.
+
+    scales: the tensor scales of keys and of values.
+    """
     return dequantize_kv(cache, slots, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
 
 
@@ -368,7 +371,10 @@ def _errors(match: KVMatch) -> str:
 
 
 def _differences(assumed: KVLayout, found: KVLayout) -> str:
-    """Describe how the layout `found` differs from the layout `assumed`, in one clause per difference."""
+    """Describe how the layout `found` differs from the layout `assumed`, in one clause per difference.
+
+    Return "" if the layouts do not differ.
+    """
     clauses = []
     if assumed.order != found.order:
         clauses.append(f"the order is {found.order}, not {assumed.order}")

@@ -145,7 +145,9 @@ def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
 
 
 def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales of a block and the block's values under each scale, of shapes (scales,) and (scales, block).
+    """Return many possible scales of a block, and the block's decoded values under each scale.
+
+    The shapes are (scales,) and (scales, block). The scales depend on the recipe:
 
     - Block scales of at most 8 bits: all positive values of the format, times the tensor scale of q. With elements IF4,
       all scales come twice, first those of E2M1 and then those of INT4.

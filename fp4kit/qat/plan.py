@@ -58,7 +58,8 @@ class QatChoice:
 
     Attributes:
         recipe: the recipe by which codes and scales are computed.
-        format: the format of `fp4kit convert` whose loaders decode them; None for the format that convert would choose.
+        format: the output format of `fp4kit convert` in which the model will be served; None for the format that
+            convert would choose.
         parameters: wildcards of parameter names. Other parameters stay unquantized.
         exclude: wildcards of parameters that stay unquantized.
         include: wildcards of parameters that are quantized although the converter leaves them unquantized.

@@ -145,10 +145,12 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless the array field `name` is a uint8 array of this shape, or None if shape is None.
+        """Raise an error unless the field `name` is a uint8 array of the given shape.
 
-        The error is TypeError for an array of another library, and ValueError otherwise. host: whether packed is a
-        NumPy array.
+        If shape is None, the field must be None. If an array is needed, a field that is neither None nor an array of
+        the library of packed gives a TypeError. All other errors are ValueErrors.
+
+        host: whether packed is a NumPy array.
         """
         array = getattr(self, name)
         if array is None and shape is None:

@@ -29,10 +29,12 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 def from_data(data: Any) -> Recipe:
     """Return the Recipe that `data` describes: the inverse of as_data, which restores every field.
 
+    data: the id or an alias of a recipe in the table, or a dict of fields. Fields that have a default may be missing.
+
     Raises:
         TypeError: if data is neither a str nor a dict, or if a field has the wrong type.
-        ValueError: for an id that is not in the table, for a missing or unknown field, and for fields that do not make
-            a valid recipe.
+        ValueError: if no recipe in the table has this id or alias, if a field is unknown, if a field without a default
+            is missing, or if the fields do not make a valid recipe.
     """
     if isinstance(data, str):
         return recipe(data)

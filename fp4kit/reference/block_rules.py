@@ -61,7 +61,7 @@ class BlockRule(NamedTuple):
 
 
 def _is_zero(amax: np.ndarray) -> np.ndarray:
-    """Return True where an amax is zero or subnormal, so that arithmetic which flushes subnormals treats it as zero."""
+    """Return a mask of the amaxes that are zero or subnormal. If subnormals are flushed, both count as zero."""
     return np.abs(amax) < FLT_MIN
 
 

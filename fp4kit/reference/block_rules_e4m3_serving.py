@@ -98,12 +98,12 @@ def factor_auto_round(
 
 
 def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E4M3 scale code of each block, as the model flow of Quark computes it.
+    """Return the E4M3 scale code of each block, as AMD Quark computes it when it quantizes a loaded model.
 
         code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if that is 0
 
-    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
-    and NaN gives a NaN code. dtype is not used.
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. A quotient above 448,
+    also an infinite one, gives the code of 448. A NaN quotient gives a NaN code. dtype is not used.
     """
     codes = encode_e4m3_scale(amax / (recipe.element.max * tensor.decode))
     return np.where(codes == 0, encode(ONE, E4M3), codes)

@@ -147,7 +147,10 @@ def encode(
 def _encode_float(
     x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
 ) -> np.ndarray:
-    """Return the uint8 codes of x in a float format. x must not hold NaN. The arguments are those of encode."""
+    """Return the uint8 codes of x, which must not hold NaN, in a float format.
+
+    fmt, rounding, sign and step are the arguments of encode with these names.
+    """
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)

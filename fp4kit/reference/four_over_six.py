@@ -66,7 +66,10 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
 
 
 def rounded_values(scaled: np.ndarray, codes: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the values whose errors are compared: those of E2M1 codes, or for rounding "rnw" those before codes wrap.
+    """Return the rounded elements from which the errors of a candidate are computed, before scales are applied to them.
+
+    They are the values of the E2M1 codes. For rounding "rnw", whose codes wrap on overflow, they are the rounded
+    numbers before codes wrap.
 
     scaled: the elements after scaling, in the shape of codes.
     """
@@ -162,10 +165,11 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the error of each block under a candidate, as block_errors combines the errors d of its elements.
+    """Return the error of each block under a candidate: float32 (rows of blocks, blocks).
 
-    d is the decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x *
-    tensor.encode, where q is the E2M1 value and scale the block scale.
+    block_errors combines the errors d of the elements of a block. d is the decoded element minus the element x. If
+    recipe.fast_error is set, d = float16(q * scale) - x * tensor.encode, where q is the E2M1 value and scale the block
+    scale. If recipe.flush is set, a subnormal d counts as zero.
 
     All arithmetic is float32, without fused multiply-add.
     """

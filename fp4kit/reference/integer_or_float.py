@@ -61,7 +61,7 @@ def _as_integers(scaled: np.ndarray) -> _Codes:
 def encode_under_if4(scales: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return the codes (m, blocks, block) of float32 blocks under given block scales (m, blocks).
 
-    Bit 7 of a scale selects the format of its block.
+    Bit 7 of a scale selects the format of its block: 0 for E2M1, 1 for INT4. The lower seven bits are the E4M3 scale.
     """
     scaled = _scaled(blocks, IF4.scale_codes(scales), tensor, recipe)
     integers = IF4.are_integers(scales)

@@ -66,11 +66,11 @@ def as_terms(values: np.ndarray, least: int) -> Terms:
 def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
     """Return the terms that a step adds to C: Terms (M, N, K / group). a and b hold only the K elements of the step.
 
-    A term is a product, times the block scales of its elements. Its significand is the product of the significands,
-    which is not normalized again.
-
-    If group > 1, a term is the exact sum p of `group` products, times the two block scales. Its significand is p times
-    the significands of the block scales, and its exponent is the sum of their exponents.
+    - If group is 1, or if the step is a FloorDotAdd, which has no group, a term is one product times the block scales
+      of its two elements. Its significand is the product of the significands of all these factors. It is not normalized
+      again. Its exponent is the sum of their exponents.
+    - If group > 1, a term is the exact sum p of `group` products, times the two block scales. Its significand is p
+      times the significands of the block scales, and its exponent is the sum of the exponents of the block scales.
 
     A term is zero, and has the exponent zero_exponent, if its products are all zero or a block scale is zero. If p is
     zero because products cancel, the term keeps the exponent of its block scales.

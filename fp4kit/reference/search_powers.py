@@ -44,9 +44,11 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     """Return for each block the amax * 2^j with the smallest loss. Among equal losses, the lowest j is taken.
 
     A candidate counts only if the block rule makes the block's scale exactly 2^j times as large. If no candidate
-    counts, the amax of the block is returned.
+    counts, or if every loss is NaN or infinite, the amax of the block is returned.
 
-    x: float32 elements. tensor: the tensor scale. terms: the range of j and the loss.
+    x: float32 elements.
+    tensor: the tensor scale.
+    terms: the range of j and the loss.
     """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])

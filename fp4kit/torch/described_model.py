@@ -98,7 +98,15 @@ def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
 
 
 def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterPlace:
-    """Return the ParameterPlace of one parameter. saved: the name of the parameter's tensor in a checkpoint."""
+    """Return the ParameterPlace of one parameter.
+
+    Args:
+        name: the name of the parameter in the model.
+        saved: the name of the parameter's tensor in a checkpoint.
+        module: the module that holds the parameter.
+        leaf: the name of the parameter in this module.
+        parameter: the parameter itself.
+    """
     shape, kind, transposed = tuple(parameter.shape), _kind(name, module, leaf, parameter), False
     if kind == "convolution":
         shape = shape[0], parameter[0].numel()

@@ -35,7 +35,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
-    """Return the shape (N, K) of a float weight w, or compute it from w if w holds the packed codes of a Quantized."""
+    """Return the shape (N, K) of the weight of a linear layer.
+
+    w: the float weight or, if s.scale_layout is not None, the packed codes of a Quantized weight.
+    """
     if s.scale_layout is None:
         return w.shape[0], w.shape[1]
     packing = s.recipe_w.element.packing

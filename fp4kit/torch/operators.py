@@ -191,8 +191,8 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Return the gradient of each argument of fake_quantize: None for all arguments except x.
 
-    The gradient of x is the upstream gradient `grad`, unchanged under pass_through, otherwise with 0 where |x| > amax.
-    If the caller passed neither amax nor tensor_amax, the limit is computed from x.
+    The gradient of x is the upstream gradient `grad`. If pass_through is False, the gradient is set to 0 where |x| >
+    amax, and where x or amax is NaN. If the caller passed neither amax nor tensor_amax, the limit is computed from x.
 
     Args:
         ctx: the context that save_inputs filled.

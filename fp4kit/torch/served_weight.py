@@ -54,7 +54,7 @@ class ServedWeight(torch.nn.Module):
         self._group = list(group)  # a list of tuples, so that PyTorch registers none of these modules as a child
 
     def extra_repr(self) -> str:
-        """Return the text that print(model) shows: the name, the recipe, and the number of weights in the group."""
+        """Return the text that print(model) shows: name, recipe, and the number of weights that share one amax."""
         return f"{self.name!r}, {from_spec(self.form.recipe).id}, one amax for {len(self._group)}"
 
     def forward(self, w: Tensor) -> Tensor:

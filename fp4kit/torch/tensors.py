@@ -19,7 +19,8 @@ TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
     """Return the shape and dtype of a tensor, for checks that read no values. If tensor is None, return None.
 
-    Under torch.compile and torch.export, the lengths may be symbols. Raises TypeError for a dtype that NumPy lacks.
+    Under torch.compile and torch.export, the lengths may be symbols. Raise TypeError for a dtype that neither NumPy nor
+    ml_dtypes has.
     """
     return None if tensor is None else AbstractArray(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
 

@@ -76,22 +76,22 @@ class FakeQuantizeBackward(torch.autograd.Function):
 
 
 def linear(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear(*arguments), through the class Linear if `active` returns True."""
+    """Return linear_operators.linear(*arguments), by way of the class Linear if `active` is True."""
     return Linear.apply(*arguments) if active() else linear_operators.linear(*arguments)
 
 
 def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_x(*arguments), through LinearGradientOfX if `active` returns True."""
+    """Return linear_operators.linear_gradient_of_x(*arguments), by way of LinearGradientOfX if `active` is True."""
     return LinearGradientOfX.apply(*arguments) if active() else linear_operators.linear_gradient_of_x(*arguments)
 
 
 def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear_gradient_of_w(*arguments), through LinearGradientOfW if `active` returns True."""
+    """Return linear_operators.linear_gradient_of_w(*arguments), by way of LinearGradientOfW if `active` is True."""
     return LinearGradientOfW.apply(*arguments) if active() else linear_operators.linear_gradient_of_w(*arguments)
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.quantized_values(*arguments), through QuantizedValues if `active` returns True."""
+    """Return linear_operators.quantized_values(*arguments), by way of QuantizedValues if `active` is True."""
     return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
 
 

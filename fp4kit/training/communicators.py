@@ -324,7 +324,7 @@ class Nccl:
         return out
 
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
-        """Gather the arrays of all ranks as bytes.
+        """Gather the arrays of all ranks, in the order of ranks, into one array on every rank.
 
         Args:
             source: the device address of this rank's array.

@@ -84,7 +84,7 @@ class ConversionReport:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The paths of the files that were written; () if the result is a directory.
+        """The paths of the files that were written, if the result is one or several files; () if it is a directory.
 
         The files of a split GGUF model are in order.
         """

@@ -148,7 +148,7 @@ class TensorConverter:
         return selected
 
     def _check_beside(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if an unconverted tensor is named after a converted layer and may change its weight.
+        """Raise CheckpointError if an unconverted tensor has a name below a converted layer and may change its weight.
 
         Tensors that are known to leave the weight as it is, such as LAYER.bias, are accepted. If the layer has not
         arrived yet, the tensor is remembered for _check_module.

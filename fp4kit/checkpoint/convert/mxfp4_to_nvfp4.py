@@ -101,14 +101,15 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
     """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes.
 
-    A block is in range if E4M3 can represent its new scale. If the result is False, the whole layer must be
-    requantized. The result is False in two cases:
+    A block is in range if E4M3 can represent its new scale. Blocks out of range are quantized again by ``recipe``. If
+    the result is False, the whole layer must be requantized. The result is False in two cases:
 
     - The tensor scale, or the tensor amax that belongs to it, is not a normal float32 (see is_exact).
-    - Blocks are out of range, and ``recipe`` cannot quantize them with the tensor scale 2^(high - 8).
+    - Some blocks are out of range, and ``recipe`` cannot quantize them with the tensor scale 2^(high - 8), which the
+      blocks in range need.
 
-    low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale. If high
-        is below low, there are no such blocks, and the result is True.
+    low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale. If high is
+        below low, there are no such blocks, and the result is True.
     """
     if high < low or high - low <= _RANGE:
         return is_exact(low, high)

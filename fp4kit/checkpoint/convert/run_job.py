@@ -54,11 +54,15 @@ TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of
 
 
 def measure(job: Job, tick: Tick | None = None) -> Measured:
-    """Read the weight of a job once, and return its measurements, which are needed before its group is written.
+    """Read the weight of a job once, and return its measurements.
 
-    The measurements are the amax (not for the action rename) and the number of NaN and infinities. For the actions cast
-    and carry, they also tell whether a lossless conversion is possible. For a quantized weight, they also tell whether
-    its scales and codes can be right. A group consists of the layers that share a tensor scale.
+    A group consists of the layers that share a tensor scale. The measurements of all its layers are needed before the
+    group is written. They are:
+
+    - the amax, except for the action rename
+    - the number of elements that are NaN or infinite
+    - for the actions cast and carry: whether a lossless conversion is possible
+    - for a quantized weight: whether its scales and codes can be right
 
     Raise CheckpointError if the scales of a quantized weight are invalid, unless the job has nonfinite="keep".
 
@@ -88,7 +92,7 @@ def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    """Combine the measurements of two parts of a weight or of two weights. The result has the key of ``a``."""
+    """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
     exact, reach = a.exact and b.exact, max(a.reach, b.reach)

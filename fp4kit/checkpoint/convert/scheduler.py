@@ -60,7 +60,7 @@ class JobScheduler:
         self._unmeasured = {group: {job.key for job in members} for group, members in self._groups.items()}
 
     def run(self, executor: Executor | None, width: int) -> None:
-        """Run all jobs that an interrupted run has not done.
+        """Run all jobs of the plan, except those that an interrupted earlier run has already done.
 
         executor: where the jobs run; None for this process.
         width: how many calls are submitted to the executor at a time.
@@ -85,9 +85,9 @@ class JobScheduler:
     def _first(self) -> Iterator[FunctionCall[Any]]:
         """Yield the calls that can start at once, because they need no result of another call.
 
-        These calls are measurements, jobs that need no measurement, and the calls that sync and hash complete files. If
-        the journal holds a measurement, it is recorded instead of being made again. Jobs that wait only for recorded
-        measurements are yielded too.
+        These calls are measurements, jobs that need no measurement, and calls that sync and hash files that are already
+        complete. A measurement that the journal holds is taken from there and not made again. Jobs that wait only for
+        such measurements are yielded too.
         """
         for path, waiting in self._unwritten.items():
             if not waiting:

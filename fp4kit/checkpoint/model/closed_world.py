@@ -294,7 +294,7 @@ def _may_lack_scale(weight: Weight) -> bool:
     """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale.
 
     These are the formats of GGUF, torchao and mlx-lm. Stacks of mlx-lm give False, because mlx-lm stores tensor scales
-    for experts and for no other layers.
+    for experts and for no other layers. Unquantized layers give False, too.
     """
     form = weight.container
     if form is None or (form.format == "mlx" and len(weight.shape) > 2):
@@ -331,7 +331,8 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
 
     Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
     rest follows a dot. It may also follow an underscore if the layer is a stack of experts or the rest is in
-    _REFUSED_TENSORS. Return None if there is no such layer.
+    _REFUSED_TENSORS. Of several layers, a rest after a dot comes first, then the longest layer name. Return None if
+    there is no such layer.
 
     Args:
         name: the name of a tensor.
@@ -473,10 +474,10 @@ def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
 
 
 def _nearest_container(module: str, tensors: Tensors) -> str:
-    """Return the name of a container that a layer nearly fits, and what is wrong, as text for an error message.
+    """Return which container a layer nearly fits, and what is wrong with the layer, as text for an error message.
 
-    A tensor is missing, or has a wrong dtype or shape: "modelopt NVFP4, but P.weight_scale_2 is missing". Return "" if
-    no container is near.
+    A tensor is missing, as in "modelopt NVFP4, but P.weight_scale_2 is missing", or has a wrong dtype or shape. Return
+    "" if no container is near.
 
     Args:
         module: the name of the layer.

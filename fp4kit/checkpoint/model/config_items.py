@@ -331,9 +331,10 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 
 
 def _fits(group: Mapping[str, Any], form: Container) -> bool:
-    """Return whether the format and the scheme of weights of a config group fit layers of a container.
+    """Return whether a config group may describe the layers of a container.
 
-    A format or scheme that the group does not declare fits every layer.
+    The format and the scheme of weights that the group declares must fit the container. A format or scheme that the
+    group does not declare fits every container.
     """
     declared, scheme = group.get("format"), group.get("weights")
     of_format = declared is None or form.kind in _FORMATS[declared]

@@ -178,9 +178,11 @@ def _equal_scales(sample: _Sample) -> str:
     If the scales are truly equal, the codes of all blocks have one distribution. Either of two signs contradicts that:
 
     - F is far above 1. F is the variance of the blocks' mean squares, divided by the variance that codes of one
-      distribution would give them. This is so if different powers of two were replaced by equal scales.
-    - More blocks have a code near the largest magnitude than independent codes would give. This is so if scales with a
-      mantissa were replaced, because each of them gives the largest element of its block such a code.
+      distribution would give them. This happens if scales that are different powers of two were overwritten with one
+      scale.
+    - More blocks have a code near the largest magnitude than independent codes would give. This happens if scales with
+      a mantissa were overwritten, because each such scale gives the largest element of its block a code near the
+      largest magnitude.
 
     "" is returned also in these cases:
 
@@ -230,7 +232,9 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 
 
 def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
-    """Subtract the means of columns, and of rows if they have at least 4 entries. Return the used entries, flat.
+    """Return the used entries, flat, after subtracting the mean of each column and then the mean of each row.
+
+    The means are those of used entries. If rows have fewer than 4 entries, the means of rows are not subtracted.
 
     Args:
         x: one number per block, (rows of blocks, blocks per row).

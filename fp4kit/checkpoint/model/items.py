@@ -14,7 +14,7 @@ class Item(NamedTuple):
         group: UNDERSTOOD, CARRIED, REFUSED or IGNORED (see the head of closed_world.py).
         place: where the item is: "tensor", the name of a config file, or "metadata".
         name: the tensor's name, or the path of the key, such as "quantization_config.transform_config".
-        why: the reason for the group, in words for the user.
+        why: why the item belongs to this group, in words for the user.
         what: dtype and shape of a tensor, such as "U8 [64, 32]", if they help to find the fault; otherwise "".
     """
 

@@ -77,7 +77,10 @@ def is_hidden(name: PurePath) -> bool:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether ``path``, with links resolved, is inside ``folder`` or in the blobs of its Hugging Face cache."""
+    """Return whether ``path`` is inside ``folder``, or in the blobs of the Hugging Face cache that holds ``folder``.
+
+    Links are resolved first.
+    """
     try:
         contained(path, folder)
     except CheckpointError:

@@ -140,13 +140,13 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
     """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode.
 
-    The stored number is converted if the container stores a divisor or uses a unit (see Container.multiplier). Return
+    Containers that store a divisor, or the factor in another unit, are converted (see Container.multiplier). Return
     None if the weight is unquantized or its container has no tensor scale.
 
     Args:
         readers: where to read the tensor scale from.
         weight: the weight, quantized or not.
-        expert: the index of the matrix; 0 for a single layer.
+        expert: the index of the matrix in a stack of experts; 0 for a single layer.
     """
     form = weight.container
     if form is None or not form.has_tensor_scale:

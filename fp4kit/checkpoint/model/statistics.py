@@ -170,13 +170,13 @@ SMALLEST_REACH = 2.0**-14
 def _reach_of(
     form: Container, scales: np.ndarray, tensor_scale: np.float32 | None, counted: npt.NDArray[np.bool_] | None = None
 ) -> float:
-    """Return the largest finite magnitude that an element can have under the given scales.
+    """Return the largest finite magnitude that an element can have under the given scales; 0 if no block counts.
 
     Args:
         form: the container, which determines element and scale format.
         scales: as stored, one scale per block.
         tensor_scale: the factor to multiply by on decode; None, NaN and infinity count as 1.
-        counted: a mask of the blocks that count; None for all.
+        counted: a mask of the blocks that count; None for all. Blocks with a NaN or infinite scale never count.
     """
     values = np.abs(scales_of(form, scales).astype(np.float64))
     finite = np.isfinite(values)
@@ -212,8 +212,10 @@ def reach_and_lost_blocks(
 def doubt_about(reach: float, lost: int) -> str:
     """Return a warning if scales are probably wrong; "" if nothing is odd about them.
 
+    They are probably wrong if ``reach`` is far larger or far smaller than trained weights, or if ``lost`` is not 0.
+
     Args:
-        reach: the largest magnitude that the scales allow.
+        reach: the largest magnitude that the scales allow; 0 is not judged.
         lost: the number of blocks whose scale is 0 although their codes are not.
     """
     if reach > LARGEST_REACH:

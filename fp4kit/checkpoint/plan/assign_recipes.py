@@ -166,9 +166,10 @@ def assign_recipes(
 class _Candidates:
     """Find the layers that each candidate can quantize, and how it stores them.
 
-    The attribute ``forms`` maps recipe id to the recipe and its container. ``weights`` maps tensor name to weight, for
-    all layers that at least one candidate can quantize. ``fits`` maps recipe id to the tensor names of the layers that
-    the candidate can quantize.
+    Attributes:
+        forms: recipe id -> the recipe and its container.
+        weights: tensor name -> weight, for all layers that at least one candidate can quantize.
+        fits: recipe id -> the tensor names of the layers that the candidate can quantize.
 
     Args:
         source: an unquantized model directory or safetensors file.

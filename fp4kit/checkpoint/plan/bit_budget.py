@@ -76,7 +76,7 @@ class _Step(NamedTuple):
     Attributes:
         unit: the index of the unit.
         option: the index of the new option in the unit.
-        gain: by how much the error falls, in grains.
+        gain: by how much the error falls, in grains (multiples of 2^-50).
         cost: by how many bits the size grows.
     """
 

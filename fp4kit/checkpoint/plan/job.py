@@ -174,7 +174,7 @@ class Job:
 
     @property
     def weight(self) -> Weight:
-        """The weight that is read. The action of the job must not be "copy", which reads a tensor."""
+        """The weight that the job reads. A job with the action "copy" reads a plain tensor and has no weight."""
         assert isinstance(self.source, Weight)
         return self.source
 

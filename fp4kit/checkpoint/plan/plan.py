@@ -188,7 +188,7 @@ class Plan:
 
     @property
     def recorded_patterns(self) -> list[list[str]]:
-        """The [pattern, recipe id] pairs to record beside ``recorded``, the default; [] if one recipe made all codes.
+        """The [pattern, recipe id] pairs to record for layers whose recipe is not ``recorded``; [] if there are none.
 
         The first pattern that matches a layer's name in the source decides.
         """
@@ -208,7 +208,7 @@ class Plan:
 
     @lazy_property
     def files(self) -> tuple[OutputFile, ...]:
-        """The output files: one per shard, or the files of a split GGUF model."""
+        """The output files: one per shard, or the parts of a GGUF model if the request sets split_max_size."""
         if self.request.split_max_size is not None:
             return parts_of(self.shards[0].outputs, self.shards[0].metadata, self.request.split_max_size)
         return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)

@@ -270,7 +270,7 @@ def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
     """Yield an executor that runs calls on the machines of a cluster, or None if there is no cluster.
 
     scheduler: the address of a dask scheduler, such as tcp://host:8786, for dask's executor. If it is None, the result
-        is MPI's executor if this process was started by mpi4py.futures, otherwise None.
+        is MPI's executor if mpi4py.futures started this process, otherwise None.
 
     Raises CheckpointError if dask.distributed is not installed, or if the scheduler does not answer or has no workers.
     """

@@ -171,7 +171,8 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
 def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
     """Return whether a gate_proj or w1 must have an up_proj or w3 beside it.
 
-    The gate of an attention layer has no counterpart. The counterpart of a w1 beside c_proj is w2 (Qwen's names).
+    The result is False in two cases: the gate belongs to an attention layer, which has no up_proj; or the gate is a w1
+    beside a c_proj, because in Qwen's names the layer fused with w1 is w2.
 
     Args:
         parent: the gate's parent module.

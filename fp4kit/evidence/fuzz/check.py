@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return True if the kind is a failure."""
+        """Return True if the case failed, so that its kind is not "equal", "refused" or "declined"."""
         return self.kind not in ("equal", "refused", "declined")
 
     @property
@@ -81,9 +81,10 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Return the text without recipe ids and numbers, to count rejections and failures with one cause together.
+        """Return the verdict's text with recipe ids and numbers replaced, so that texts with one cause become equal.
 
-        Only the text before the first semicolon is used, cut to 150 characters.
+        It is used to count rejections and failures by cause. Only the text before the first semicolon is used, cut to
+        150 characters.
         """
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)

@@ -48,9 +48,9 @@ class Codes(NamedTuple):
 
 @cache
 def codes_of(dtype: np.dtype) -> Codes:
-    """Return the Codes of a float dtype of NumPy or ml_dtypes of at most 16 bits.
+    """Return the Codes of a float dtype of NumPy or ml_dtypes.
 
-    The caller must pass a format with a sign bit. This is not checked.
+    The dtype must have a sign bit and at most 16 bits, which is not checked.
     """
     info = ml_dtypes.finfo(dtype)
     every = np.arange(1 << info.bits).astype(f"u{dtype.itemsize}")

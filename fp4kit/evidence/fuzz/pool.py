@@ -87,11 +87,11 @@ class Pool:
 
 
 class Picks:
-    """A source of random choices from a pool, determined by an integer.
+    """A source of random choices. Sources with equal seeds and pools make equal choices.
 
     Attributes:
         rng: the random generator.
-        pool: what cases are drawn from.
+        pool: the recipes, operations and options to choose from.
     """
 
     def __init__(self, seed: int, pool: Pool) -> None:

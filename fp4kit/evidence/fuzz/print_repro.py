@@ -136,6 +136,8 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
 def _made(statement: Make, writable: set[str]) -> str:
     """Return the Python expression for the array or recipe of a Make statement.
 
+    An array is made by on.writable(...) if its name is in `writable`, otherwise by on.array(...), which detects writes.
+
     writable: the names of the arrays that a call of the program writes to.
     """
     value = statement.value

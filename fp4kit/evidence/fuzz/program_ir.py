@@ -78,7 +78,7 @@ class ProgramCall(NamedTuple):
 class Same(NamedTuple):
     """The statement that two results, or a result and a number, must agree bit for bit.
 
-    If ``host_only`` is True, the statement is checked only when the specification runs the program.
+    If ``host_only`` is True, only the run of the program on the specification checks the statement.
     """
 
     a: Any

@@ -26,8 +26,9 @@ SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor s
 def with_scales(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize with the scales that an earlier quantize gave, and with random scales.
 
-    If gives_back(recipe, dtype) is True, quantizing with the scales of the earlier call must give the codes of that
-    call. This is not checked if the earlier call was given block amaxes and the recipe flushes subnormals.
+    If gives_back(recipe, dtype) is True, the program also requires that the scales of the earlier call give the codes
+    of that call again. This is not required if the earlier call was given block amaxes and the recipe flushes
+    subnormals.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options = codes_options(p, case)
@@ -61,8 +62,11 @@ def _scales_of(r: Recipe) -> dict[str, bool]:
 def gives_back(r: Recipe, dtype: str) -> bool:
     """Return True if quantizing with the scales of an earlier result must give that result's codes again.
 
-    This holds if elements are not multiplied by the encode scale. It also holds if x has a 16-bit dtype, because the
-    stored tensor scale then determines the amax. te_primary_weight is an exception: an infinite amax and the amax 2688
-    have the tensor scale 1 in common, but different encode scales.
+    This is so in two cases:
+
+    - Elements are not multiplied by the encode scale, so that the scales alone determine the codes.
+    - x has a 16-bit dtype, because the stored tensor scale then determines the amax. The tensor rule te_primary_weight
+      is excluded: it makes the tensor scale 1 both from an infinite amax and from the amax 2688, with different encode
+      scales.
     """
     return not encodes_by_amax(r) or (dtype != "float32" and r.tensor_rule != "te_primary_weight")

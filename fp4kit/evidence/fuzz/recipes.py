@@ -121,7 +121,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random value of Recipe.tensor_scaling as {field: value}.
 
-    The value says whether one tensor scale covers the tensor, a row or, for recipes without block scales, a block.
+    The value says what shares one tensor scale: the whole tensor, a row or, for recipes without block scales, a block.
     Return {} if the recipe has no tensor rule, blocks of several rows, or 4over6.
     """
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
@@ -145,7 +145,10 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.sign, which codes get the sign bit, as {field: value}; {} for integers."""
+    """Return a random value of Recipe.sign as {field: value}, or {} for a recipe with integer elements.
+
+    The field says which elements get the sign bit.
+    """
     return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 

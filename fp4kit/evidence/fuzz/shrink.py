@@ -136,7 +136,10 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """Return the number of elements by which an axis is shortened: whole blocks for the quantized axis, otherwise 1.
+    """Return the step, in elements, by which an axis of an array may be shortened.
+
+    For the quantized axis, the step consists of whole blocks of the recipe and of the target recipe, if there is one.
+    With a Hadamard transform, it is also a multiple of 16. For every other axis, the step is 1.
 
     a: an array of the case.
     axis: the axis of ``a``. In a stack of experts, axis 0 counts experts.

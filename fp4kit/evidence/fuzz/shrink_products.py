@@ -30,7 +30,7 @@ def simpler_products(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _simpler_calls(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield products with one field of a unit's variant, or one argument, at its default."""
+    """Yield simpler products. Each has one changed field of the unit, or one argument, set back to its default."""
     changes = changes_of(product.unit)
     yield from (
         replace(product, unit=replace(product.unit, **{name: getattr(UNITS[product.unit.id], name)}))
@@ -92,7 +92,10 @@ def _shorter(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _along_k(x: DrawnOperand, part: slice) -> DrawnOperand:
-    """Return the operand with a part of its K, in whole blocks."""
+    """Return the operand with only some of its elements along K, and the scales of these elements.
+
+    part: a slice of the elements along K. Its bounds must be multiples of x.multiple, so that it contains whole blocks.
+    """
     start, stop, _ = part.indices(x.codes.shape[-1])
     blocks = slice(start // x.multiple, stop // x.multiple)
     codes, tensor = _cut(x.codes, part), x.tensor_scale

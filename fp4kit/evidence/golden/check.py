@@ -74,7 +74,7 @@ def _block_amax(case: RecordedCase) -> np.ndarray:
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes in blocks whose scale is NaN, because such codes have no meaning."""
+    """Return a mask of the codes that are not compared: the meaningless codes in blocks whose scale is NaN."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
@@ -477,7 +477,7 @@ def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
 
 
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
-    """Return codes of the format ``fmt`` with every NaN replaced by the NaN without a sign.
+    """Return codes of the format ``fmt`` in which every NaN is replaced by fmt.nan_code, the NaN without a sign.
 
     Codes of a format without NaN are unchanged.
     """

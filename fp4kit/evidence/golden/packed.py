@@ -33,7 +33,7 @@ BASES = (INPUTS, "ao", "modelopt", "modelopt_fake", "te", "mlx")
 
 
 def is_packed(path: Path) -> bool:
-    """Return True if the .npz file is packed, so that it has the member `index.json`."""
+    """Return whether a .npz file is packed. A packed file has the member `index.json`."""
     with zipfile.ZipFile(path) as archive:
         return INDEX in archive.namelist()
 

@@ -90,10 +90,10 @@ def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the scales by which a recipe divides the elements of x, as float32 of shape (rows, blocks).
+    """Return the scales by which a recipe divides the elements of a matrix x, as float32 of shape (rows, blocks).
 
-    For some recipes this scale differs from the value of the stored scale byte. Recipes with a tensor scale are not
-    supported. x is a matrix.
+    For some recipes, this scale differs from the value of the stored scale byte. If the recipe multiplies by a factor,
+    the scale is 1 / factor. Recipes with a tensor scale are not supported.
     """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]

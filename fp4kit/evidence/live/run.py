@@ -197,10 +197,10 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 
 
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
-    """Yield (recipe id, call) for each requested recipe in ``ids`` whose call is to run.
+    """Yield (recipe id, call) for each recipe in ``ids`` whose claims cover the installed versions.
 
-    If a recipe makes no claim for the installed versions, the call is not run, and the reason is stored in
-    result.left_out. For the other recipes, counts are added to result.recipes.
+    If a recipe makes no claim for the installed versions, its call is not yielded, and the reason is stored in
+    result.left_out. For each call that is yielded, empty counts are added to result.recipes first.
     """
     for id, call in adapter.calls.items():
         if id not in ids:

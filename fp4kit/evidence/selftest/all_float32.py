@@ -218,8 +218,8 @@ def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]
 
     Args:
         limit: the bit pattern after the last one to cover.
-        chunk: the largest number of patterns per range of every STEP-th pattern.
-        starts: the first bit pattern of each run, at which the code changes.
+        chunk: the largest number of patterns in each of the first ranges.
+        starts: the bit patterns at which the code changes: the first pattern of each run of equal codes.
     """
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

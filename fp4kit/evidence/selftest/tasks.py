@@ -195,11 +195,12 @@ def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, 
 
 
 def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
-    """Compare an engine's matmul with the specification's on ``count`` random products of all kinds of operands.
+    """Compare an engine's matmul with the specification's, on random products of operands that a unit can multiply.
 
     Args:
         engine: the engine to test.
-        id: the id of the matrix unit to model. About a quarter of the products use variants of it.
+        id: the id of the matrix unit to model. If the unit has steps, about a quarter of the products use variants of
+            it.
         seed: seed of the random products.
         count: the number of products.
     """
@@ -221,10 +222,11 @@ def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, in
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare quantize for all 65536 bfloat16 values, with every block scale that blocks of bfloat16 values can have.
+    """Compare an engine's quantize with the specification's for all bfloat16 values, with nearly every block scale.
 
-    The last element of each block, the anchor, is the amax that gives the wanted scale. A block with a larger element
-    or NaN gets another scale.
+    Each block consists of some of the 65536 values and a last element, the anchor. For every block scale, there is an
+    anchor that gives this scale as the amax of its block. Scales that need an anchor beyond the range of bfloat16 are
+    left out. If a block contains a value larger than its anchor, or NaN, the block gets another scale.
     """
     r = RECIPES[id]
     size = r.block_size
@@ -251,9 +253,9 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare dequantize for every byte of codes with all 256 scale bytes, to each float dtype.
+    """Compare an engine's dequantize with the specification's for all codes under all scale bytes, in each float dtype.
 
-    The tensor scale is 3.7 if the recipe has one.
+    If two codes share a byte, every byte of codes is used. The tensor scale is 3.7 if the recipe has one.
     """
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
