@@ -156,9 +156,12 @@ class PlanLibrary:
         return nullcontext(_unchanged) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return function(*args, **kwargs), a call of a method of the plan, with arrays of the plan's library.
+        """Call a method of the plan, and return its result as arrays of the plan's library.
 
-        If arrays of the library are immutable, they are copies, because the next call overwrites the plan's arrays.
+        If arrays of this library are immutable, the result is a copy, because the next call overwrites the plan's
+        arrays. Otherwise, the result shares memory with the plan's arrays.
+
+        function: the method. args, kwargs: its arguments.
         """
         if self._library is None:
             return function(*args, **kwargs)

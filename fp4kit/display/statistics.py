@@ -171,9 +171,12 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
 
 
 def _binned(counts: dict[int, int], max_bars: int) -> Iterator[tuple[str, int]]:
-    """Yield one bar (label, count) per exponent of ``counts``, or per 2, 4, 8, ... exponents to limit the bars.
+    """Yield the bars (label, count) of a histogram of exponents.
 
-    Bars with a count of 0 between two others are included if the total stays within ``max_bars``.
+    A bar covers one exponent, or the smallest power of two of exponents for which at most ``max_bars`` bars have
+    counts. Bars with a count of 0 between two others are included if the total stays within ``max_bars``.
+
+    counts: exponent -> how often it occurs.
     """
     width = 1
     while len({e // width for e in counts}) > max_bars:

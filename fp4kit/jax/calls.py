@@ -87,11 +87,13 @@ def _on_host(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]
 
 
 def _on_device(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:
-    """Insert the call that `text` describes into a traced program, and return its traced results.
+    """Insert a call of a function of fp4kit into a traced program, and return its traced results.
 
     When the program runs, the XLA handler of ffi.register makes the call on the device.
 
-    results: the shapes and dtypes of the results. arrays: the arrays that the text refers to, which may be traced.
+    text: the call as JSON, as `run` reads it.
+    results: the shapes and dtypes of the results.
+    arrays: the arrays that the text refers to, which may be traced.
     """
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 

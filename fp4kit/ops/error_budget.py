@@ -205,9 +205,10 @@ def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
 def _energies(
     x: tuple[np.ndarray, np.ndarray], w: tuple[np.ndarray, np.ndarray], u: np.ndarray, r: np.ndarray
 ) -> np.ndarray:
-    """Return the sums of squares of x w^T and of its errors, in the order of _RATIOS.
+    """Return eight sums of squares, float64: that of x w^T, and then those of its errors, in the order of _RATIOS.
 
-    x, w: pairs of the operand and its quantized values, float64. u: the result of the unit. r: u rounded to out_dtype.
+    x, w: pairs of the operand and its quantized values, float64 (M, K) and (N, K). u: the result of the unit (M, N). r:
+    u rounded to out_dtype.
     """
     total = np.zeros(8)
     (plain, quantized), (w_plain, w_quantized) = x, w

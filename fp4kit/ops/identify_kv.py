@@ -227,9 +227,13 @@ def _reference(op: str, name: str, x: Any) -> np.ndarray:
 
 
 def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) -> PageShape:
-    """Return the size of a cache, from its number of bytes and from the heads and head_dim of the reference keys.
+    """Return the PageShape of a cache: its number of pages, tokens per page, heads and head_dim.
 
-    Raise ValueError if the references differ in shape, or if the bytes of a page are not a whole number of tokens.
+    The number of tokens per page follows from the bytes of the arrays. heads and head_dim are those of the reference
+    keys.
+
+    Raise ValueError if the reference keys and values differ in shape, or if the bytes of a page are not a whole number
+    of tokens.
     """
     keys, values = references
     if keys.shape != values.shape:

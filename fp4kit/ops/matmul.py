@@ -192,7 +192,10 @@ def _row_count(x: Any) -> int:
 
 
 def _row_multiple(x: Any) -> int:
-    """Return the number of rows per block of an operand; 1 for an array. Panels begin at multiples of this number."""
+    """Return the number of rows per block of an operand; 1 for an array.
+
+    Panels, the rows of an operand that are decoded at once, begin at multiples of this number.
+    """
     return x.recipe.block_rows if isinstance(x, Quantized) else 1
 
 

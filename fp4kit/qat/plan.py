@@ -302,7 +302,10 @@ def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
 
 
 def _reasons(decisions: Mapping[str, Decision]) -> str:
-    """Return text with up to three parameters and the reasons why they are not quantized."""
+    """Return text with up to three parameters that are not quantized, each with its reason.
+
+    Parameters that the argument `parameters` does not match come last, because that reason is the least informative.
+    """
     ordered = sorted(decisions.items(), key=lambda item: item[1].reason.startswith(_UNNAMED))
     return "; ".join(f"{name} ({decision.reason})" for name, decision in ordered[:3])
 

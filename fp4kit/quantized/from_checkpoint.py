@@ -72,7 +72,9 @@ def _is_tensor(a: Any) -> bool:
 
 
 def _dtype_name(a: Any, imported: Any) -> str:
-    """Return the name of the dtype that an array has in its own library.
+    """Return the name of the dtype that an array has in its own library, such as "float8_e4m3fn".
+
+    The imported array may have another dtype, because NumPy and CuPy lack some dtypes of PyTorch and JAX.
 
     a: the array as it was given. imported: the NumPy or CuPy array made from it.
     """

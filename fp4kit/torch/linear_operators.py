@@ -80,14 +80,14 @@ def _checked(
 def linear(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> Tensor:
-    """Return y = x w^T with both operands quantized: a new tensor (..., N), equal to that of ops.linear.product.
+    """Return y = x w^T as ops.linear.product computes it, with both operands quantized: a new tensor (..., N).
 
     Args:
         x: float32, float16 or bfloat16 (..., K).
         w: a float tensor (N, K), or the packed codes of a Quantized.
         block_scale, tensor_scale: the scales of that Quantized; None for a float w.
         seed: the seed of the gradients. It does not change the result.
-        settings: the text of call.linear.settings_from_text.
+        settings: the text of call.linear.settings_from_text. It includes the dtype of the result.
     """
     s = _checked(x, w, block_scale, tensor_scale, seed, settings)
     y = product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))

@@ -225,7 +225,7 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
 
 
 def _warn_of_vectors(names: list[str]) -> None:
-    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized. If empty, do nothing.
+    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized; not if there are none.
 
     Inference engines leave biases and the weights of norms unquantized, so the settings are probably wrong.
     """

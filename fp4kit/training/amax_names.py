@@ -34,7 +34,8 @@ class AmaxName:
     def find(cls, key: Any) -> AmaxName | None:
         """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer.
 
-        A key without a buffer stands for "_amax". Anything that is not a str gives None.
+        If the key ends after the quantizer or the number of the expert, such as "layers.0.weight_quantizer", it stands
+        for the buffer "_amax". Anything that is not a str gives None.
         """
         match = _NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:

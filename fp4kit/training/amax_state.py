@@ -358,9 +358,12 @@ class AmaxState(Mapping[str, Any]):
 
 
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
-    """Return the items with AmaxName keys.
+    """Return the items with each key replaced by the AmaxName that it spells.
 
-    Raises ValueError, which begins with `op`, if a key names no quantizer, or occurs with both separators.
+    Raises ValueError if a key is not the name of a quantizer's amax. Also if one name occurs twice, once with "." and
+    once with "_" before the number of the expert.
+
+    op: the public function, with which the message begins.
     """
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():

@@ -115,7 +115,7 @@ def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict
 
 
 def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
-    """Read some rows of one matrix of an unquantized weight.
+    """Read and return some rows of one matrix of an unquantized weight, in the dtype of the file.
 
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
     span: (first row, end row) of the rows to read.

@@ -136,7 +136,7 @@ class Journal:
         os.close(self._file)
 
     def _begin(self, path: Path, key: str) -> None:
-        """Read the complete lines, cut off an incomplete last line, and write the key if the journal is new.
+        """Read the complete lines of the journal, cut off an incomplete last line, and write the key to a new journal.
 
         Raise CheckpointError if the journal has a different key or is too large.
         """

@@ -90,6 +90,8 @@ class Rules:
     def of_layer(self, module: str) -> Rules:
         """Return rules whose only recipe is the recipe of one layer.
 
+        Rules with a single recipe for all layers are returned unchanged.
+
         Args:
             module: the name that the model gives the layer or the stack of experts.
         """

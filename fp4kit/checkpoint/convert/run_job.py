@@ -140,8 +140,8 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
 
     Raise CheckpointError if the output cannot hold a scale of the weight.
 
-    shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
-        measurements.
+    shared: the combined measurements of the layers that share a tensor scale with the job's layer; None for a job that
+    needs no measurements.
     tick: called with the number of bytes after each read; None for no call.
     """
     with Readers(tick) as readers, _Output(job.targets) as output:

@@ -103,7 +103,10 @@ def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
 
 
 def _sizes(weight: Weight, readers: Readers) -> _Floats:
-    """Return the root mean square of the columns of a weight's first rows, before factors per column are applied."""
+    """Return the root mean square of each column over the first rows (at most 128) of a weight: float64 (K,).
+
+    Factors per column are left out.
+    """
     count = min(_ROWS, weight.shape[-2])
     slab = next(slabs(readers, weight, 0, (0, count), max_bytes=1 << 40))
     with np.errstate(all="ignore"):

@@ -769,7 +769,9 @@ def _entries(
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers.
 
-    If the scheme of a layer contradicts its tensors, a single refused item is yielded.
+    If the scheme of a layer contradicts its tensors, a single refused item is yielded, and no other. Otherwise, one
+    refused item is yielded per entry that is unknown or names a layer that is not quantized. Then follows an item that
+    says that ``quantization`` agrees with the tensors.
 
     Args:
         value: the content of ``quantization``.

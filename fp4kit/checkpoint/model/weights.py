@@ -176,9 +176,10 @@ class Weight:
 
     @property
     def rotated_columns(self) -> int:
-        """The number of columns per block of the largest rotation among the weight and its members, at least 1.
+        """The number of columns per block of the largest rotation of the weight and its members; 1 without rotations.
 
-        Every rotation has a power of two, so that blocks of this size consist of whole blocks of every rotation.
+        Blocks of rotations have a power of two of columns. So a block of this many columns consists of whole blocks of
+        every rotation.
         """
         size = 1 if self.rotation is None else self.rotation.size
         return max([size, *(member.weight.rotated_columns for member in self.members)])
@@ -274,9 +275,7 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Return the containers to try for the layers of a checkpoint.
-
-    Containers of the declared ``quant_method`` come first.
+    """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first.
 
     The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors. A
     container that needs a certain ``quant_algo`` is left out if the config does not declare it.

@@ -98,7 +98,11 @@ class Assignment:
         return tuple(pattern for pattern, name in self._patterns() if name == KEEP)
 
     def _patterns(self) -> Iterable[tuple[str, str]]:
-        """Yield (pattern, name of the chosen option) for the layers of every unit; experts share a pattern."""
+        """Yield (glob, name of the chosen option) for the layers of every unit.
+
+        If all layers of a unit are experts, one glob stands for all experts of a module, such as
+        "model.layers.0.mlp.experts.*". Otherwise, each layer has a glob of its own.
+        """
         for unit, option in zip(self.units, self.options, strict=True):
             holders = {container_of(layer) for layer in unit.layers}
             if None in holders:
@@ -287,9 +291,10 @@ def _sums_of_group(
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
 ) -> dict[_Key, _Sums]:
-    """Read the pieces that share a tensor scale, and return a dict from key to the sums of each piece.
+    """Measure the pieces that share a tensor scale: return a dict from the key of each piece to its sums.
 
-    Each piece is read twice.
+    The sums are those of the signal and of the errors of each recipe. Each piece is read twice: for the amax of all
+    pieces, and for its sums.
 
     Args:
         found: the candidates, and the layers that each fits.

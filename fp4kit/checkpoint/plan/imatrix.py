@@ -316,10 +316,10 @@ def _gguf_entries(path: Path) -> dict[str, ImatrixEntry]:
 
 
 def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
-    """Return the entries of a legacy imatrix file, by weight name.
+    """Return the entries of a legacy imatrix file (not GGUF), by weight name.
 
     Raises:
-        CheckpointError: if the file is not one, ends early, or names a weight twice.
+        CheckpointError: if the file is no legacy imatrix file, ends early, or names a weight twice.
     """
     size, found = path.stat().st_size, {}
     with path.open("rb") as stream:

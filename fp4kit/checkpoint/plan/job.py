@@ -186,7 +186,10 @@ class Job:
 
     @property
     def container(self) -> Container:
-        """The job's ``form``, the container to write, never None. The output of the job must be quantized."""
+        """The container to write, which is the field ``form``. Use it only for jobs whose output is quantized.
+
+        For other jobs, ``form`` is None, and an assertion fails.
+        """
         assert self.form is not None
         return self.form
 

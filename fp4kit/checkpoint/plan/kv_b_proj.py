@@ -128,7 +128,13 @@ def _is_plain_stack(entry: TensorEntry) -> bool:
 
 
 def _check_shapes(keys: Weight, values: Weight) -> None:
-    """Raise CheckpointError if embed_q [H, K, nope] and unembed_out [H, v, K] do not fit together."""
+    """Raise CheckpointError unless embed_q has the shape [H, K, nope] and unembed_out [H, v, K], with equal H and K.
+
+    H is the number of heads, and K the number of columns of kv_b_proj. nope and v are the rows per head for keys and
+    values.
+
+    keys, values: the stacks embed_q and unembed_out.
+    """
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
         raise CheckpointError(
             f"{shown(keys.name)}: has shape {list(keys.shape)} and {_VALUES} {list(values.shape)}; [H, K, nope] and"

@@ -225,7 +225,10 @@ class Plan:
 
     @property
     def format_name(self) -> str:
-        """The name of the output format, such as "modelopt NVFP4"; "bf16" if the output is unquantized."""
+        """The name of the output format, such as "modelopt NVFP4"; "bf16" if the output is unquantized.
+
+        For several recipes in one output, the name says so, such as "modelopt MIXED_PRECISION".
+        """
         if self.form is None:
             return "bf16"
         return MIXED[self.form.format] if self.is_mixed else container_id(self.form, self.has_input_scale)

@@ -249,6 +249,8 @@ class ScaleSearch:
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
         """Return where a layer's column weights are stored; None if there are none, so that all columns weigh equally.
 
+        The place is ChannelWeights in an imatrix file, or otherwise the Located of a tensor.
+
         Args:
             layer: (module to write, weight that it is made from).
             expert: the index of the matrix in the weight; 0 for a single matrix.

@@ -35,7 +35,7 @@ class Fusion:
 
     @property
     def size(self) -> int:
-        """The number of layers that are fused."""
+        """The number of layers that are fused. Alternative names of one layer count once."""
         return len(self.members) - self.alternatives
 
 
@@ -118,7 +118,8 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 def group_of(module: str) -> tuple[str, int] | None:
     """Return the group of fused layers that a module belongs to, as (name, number of layers in a complete group).
 
-    The layers of a group share their tensor amax. Return None if loaders do not fuse the module.
+    An example is ("model.layers.0.mlp.(gate_proj|up_proj)", 2). The layers of a group share their tensor amax. Return
+    None if loaders do not fuse the module.
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)

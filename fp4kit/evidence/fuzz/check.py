@@ -156,7 +156,10 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return value(argument) with all arrays copied to NumPy arrays, so that results of engines can be compared."""
+        """Return an argument with every Ref in it replaced by its result, and with all arrays copied to NumPy arrays.
+
+        So results of different engines can be compared.
+        """
         return self.place.engine.get(self.value(argument))
 
 

@@ -58,7 +58,7 @@ class DrawnOperand:
 
     @property
     def multiple(self) -> int:
-        """Return the number that K, the length of the summed axis, must be a multiple of for this operand."""
+        """Return the number that K, the length of the summed axis, must be a multiple of; 1 for an array."""
         return 1 if self.recipe is None else self.recipe.recipe.length_multiple
 
     def __str__(self) -> str:

@@ -265,9 +265,9 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the gradient of fake_quantize.
+    """Append a call that computes the gradient of fake_quantize from a random incoming gradient.
 
-    The incoming gradient is random, NaN and infinities included. With pass_through, the result must equal it.
+    The incoming gradient may hold NaN and infinities. With pass_through, the result must equal the incoming gradient.
     """
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
@@ -370,8 +370,8 @@ def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
 def _partial(p: Program, case: DrawnCase) -> None:
     """Append calls that compute amaxes and codes shard by shard, with cuts at arbitrary elements.
 
-    The maximum of the shards' amaxes must be the amax of x. In some cases one shard is left out. Then its codes must
-    stay unchanged.
+    The maximum of the shards' amaxes must be the amax of x, and the shards' codes must be those that quantize gives for
+    x. In some cases one shard is left out. Then its codes must stay unchanged.
     """
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)

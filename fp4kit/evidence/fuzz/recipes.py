@@ -168,7 +168,7 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.static, True if the caller gives block amaxes, as {field: value}.
+    """Return a random value of Recipe.static as {field: value}. The field says whether the caller gives block amaxes.
 
     Return {} for recipes without block scales, and for recipes whose block rule reads the amax. Also return {} for
     recipes with 4over6 or a search, because these recipes choose scales themselves.

@@ -66,7 +66,7 @@ def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
 
 
 def _one_matrix(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield the product of the first matrices, then the product of the last matrices, if a product has stacks.
+    """Yield products of two matrices from a product of stacks: that of the first matrices, then that of the last.
 
     Yield nothing for a product of two single matrices.
     """

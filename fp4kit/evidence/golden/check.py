@@ -276,10 +276,11 @@ class RecordedCase:
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of quantize or fake_quantize.
+        """Return the keyword arguments with which quantize or fake_quantize is called for this case.
 
-        They are the row's options and, if ``row.given_amaxes`` says so, the amaxes that the file supplies. An amax that
-        was not recorded or holds NaN is left out, so that the call computes it.
+        They are the row's options and the amaxes that ``row.given_amaxes`` takes from the file: "tensor" and
+        "global_scale" take a tensor amax, and "static" block amaxes too. An amax that was not recorded or holds NaN is
+        left out, so that the call computes it.
         """
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")

@@ -296,9 +296,12 @@ def _amax_range(
 
 
 def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> np.ndarray:
-    """Return the block scale code that the recipe gives to each amax. ``amaxes`` are bit patterns of ``dtype``.
+    """Return the block scale code that the recipe gives to each amax, in the shape of ``amaxes``.
 
-    The recipe quantizes blocks that contain only zeros and the amax. ``tensor`` is the tensor amax or None.
+    To find it, the recipe quantizes blocks that contain only zeros and the amax.
+
+    amaxes: bit patterns of ``dtype`` (rows, columns).
+    tensor: the tensor amax; None if the recipe has no tensor scale.
     """
     rows, columns = amaxes.shape
     x = np.zeros((rows * r.block_rows, (columns + 1) * r.block_size), dtype)

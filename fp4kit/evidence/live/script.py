@@ -144,7 +144,10 @@ def _defines(statement: ast.stmt) -> set[str]:
 
 
 def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
-    """Return an import statement with only those names of ``statement`` that are wanted."""
+    """Return an import statement as text, with only those names of ``statement`` that are wanted.
+
+    A statement such as ``import numpy as np`` is returned whole.
+    """
     if isinstance(statement, ast.Import):
         return ast.unparse(statement)
     names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]

@@ -36,7 +36,10 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
-    """Return the object with which Quark exports the weight ``t``. ``quantizer`` must have its scales from ``t``."""
+    """Return the object with which Quark exports the weight ``t``.
+
+    ``quantizer`` must have computed its scales from ``t``.
+    """
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
