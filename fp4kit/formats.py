@@ -544,7 +544,8 @@ class Codebook(ElementFormat):
     def nearest(self, x: np.ndarray) -> np.ndarray:
         """Return the codes of the values nearest to x, a float array, without checks: uint8, in the shape of x.
 
-        NaN gets the code of the largest value.
+        A number at the midpoint of two values gets the code of the smaller value. NaN gets the code of the largest
+        value.
         """
         return np.asarray(self.order[np.searchsorted(self.midpoints, x, side="left")])
 

@@ -144,9 +144,9 @@ def stream_of(device: Any) -> TorchStream:
 
 
 def streams_of(device: Any) -> Callable[[], TorchStream]:
-    """Return a function without arguments that looks up PyTorch's current stream on a device at each call.
+    """Return a function without arguments that returns PyTorch's current stream on a device.
 
-    The CUDA engine calls the function in every cached call, because the current stream may change between two calls.
+    It looks the stream up at each call, because the stream may change between two cached calls of the CUDA engine.
     """
     pointer, index = _raw_stream(), device.index
     return lambda: TorchStream(pointer(index), index)

@@ -237,7 +237,7 @@ def _library(a: Any) -> Any:
 
 
 def _number(op: str, alpha: Any) -> float:
-    """Return alpha as a float. Raise TypeError if it is not a number."""
+    """Return alpha, the factor of a product, as a float. Raise TypeError if it cannot be converted."""
     try:
         return float(alpha)
     except (TypeError, ValueError):
@@ -304,11 +304,12 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
 
 
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
-    """Return a Quantized of NumPy or CuPy arrays, with scales in the linear layout, as an Operand.
+    """Return the Operand that describes a Quantized of NumPy or CuPy arrays. Its scales must be in the linear layout.
 
     The axes of q before the last two become the batch axes. Raise ValueError unless K, the quantized axis, is one of
-    the last two axes. Also raise ValueError if no matrix unit multiplies the recipe. op, name: the public function and
-    the operand, as the message names them.
+    the last two axes. Also raise ValueError if no matrix unit multiplies the recipe.
+
+    op, name: the public function and the operand, as the message names them.
     """
     check_axis(op, name, q)
     r = q.recipe
@@ -345,7 +346,7 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
 
 
 def _operand_of_recipe(r: Recipe) -> Operand:
-    """Return an Operand without arrays for a recipe. It holds the facts about an operand that step_of needs."""
+    """Return an Operand that describes a recipe's format to step_of. It has no arrays."""
     return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
 
 

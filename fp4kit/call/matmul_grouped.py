@@ -150,10 +150,13 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
-    """Return m_indptr as a list of ints. An array on a GPU is copied to the host.
+    """Return m_indptr as a list of ints: the row of `a` at which each matrix begins, and at the end the number of rows.
 
-    Raise TypeError unless it consists of integers. Raise ValueError unless it has count + 1 entries from 0 to `rows`
-    that do not decrease.
+    An array on a GPU is copied to the host. Raise TypeError unless it consists of integers. Raise ValueError unless it
+    has count + 1 entries from 0 to `rows` that do not decrease.
+
+    rows: the number of rows of `a`.
+    count: the number of matrices.
     """
     array = np.asarray(m_indptr) if isinstance(m_indptr, (list, tuple)) else import_arrays(OP, m_indptr=m_indptr)[0]
     array = array if isinstance(array, np.ndarray) else array.get()

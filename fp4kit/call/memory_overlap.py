@@ -94,7 +94,11 @@ def are_disjoint(read: Any, out: Any) -> bool:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Return whether two NumPy arrays have a byte in common; for arrays on a device, whether their spans overlap."""
+    """Return whether two arrays share memory.
+
+    For two NumPy arrays, this means that they have a byte in common. For arrays on a device, it means that their spans
+    (first byte to last byte) overlap, even if they have no byte in common.
+    """
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.may_share_memory(a, b) and _have_a_byte_in_common(a, b)
     first, second = _span(a), _span(b)

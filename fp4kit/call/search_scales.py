@@ -40,8 +40,8 @@ class SearchTerms(NamedTuple):
     Attributes:
         weights: float32 (K,), in the memory (host or device) of x; None for all ones.
         hessian: float32 (K/16, 16, 16), in the memory of x; None for none.
-        offsets: (smallest, largest) offset of the candidates: of the scale code for E4M3, and of the exponent for E8M0.
-            None for the default of the scale format.
+        offsets: the smallest and the largest offset of the candidates from the scale that a block's own amax gives: in
+            codes for E4M3, and in exponents for E8M0. None for the default of the scale format.
         power: the loss is the sum of |difference|^power. For infinity, it is the largest |difference|.
         grid: start, stop and step of the multiples of the amax that are tried; None if offsets are tried instead.
     """
@@ -216,10 +216,11 @@ def unfit_for_search(r: Recipe) -> str | None:
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
-    """Return the smallest and largest offset that `candidates` names, or None if it is "all".
+    """Return the smallest and the largest offset of the scales to try, or None if `candidates` is "all".
 
-    "near" gives (-8, 8), and two ints (low, high) with low <= high give themselves, cut to -126 ... 126. Raise
-    TypeError if one of two entries is not an int, and ValueError for anything else.
+    "near" gives (-8, 8). Two ints (low, high) with low <= high are returned, each limited to -126 ... 126.
+
+    Raise TypeError if one of two entries is not an int, and ValueError for anything else.
     """
     if isinstance(candidates, str):
         if candidates in ("all", "near"):

@@ -18,9 +18,10 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
 
 @np.errstate(all="ignore")
 def _matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
+    """Return the result of a call of fp4kit.matmul, computed by the specification a few rows at a time.
 
-    If the call has no C, sums start at zero.
+    It is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype. If the call has no C, sums
+    start at zero.
     """
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out

@@ -153,10 +153,10 @@ def static_options(
 
 
 def check_seed(op: str, seed: Any) -> None:
-    """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random.
+    """Raise TypeError if a seed is a 0-d array of anything but integers: a fraction, a bool, or a key of jax.random.
 
-    Only 0-d arrays are checked. Numbers of Python, None and arrays with axes pass. The message begins with `op`, the
-    public function.
+    All other seeds pass: Python numbers, None, and arrays with axes, which hold random bytes. The message begins with
+    `op`, the public function.
     """
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
         raise TypeError(

@@ -171,7 +171,7 @@ def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
 
 
 def _transpose(q: Quantized) -> Quantized:
-    """Return fp4kit.transpose of a matrix with blocks along axis 1, which may be traced. The blocks must be square."""
+    """Return the transpose of a quantized matrix with square blocks along axis 1, also while JAX traces the caller."""
     if not is_traced(q):
         return fp4kit.transpose(q)
     options = QuantizeOptions(q.scale_layout)

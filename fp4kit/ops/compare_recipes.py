@@ -197,7 +197,7 @@ def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, fl
 
 
 def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) -> float:
-    """Return the share of entries that differ between a and b. For arrays without entries, return 0.
+    """Return the share of entries that differ between a and b, from 0 to 1. For arrays without entries, return 0.
 
     Return NaN if `comparable` is False, if an array is None, or if their shapes differ.
     """

@@ -368,9 +368,11 @@ def _first_scales(steps: list[Step]) -> Iterable[Step]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Select the entry of a recorded step for the element (row, column) of a block, which has the given shape.
+    """Return the entry of a recorded step that belongs to the element (row, column) of a block, as an ExplainedStep.
 
-    A step has one number per element, per row, or for the block.
+    A step has one entry per element, per row, or for the whole block.
+
+    shape: the rows and columns of the block.
     """
     flat = step.result.reshape(-1)
     m, k = shape

@@ -153,9 +153,10 @@ def either(names: Sequence[str]) -> str:
 
 
 def _variation_verdict(variations: Sequence[Variation]) -> str:
-    """Return a sentence with the verdict on one or more variations.
+    """Return a sentence that says which recipes, with a Hadamard transform or stochastic rounding, made the codes.
 
-    The sentence names the recipes of all variations that have the same options as the first variation.
+    Variations are recipes with one or both of these options. Only those with the same options as the first one are
+    named.
     """
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])

@@ -370,7 +370,7 @@ def _scale_fault(name: str, given: float, needed: float) -> str:
 
 
 def _errors(match: KVMatch) -> str:
-    """Return the errors of a match as text for a verdict: "relative error 0.09 of keys and 0.76 of values"."""
+    """Return the errors of a match as text for a message, such as "relative error 0.09 of keys and 0.76 of values"."""
     return f"relative error {match.key_error:.2f} of keys and {match.value_error:.2f} of values"
 
 

@@ -21,7 +21,7 @@ from fp4kit.types import Hadamard
 
 @dataclass(frozen=True)
 class Match:
-    """The counts of how much of a quantized array one recipe reproduces.
+    """Counts that say how much of a quantized array one recipe reproduces.
 
     Attributes:
         recipe: name of the recipe.
@@ -56,10 +56,12 @@ def name_of(r: Recipe) -> str:
 def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
-    """Quantize x with a recipe and each of the given tensor amaxes, and return the best match with q.
+    """Quantize x with a recipe and each of the given tensor amaxes, and return the Match with the most equal bytes.
 
-    Stop at the first amax that reproduces all bytes. amaxes: at least one; None stands for the amax of x. hadamard: the
-    argument of quantize.
+    Stop at the first amax that reproduces all bytes of q.
+
+    amaxes: at least one; None stands for the amax of x.
+    hadamard: the argument of quantize.
     """
     best = None
     for amax in amaxes:

@@ -181,7 +181,7 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Check the arguments of quantize for a caller who passes scales, and compute the codes of x under these scales.
+    """Compute the codes of x under scales that the caller of quantize passes, after checking all arguments.
 
     Return a Quantized with these scales and no tensor_amax: `out` if it is given, otherwise a new Quantized.
 

@@ -84,7 +84,7 @@ def _check_blocks(op: str, recipes: Sequence[Recipe]) -> None:
 
 
 def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
-    """Return the label of a table row: the name of the step, and the recipe if there are several.
+    """Return the label of a row in a table of steps: the name of the step, and the recipe if there are several.
 
     The row "element" never names a recipe, because all recipes share that row.
     """

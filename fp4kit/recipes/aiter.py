@@ -45,7 +45,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the aliases for modes RoundDown and Even, and for MXFP4 in Triton."""
+    """Yield the aliases for aiter's modes RoundDown and Even, and for its Triton kernels, which equal other recipes."""
     for name, of, mode in (("down", "mxfp4-ocp", "RoundDown"), ("even", "mxfp4-torchao-even", "Even")):
         yield Alias(f"mxfp4-aiter-{name}", of, source=_SOURCE, exact=f"has its codes and scales with mode {mode}")
     yield Alias(

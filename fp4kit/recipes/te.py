@@ -80,7 +80,7 @@ def _mxfp4() -> Recipe:
 
 
 def _mxfp8() -> Iterator[Recipe]:
-    """Yield TE's MXFP8 recipes, first for E4M3 elements, then for E5M2."""
+    """Yield TE's MXFP8 recipes: for E4M3 elements, then for E5M2, each first with blocks of 32, then of 32x32."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         te = of_format(
             fmt,

@@ -334,8 +334,9 @@ def _check_amax_tensor_rule(r: Any) -> None:
 def _check_decode_rule(r: Any) -> None:
     """Raise ValueError unless the recipe has what its decode rule needs.
 
-    The rule must decode the recipe's format of block scales. If the rule uses the tensor amax, the recipe needs a
-    tensor_rule. Recipes with the amax rules need decode rule "product", which decodes all formats.
+    - The rule must be able to decode the recipe's format of block scales.
+    - If the rule reads the tensor amax, the recipe needs a tensor_rule.
+    - Recipes with amax rules need the decode rule "product", which decodes all formats.
     """
     rule = rules.DECODE_RULES[r.decode_rule]
     if r.is_custom:
@@ -351,9 +352,10 @@ def _check_decode_rule(r: Any) -> None:
 def _check_four_over_six(r: Any) -> None:
     """Raise ValueError unless four_over_six fits the other fields.
 
-    Without it, the block rules that choose by an error and the fields fast_error and lane_sums, which only these rules
-    read, are rejected. With it, these fields must fit: block_rule, element, block, rounding, flush, fast_error,
-    lane_sums, and the fields that _need_plain checks.
+    - If it is None: reject block rules that choose by an error, and the fields fast_error and lane_sums, which only
+      these rules read.
+    - If it is set: check block_rule, element, block, rounding, flush, fast_error and lane_sums, and the fields that
+      _need_plain checks.
     """
     chooses = r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].chooses
     if (r.four_over_six is None) == chooses:

@@ -395,6 +395,8 @@ def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
 
     An amax is rounded up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. compressed-tensors gets these results because
     it adds an integer to the bits of a float16 and then clears the low bits.
+
+    mantissa_bits: the number of mantissa bits to which the producer rounds an amax, 1 or 3.
     """
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal

@@ -21,7 +21,10 @@ Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _code(rounding: str) -> Code:
-    """Return the code function of an amax rule. rounding: "rn", "rp" or "rz", as in codec.encode_scale."""
+    """Return a function that computes block scale codes for an amax rule, rounded in the given direction.
+
+    rounding: "rn", "rp" or "rz", as in codec.encode_scale.
+    """
 
     def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """Return the scale code of each block: S(amax / M * tensor.encode).
@@ -43,7 +46,7 @@ code_amax, code_amax_up, code_amax_down = _code("rn"), _code("rp"), _code("rz")
 def factor_amax(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode), or 1e38 near 0.
+    """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode), at most about 1e38.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If the magnitude of their
     product is below 1e-38, the factor is the reciprocal of 1e-38. A NaN scale gives NaN. amax and dtype are not used.

@@ -354,11 +354,14 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
 
 
 def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E8M0 code of 2^ceil(T(log2(d))), d = max(T(amax / M), T(1e-10)), as SGLang's KV cache computes it.
+    """Return the E8M0 scale code of each block, as SGLang's KV cache computes it.
 
-    T rounds to the dtype of the elements, and M is the largest element value. The exponent is clamped to [-127, 127].
-    If T(1e-10) is 0, as for float16, amax = 0 gives code 0. An infinite or NaN amax gives code 0, too. tensor is not
-    used. Source: SGLang kvfp4_tensor.py.
+        d = max(T(amax / M), T(1e-10))
+        scale = 2^ceil(T(log2(d)))
+
+    T rounds to the dtype of the elements, and M is the largest element value. The exponent is limited to [-127, 127].
+    If T(1e-10) is 0, as for float16, amax = 0 gives code 0 (2^-127). An infinite or NaN amax gives code 0, too. tensor
+    is not used. Source: SGLang kvfp4_tensor.py.
     """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
     logarithm = show("log2 of the scale", round_to(log2(ratio), dtype))
@@ -422,10 +425,10 @@ def factor_e8m0_comfy_kitchen(
 
 
 def _mslk_code(amax: np.ndarray, addend: int, recipe: Recipe) -> np.ndarray:
-    """Return the E8M0 code of 2^(E - emax), at most that of 2^(127 - emax), as MSLK's MX4 kernel computes it.
+    """Return the E8M0 code of 2^(E - emax), as MSLK's MX4 kernel computes it.
 
-    E is the exponent of amax after `addend` is added to its bits, and emax that of the largest element value. An amax
-    of NaN counts as infinity.
+    E is the exponent of amax after `addend` is added to its bits, and emax that of the largest element value. Codes are
+    limited to 0 at the low end, and to the code of 2^(127 - emax) at the high end. An amax of NaN counts as infinity.
     """
     bits = np.minimum(np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFFFF, 0x7F800000) + addend
     show("amax, rounded by the rule", bits.astype(np.int32).view(np.float32))

@@ -87,7 +87,7 @@ class GivenNumbers(NamedTuple):
         return self.numbers[rows, columns]
 
     def cut(self, rows: slice, columns: slice) -> GivenNumbers:
-        """Return GivenNumbers for the rectangle with these rows and columns."""
+        """Return the random numbers of a tile: the rectangle of the matrix with these rows and columns."""
         return GivenNumbers(self.numbers[rows, columns])
 
 

@@ -178,9 +178,13 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize that `backward` reads. Under pass_through no tensors are saved.
+    """Save the inputs of fake_quantize for `backward`: recipe and axis as ctx.how, and pass_through.
 
-    The clip limit is amax, or tensor_amax if that is None.
+    If pass_through is False, also save two tensors: x, and the clip limit, which is amax, or tensor_amax if amax is
+    None.
+
+    inputs: the arguments of fake_quantize.
+    output: not used; PyTorch passes it.
     """
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through

@@ -62,7 +62,7 @@ class AmaxName:
         return f"{self._quantizer(separator)}.{self.buffer}"
 
     def at(self, index: int | None) -> AmaxName:
-        """Return the name of the same buffer for expert ``index``. None gives the name without an expert number."""
+        """Return the name of the same buffer for expert number ``index``. None gives the name without a number."""
         return replace(self, index=index)
 
     def matches(self, pattern: str) -> bool:

@@ -350,7 +350,10 @@ def _check_file(plan: Plan, target: Path) -> None:
 def _check_name(plan: Plan, target: Path) -> None:
     """Raise CheckpointError if the name of ``target`` does not suit what the plan writes.
 
-    A plan writes a directory, a safetensors file, a GGUF file or the files of a split GGUF model.
+    - A GGUF model needs a name that ends in .gguf. If it is split into several files, the name must not contain the
+      number of a file.
+    - A name that ends in .safetensors needs a plan that can be written as a single file.
+    - A directory needs a name with neither ending.
     """
     _check_file(plan, target)
     check_gguf_name(plan.is_file, target)

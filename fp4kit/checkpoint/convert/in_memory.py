@@ -96,7 +96,10 @@ class TensorConverter:
         yield from self._new(self._converted_of(tensors))
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
-        """Yield the (name, array) pairs that are new or changed: ``since`` lacks the name, or its array differs."""
+        """Yield the (name, array) pairs that are new or changed, compared with the tensors of ``since``.
+
+        A pair is new if ``since`` lacks its name, and changed if its array differs from that in ``since``.
+        """
         return (
             (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
         )

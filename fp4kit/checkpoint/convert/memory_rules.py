@@ -115,7 +115,7 @@ class Rules:
 
     @lazy_property
     def _by_choice(self) -> dict[tuple[str, str], Rules]:
-        """A cache of the rules that _of_choice has made: (id of the recipe, name of the container) -> rules."""
+        """A cache for _of_choice: (id of the recipe, name of the container) -> the Rules that it has made for them."""
         return {}
 
     @lazy_property

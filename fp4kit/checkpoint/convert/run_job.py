@@ -165,7 +165,7 @@ class Made(NamedTuple):
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
-    """Convert the weight of a job, put the bytes into ``output``, and return what was done.
+    """Convert the weight of a job, write the bytes of the result to ``output``, and return what was done.
 
     The actions "cast" and "carry" keep the codes. In two cases, the weight is requantized instead:
 

@@ -433,10 +433,11 @@ def _listed(value: Any, layers: _Layers) -> str:
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Return whether an entry of a list of unquantized layers names a layer.
+    """Return whether an entry of a list of unquantized layers matches the name of a layer.
 
     Args:
-        pattern: a glob with "*", a whole name, or a regular expression ("re:...") that matches the beginning of a name.
+        pattern: a whole name, a glob (with "*") that must match the whole name, or a regular expression ("re:...") that
+            must match its beginning.
         name: the name of the layer.
     """
     if pattern.startswith("re:"):

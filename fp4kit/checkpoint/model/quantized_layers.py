@@ -225,7 +225,7 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
 def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, Any]:
     """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have.
 
-    A tensor scale that divides is returned as it is stored.
+    The codes are packed bytes. A tensor scale by which the container divides is returned as it is stored.
 
     Args:
         readers: where to read the parts from.

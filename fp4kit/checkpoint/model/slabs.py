@@ -547,7 +547,7 @@ def trouble_with_scales(weight: Weight, slab: Slab) -> str:
 
 
 def _magnitudes(weight: Weight) -> np.uint8:
-    """Return a mask of all bits of a byte of packed codes that are not sign bits."""
+    """Return a mask for bytes of packed codes, in which all bits are set except the sign bits."""
     assert weight.container is not None
     return np.uint8(0x77 if weight.container.element.bits == 4 else 0x7F)
 

@@ -204,7 +204,12 @@ def part_names(weights: Iterable[Weight]) -> set[str]:
 
 
 def looks_quantized(entry: TensorEntry) -> bool:
-    """Return whether a tensor looks like codes or scales of a quantized layer, judged by its name, dtype and rank."""
+    """Return whether a tensor looks like codes or scales of a quantized layer. The result is True in these cases:
+
+    - The dtype is F8_E8M0.
+    - The name ends like the names of codes or scales, such as ".weight_scale", and the dtype is not I64.
+    - The name ends in ".weight", and the tensor has at least two axes and a dtype of codes, such as U8.
+    """
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
         return True
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2

@@ -57,7 +57,7 @@ class ExpertStack:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The weights that hold the matrices, without duplicates."""
+        """The source weights from which the stack is put together, without duplicates."""
         found = {rows.weight.tensor: rows.weight for matrices in self.experts for rows in matrices}
         return tuple(found.values())
 

@@ -79,7 +79,7 @@ class KvCache(NamedTuple):
         return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
 
     def name(self, tensor: str, format: str) -> str:
-        """Return the name that a scale of the KV cache gets in the output format, such as "attn.k_scale".
+        """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale".
 
         Args:
             tensor: the name of the scale in the source. A name that does not end in k_scale or v_scale is returned as

@@ -200,7 +200,7 @@ class PlanFacts:
         return name in self.weights and bool(self.weights[name].members)
 
     def stays_quantized(self) -> bool:
-        """Return whether quantized layers that are not converted stay in their containers. Otherwise they are decoded.
+        """Return whether quantized layers that are not converted keep their containers. Otherwise they are decoded.
 
         True only for DeepSeek-V4, whose loaders expect FP8 layers beside the converted experts.
         """

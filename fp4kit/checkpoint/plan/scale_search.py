@@ -362,5 +362,5 @@ class Losses(NamedTuple):
     after: float = 0.0
 
     def plus(self, other: Losses) -> Losses:
-        """Return the sums over two layers, or two parts of a layer, together."""
+        """Return the sums of the losses of two layers, or of two parts of a layer."""
         return Losses(*(a + b for a, b in zip(self, other, strict=True)))

@@ -47,11 +47,12 @@ _SECONDS = 30  # how long to wait for the dask scheduler, and for its first work
 
 
 def start_devices(devices: Sequence[int], user_executor: Executor | None) -> None:
-    """Initialize CUDA on devices of this machine before a run needs them. This takes about a second.
+    """Initialize CUDA on devices of this machine before a run needs them, so that errors come early.
 
-    Does nothing if the user gave an executor, because its workers may be on other machines.
+    This takes about a second. Do nothing if ``devices`` is empty, or if the user gave an executor, because its workers
+    may be on other machines.
 
-    devices: the numbers of the CUDA devices; may be empty.
+    devices: the numbers of the CUDA devices.
     user_executor: an executor that the user gave, or None.
 
     Raises CheckpointError if CUDA cannot be used or this machine lacks one of the devices.

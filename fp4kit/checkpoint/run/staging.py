@@ -157,7 +157,7 @@ def check_partial(destination: Path, resume: bool) -> None:
 def _exists(partial: Path) -> bool:
     """Return whether the path of a partial directory exists.
 
-    Raises CheckpointError if the path is impossible, for example because it is too long.
+    Raises CheckpointError if the path is not valid, for example because it is too long.
     """
     try:
         partial.lstat()

@@ -321,7 +321,7 @@ class Guarded(NamedTuple):
 
     Attributes:
         value: the array or Quantized.
-        buffers: (bytes with guards, shape, step, dtype) per array.
+        buffers: (bytes with guards, shape, step, dtype) per array, from which `touched` counts the guards that changed.
     """
 
     value: Any

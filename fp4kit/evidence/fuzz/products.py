@@ -284,7 +284,7 @@ def _shapes(
 
 
 def _length(d: Picks, step: int, limit: int) -> int:
-    """Return a random K: a small multiple of ``step``, any number below 700, or, rarely, ``limit``.
+    """Return a random K for a product: a small multiple of ``step``, a number below 700, or, rarely, ``limit``.
 
     step: number of products that the matrix unit sums in one step.
     limit: the largest K. No result is larger.

@@ -208,10 +208,10 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """Return (positional arguments, axis) for a call of amax after x.
+    """Return the positional arguments that follow x in a call of amax, and the argument axis, as a pair.
 
-    If the case has cuts, the call gets the recipe and the quantized axis. Otherwise it gets only the axes to reduce:
-    None, one axis, or a tuple of all axes.
+    If the case divides a matrix into shards (options.cuts), they are the recipe and the quantized axis. Otherwise,
+    there is no recipe, and axis is what to reduce: None, one axis, or a tuple of all axes.
     """
     if case.options.cuts:
         return (Ref("r"),), case.axis

@@ -15,10 +15,11 @@ SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
-    """Append calls that search block scales for x and, if x is strided, for a contiguous copy.
+    """Append calls to search_scales, and the statements that their results must be equal.
 
-    The results must be equal. A search with weights of 1 must give the result of a search without weights. It is left
-    out for cases with weights or a Hessian.
+    - If x is strided, a contiguous copy of x must give the same result.
+    - Weights of 1 must give the result of a search without weights. This call is left out for cases with weights or a
+      Hessian.
     """
     x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
     options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}

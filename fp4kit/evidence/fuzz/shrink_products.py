@@ -43,9 +43,9 @@ def _simpler_calls(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _cut(a: DrawnArray | None, *index: slice | int) -> DrawnArray | None:
-    """Return the array with its last axes cut by ``index``, contiguous. An int removes its axis. None stays None.
+    """Return the part of an array that ``index`` selects on its last axes, as a contiguous array. None gives None.
 
-    index: a slice or an int per axis, for the last axes.
+    index: a slice or an int per axis, for the last axes. An int removes its axis.
     """
     if a is None:
         return None
@@ -106,7 +106,10 @@ def _along_k(x: DrawnOperand, part: slice) -> DrawnOperand:
 
 
 def _simpler_operands(x: DrawnOperand) -> Iterator[DrawnOperand]:
-    """Yield operands with a simpler recipe, memory layout or scale layout, or with more zeros or ones."""
+    """Yield simpler variants of an operand, to try while shrinking.
+
+    Each has a simpler recipe, memory layout or scale layout, tensor scales of 1, or more zeros or ones.
+    """
     if x.recipe is not None:
         yield from (replace(x, recipe=recipe) for recipe in x.recipe.simpler())
     simpler: dict[str, Any] = {"columns": False, "layout": "linear"}

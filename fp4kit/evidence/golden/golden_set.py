@@ -89,9 +89,9 @@ class GoldenSet:
         return self.keys(INPUTS)
 
     def input(self, name: str, file: str = INPUTS) -> NumpyArray:
-        """Return one input as a float32, float16 or bfloat16 array.
+        """Return the input array `name`, float32, float16 or bfloat16.
 
-        If `file` stores its own input with this name (under `<name>/input/values`), return that input.
+        If `file` stores an input of its own with this name (under `<name>/input/values`), that one is returned.
 
         Raises:
             KeyError: if the set has no such input.

@@ -31,10 +31,12 @@ DECODED = {"dequant": None, "dequant_i32": "fouroversix_float32"}
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield items to compare for a RecordedCase: stored bytes, decoded values and scales that are not stored.
+    """Yield items to compare for a RecordedCase: stored bytes, decoded values, and scales that no tensor stores.
 
-    Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). ``skip`` is the
-    mask of the case's exception.
+    Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). Arrays that were
+    not recorded give no item.
+
+    skip: the mask of the elements that the case excuses.
     """
     raw = case.part("raw")
     if case.row.raw and raw is not None:

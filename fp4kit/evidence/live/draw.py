@@ -138,7 +138,7 @@ def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Rec
 
 
 def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return uniformly distributed values, bounded in each block by 1/64 to 1 times the dtype's largest value."""
+    """Return uniformly distributed values. The bound of each block is 1/64 to 1 times the dtype's largest value."""
     exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
     return _finite(rng.uniform(-1, 1, shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
 

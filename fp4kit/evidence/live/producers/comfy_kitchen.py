@@ -17,7 +17,7 @@ LAYOUT = "swizzled_128x4"
 
 
 def _eager() -> Any:
-    """Return the module of comfy-kitchen's eager back end."""
+    """Import and return the module of comfy-kitchen that holds its eager back end."""
     from comfy_kitchen.backends.eager import quantization
 
     return quantization

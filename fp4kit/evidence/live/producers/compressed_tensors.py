@@ -14,7 +14,7 @@ from fp4kit.evidence.live.exceptions import ROUNDS_BEYOND_DTYPE
 
 
 def _prepare() -> None:
-    """Import the modules of compressed-tensors that the calls use. Raise ImportError if one is missing."""
+    """Import the modules of compressed-tensors that this adapter's calls use. Raise ImportError if one is missing."""
     import compressed_tensors.compressors  # noqa: F401
 
 

@@ -13,7 +13,7 @@ SIZE = 128  # rows and columns per block
 
 
 def _prepare() -> None:
-    """Import the module of transformers that the calls use. Raise ImportError if it is missing."""
+    """Import the module of transformers that this adapter's calls use. Raise ImportError if it is missing."""
     import transformers.integrations.finegrained_fp8  # noqa: F401
 
 
