@@ -99,7 +99,10 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Convert counts per byte value (256 counts) to counts per element code of ``fmt``, in code order."""
+    """Convert counts per byte value (256 counts) to counts per element code of ``fmt``, in code order.
+
+    If two codes share a byte, both are counted.
+    """
     if fmt.packing.codes == 1:
         return by_byte[: 2**fmt.bits]
     pairs = by_byte.reshape(16, 16)  # high nibble, low nibble

@@ -163,11 +163,11 @@ class HostStages:
 
 
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
-    """Copy codes [start, end) of a flattened matrix into `flat`, its packed bytes. Other codes do not change.
+    """Copy codes [start, end) of a flattened matrix into `flat`, the packed bytes of the whole matrix.
 
-    If start equals end, do nothing.
+    Other codes do not change. If start equals end, do nothing.
 
-    piece: the source: bytes that begin with the byte of code `start`.
+    piece: the bytes to copy from. The first byte is the one that holds code `start`, in its low or high nibble.
     unit: the number of codes per byte, 1 or 2.
     """
     if start == end:

@@ -381,7 +381,10 @@ def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> Explai
 
 
 def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep:
-    """Return the ExplainedStep of one entry of a recorded result: a number if fmt is None, otherwise a code of fmt."""
+    """Return the ExplainedStep for one entry of a recorded result.
+
+    The entry is a number if fmt is None, otherwise a code of the format fmt.
+    """
     if fmt is not None:
         return ExplainedStep(name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
     width = 8 * entry.dtype.itemsize

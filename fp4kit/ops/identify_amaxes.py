@@ -110,7 +110,8 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
     """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that all give `scale`, in ascending order.
 
     The arrays begin at the smallest amax that gives the scale. If fewer than MAX_NEIGHBORS amaxes give it, the largest
-    is repeated. Where no amax gives the scale, every array has the value of `amax`.
+    is repeated. Only amaxes near the implied one are tried (see amax_interval). Where none of these gives the scale,
+    every array has the value of `amax`.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)

@@ -173,7 +173,11 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scale_of(q: Any, r: Recipe) -> float:
-    """Return the scale of the only block of q: the product of the block scale and the tensor scale, if q has both."""
+    """Return the scale of the only block of q: the number by which decoding multiplies the values of its codes.
+
+    It is the product of the block scale, without its sign, and the tensor scale. If q has only one of the two, it is
+    that scale.
+    """
     tensor = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
     return tensor if r.scale is None else abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])])) * tensor
 

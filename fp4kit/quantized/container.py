@@ -239,10 +239,12 @@ class Quantized:
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
-        """Return a Quantized of NumPy or CuPy arrays that share the memory of this one's arrays.
+        """Return a Quantized of NumPy or CuPy arrays, which share the memory of the arrays of this Quantized.
 
-        If its arrays already are NumPy or CuPy arrays, return the Quantized itself. Raise the errors of import_arrays,
-        for example for a tensor that requires grad. op: the name of the function with which error messages begin.
+        If the arrays already are NumPy or CuPy arrays, return this Quantized itself. Raise the errors of import_arrays,
+        for example for a tensor that requires grad.
+
+        op: the name of the function with which error messages begin.
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
@@ -251,7 +253,7 @@ class Quantized:
 
     @property
     def moved_shape(self) -> tuple[int, ...]:
-        """Shape of x with the quantized axis moved last."""
+        """The shape of the original array, with the quantized axis moved last."""
         return (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.shape[self.axis])
 
     @property

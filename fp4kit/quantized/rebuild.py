@@ -33,9 +33,11 @@ def reduced(q: Quantized) -> tuple[Any, ...]:
 
 
 def rebuild_quantized(parts: tuple[Any, Any, Any, Any], facts: _Facts) -> Quantized:
-    """Return the Quantized that a pickle stores, from the arguments that ``reduced`` returned. All checks are made.
+    """Return the Quantized that a pickle stores, from the arguments that ``reduced`` returned.
 
-    parts: the arrays packed, block_scale, tensor_scale and tensor_amax, or None.
+    It is checked like every new Quantized, and errors are those of Quantized.
+
+    parts: the arrays packed, block_scale, tensor_scale and tensor_amax; None for a part that the Quantized lacks.
     facts: shape, name of the dtype, axis, recipe as text, and layout of the block scales.
     """
     shape, dtype, axis, spec, layout = facts

@@ -122,7 +122,9 @@ def factor_quark(
 
 
 def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E4M3 scale code of each block, as the file-to-file flow of Quark computes it, which rounds twice.
+    """Return the E4M3 scale code of each block, as AMD Quark computes it when it quantizes file to file.
+
+    The scale is rounded twice:
 
         s = amax / 6, or 2^-23 if that is 0
         t = value of E4M3(s / tensor.decode) * tensor.decode

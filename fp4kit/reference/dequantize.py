@@ -163,7 +163,8 @@ def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: Tensor
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (e4m3(scales) * tensor.decode), as llama.cpp decodes NVFP4, with +0 for the E2M1 code 8 (-0).
 
-    e4m3() decodes scale codes, but ignores bit 7. Scale code 0x7F, NaN in E4M3, gives 0, and 0xFF gives 480.
+    e4m3() decodes a scale code without bit 7, its sign. Two codes are exceptions: 0x7F, which is NaN in E4M3, gives 0,
+    and 0xFF gives 480.
     """
     usual = decode(scales & np.uint8(0x7F), E4M3)
     scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), usual))

@@ -26,10 +26,13 @@ CHUNK = 1 << 18  # elements whose losses are computed at once, to limit memory
 def multiples(grid: tuple[float, float, float]) -> np.ndarray:
     """Return the multiples of an amax to try, from a grid (start, stop, step): float32, start and stop included.
 
-    There are ceil((stop - start) / step) + 1 multiples, equally spaced. They equal those of torch.linspace: with d =
-    (stop - start) / (count - 1) in float32, multiple i is start + i * d in the first half. In the second half it is
-    stop minus d times the number of multiples that follow. Each is rounded once. If start equals stop, the only
-    multiple is start.
+    There are ceil((stop - start) / step) + 1 multiples, equally spaced. If start equals stop, the only multiple is
+    start.
+
+    They equal those of torch.linspace, with d = (stop - start) / (count - 1) in float32 and one rounding per multiple:
+
+    - In the first half, multiple i is start + i * d.
+    - In the second half, multiple i is stop - (count - 1 - i) * d.
     """
     start, stop, step = grid
     first, last, count = np.float32(start), np.float32(stop), math.ceil((stop - start) / step) + 1

@@ -392,7 +392,7 @@ def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
 
 
 def amax_range(recipe: Recipe) -> np.float32:
-    """Return the tensor amax for which the tensor scale of an amax rule is 1.
+    """Return the tensor amax to which an amax rule (see _amax_rule) gives the tensor scale 1.
 
     It is the largest magnitude of an element, times the largest block scale if the recipe has block scales.
     """

@@ -70,7 +70,11 @@ class _Save:
 
 
 class _Load:
-    """A hook that renames a parameter in a state dict to be loaded, if the state dict has its plain name."""
+    """A hook that runs before a state dict is loaded, to accept the plain name of the parametrized parameter.
+
+    If the state dict has the plain name, such as "weight", the hook renames it to the name under which the module now
+    holds the parameter.
+    """
 
     def __init__(self, leaf: str) -> None:
         self._leaf = leaf

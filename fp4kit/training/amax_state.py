@@ -48,7 +48,10 @@ from fp4kit.training.communicators import Communicator
 
 
 class AmaxCollector:
-    """A collector that keeps, for each quantizer name, the largest amax so far. The module docstring has an example."""
+    """A collector that keeps the elementwise maximum of all amaxes so far, for each quantizer name.
+
+    The module docstring has an example.
+    """
 
     def __init__(self) -> None:
         self._single: dict[AmaxName, Any] = {}

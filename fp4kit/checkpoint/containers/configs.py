@@ -348,7 +348,7 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
 def _fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` of FP8 in 128x128 blocks, as DeepSeek-V3 and Qwen3 releases have it.
 
-    The exclusion list has two names, because engines differ in the name that they read.
+    The exclusion list is written under two names, because some engines read one name and some the other.
 
     Args:
         form: the container of the quantized layers.

@@ -127,7 +127,10 @@ def _typed(array: Any, dtype: str) -> Any:
 
 
 def _in_library(value: np.ndarray, like: Any) -> Any:
-    """Copy a host array to the library and device of the array ``like``. Return it unchanged if ``like`` is NumPy."""
+    """Return the host array ``value`` in the library and on the device of the array ``like``.
+
+    If ``like`` is a NumPy array, ``value`` is returned unchanged, otherwise as a copy.
+    """
     if isinstance(like, np.ndarray):
         return value
     library = library_of(like)

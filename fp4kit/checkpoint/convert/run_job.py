@@ -80,9 +80,10 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return the measurements ``found`` of some rows, with ``reach`` and ``lost`` filled in if they are quantized.
+    """Return the measurements ``found`` of some rows of a quantized weight, with ``reach`` and ``lost`` filled in.
 
-    These two fields show later whether the scales can be right. For an unquantized weight, return ``found`` unchanged.
+    These two fields show later whether the scales can be right. If the rows have no codes or no block scales, as those
+    of an unquantized weight, return ``found`` unchanged.
     """
     form = job.weight.container
     if form is None or slab.codes is None or slab.scales is None:
@@ -128,7 +129,10 @@ def _measured(job: Job, slab: Slab) -> Measured:
 
 
 def join_group(found: list[Measured]) -> Measured:
-    """Return the combined measurements of all layers that share a tensor scale. ``found`` must not be empty."""
+    """Return the combined measurements of all layers that share a tensor scale, with the key of the first layer.
+
+    ``found`` must not be empty.
+    """
     result = found[0]
     for one in found[1:]:
         result = _joined(result, one)
