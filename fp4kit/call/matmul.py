@@ -353,11 +353,13 @@ def _operand_of_recipe(r: Recipe) -> Operand:
 def step_of(
     op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")
 ) -> DotAdd | FloorDotAdd | None:
-    """Return the step of a unit for two operands; None if the unit has an order.
+    """Return the step of a unit for two operands; None if the unit has an order of additions instead of steps.
 
     Raise ValueError if the unit has neither an order nor a step for them. The message names the kinds that the unit
     has. The order "float32-blocks" accepts only E2M1 operands with block scales of equal blocks. These blocks must have
-    16 elements or a multiple up to MAX_BLOCK. names: the operands in the message.
+    16 elements or a multiple up to MAX_BLOCK.
+
+    names: the operands in the message.
     """
     given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (

@@ -395,7 +395,11 @@ class KVCache:
         return lambda v_scales: swizzled if v_scales else plain
 
     def _check_parts(self, op: str, parts: KVParts, tokens: int) -> None:
-        """Raise TypeError or ValueError unless parts are arrays of bytes for this cache and this number of tokens."""
+        """Raise an error unless parts fit this cache and this number of tokens.
+
+        Raise TypeError unless all parts are uint8 arrays on the cache's device. Raise ValueError unless codes have the
+        shape (tokens, heads, head_dim / 2), and scales (tokens, heads, head_dim / 16).
+        """
         _, _, heads, head_dim = self.shape
         for (name, part), n in zip(KVParts(*parts)._asdict().items(), (2, _BLOCK, 2, _BLOCK), strict=True):
             check_bytes(op, part, name)

@@ -138,7 +138,10 @@ class QatPlan:
         return [row.name for row in self.rows if row.quantized]
 
     def members(self, name: str) -> list[str]:
-        """Return the parameters that share a tensor amax with a fake-quantized parameter, itself included."""
+        """Return the names of the parameters that share a tensor amax with the fake-quantized parameter `name`.
+
+        The result includes `name`. It is [name] if the parameter shares its amax with no other.
+        """
         group = next(row.group for row in self.rows if row.name == name)
         return [row.name for row in self.rows if group and row.group == group] or [name]
 

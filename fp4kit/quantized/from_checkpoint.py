@@ -151,10 +151,11 @@ def _bits(array: Any) -> Any:
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
     """Return stored block scales as uint8 bit patterns, or None if none are stored.
 
-    shape: the shape of the scales in their layout, padding included. Scales with a different shape but as many
-    elements are reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype that does
-    not belong to the recipe's scale format. If the recipe has no block scales, the array is returned unchanged, and
-    Quantized rejects it.
+    Raise TypeError for a dtype that does not belong to the recipe's scale format. If the recipe has no block scales,
+    the array is returned unchanged, and Quantized rejects it.
+
+    shape: the shape of the scales in their layout, padding included. Scales with a different shape but as many elements
+    are reshaped. None leaves the check of the shape to Quantized.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array

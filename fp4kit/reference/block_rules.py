@@ -156,7 +156,7 @@ def factor_flashinfer_precise(
         factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX), or 0 if amax is 0 or subnormal
 
     scale is the value of the scale code. Subnormal operands and results of every operation are flushed to zero. A scale
-    of 0 or NaN gives FLT_MAX. recipe and dtype are not used.
+    of 0 or NaN gives FLT_MAX, and -0 gives -infinity. recipe and dtype are not used.
     """
     factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))

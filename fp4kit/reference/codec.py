@@ -103,8 +103,8 @@ def encode(
     - "rna": nearest, ties away from zero
     - "rnz": nearest, ties toward zero
     - "rns": nearest even, computed through the rounded sum a + 0.5
-    - "rnw": nearest value of E2M1 as if it had no largest value (nearest_unbounded), for E2M1 only. A magnitude of 8 or
-      more wraps to four bits, and the sign sets bit 3. So 8 and -8 both have code 8.
+    - "rnw": nearest value of E2M1 as if it had no largest value (nearest_unbounded), for E2M1 only. The code of a
+      rounded magnitude of 8 or more wraps to four bits, and the sign sets bit 3. So 8 and -8 both have code 8.
     - "first": the code whose value times step is nearest, ties to the lowest code (first_of_least)
 
     Args:

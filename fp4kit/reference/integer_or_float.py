@@ -42,7 +42,7 @@ def _scaled(blocks: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe:
 def _as_floats(scaled: np.ndarray, recipe: Recipe) -> _Codes:
     """Return the E2M1 codes of scaled elements, and the values of these codes.
 
-    With rounding "rnw", codes of magnitudes of 8 or more wrap to four bits. The values are then those before wrapping.
+    With rounding "rnw", codes of values of 8 or more wrap to four bits. The result then has the values before wrapping.
     """
     codes = encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
     return _Codes(show("code as E2M1", codes, E2M1), rounded_values(scaled, codes, recipe))

@@ -68,7 +68,7 @@ class Inputs:
 
     @classmethod
     def of(cls, op: str, places: Sequence[ParameterPlace], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
-        """Return one hook per torch.nn.Linear layer whose weight is in `places`, or no hooks if the recipe is None.
+        """Return Inputs with one hook per torch.nn.Linear in `places`, or without hooks if the recipe is None.
 
         Args:
             op: the public function, with which messages begin.
@@ -78,8 +78,8 @@ class Inputs:
 
         Raises:
             TypeError: amaxes are given without a recipe, or have the wrong type.
-            ValueError: the recipe is unknown or has no tensor scale for given amaxes; a layer was not measured, or
-                there is no torch.nn.Linear.
+            ValueError: the recipe is unknown, or amaxes are given and it has no tensor scale. Also if a layer was not
+                measured, or if no torch.nn.Linear is in `places`.
         """
         if recipe is None:
             if amaxes is not None:

@@ -220,7 +220,8 @@ class Nccl:
     """A communicator through NCCL, for a group of processes with one GPU each.
 
     Calls run on the current stream, do not wait for it, and can be captured in a CUDA graph. NumPy arrays are accepted
-    too; they travel through the device, and the call waits.
+    too; they travel through the device, and the call waits. This process uses the device that is current when the
+    communicator is made, so CuPy arrays must be on that device.
 
     Args:
         rank: the number of this process.
@@ -228,8 +229,6 @@ class Nccl:
         unique_id: the bytes that Nccl.unique_id() returned in one process. All processes must pass the same bytes.
             Nccl.from_file distributes them through a file; a socket, a key-value store, mpi4py's comm.bcast, or the
             arguments of a spawned process work too.
-
-    This process uses the current device, so arrays must be on that device.
 
     Raises:
         RuntimeError: if CuPy or NCCL is missing. The message says what to install.

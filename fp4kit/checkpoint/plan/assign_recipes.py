@@ -208,7 +208,7 @@ class _Candidates:
             self.weights |= found
 
     def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of a weight, the rows that are measured together.
+        """Return the pieces of a weight. The rows of a piece are measured together, and get one recipe.
 
         A matrix is one piece. A stack of experts has one piece per expert, or two (gate and up).
 
