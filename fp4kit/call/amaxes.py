@@ -161,8 +161,12 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 def takes_block_amaxes(r: Recipe) -> bool:
     """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own.
 
-    These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with amax rules, block scales and blocks of one
-    row. Static recipes do not count here, because every operation accepts block amaxes for them.
+    It does in two cases:
+
+    - It has E8M0 scales, and takes_e8m0_amaxes accepts it.
+    - It has amax rules, block scales and blocks of one row.
+
+    Static recipes do not count here, because every operation accepts block amaxes for them.
     """
     return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
 

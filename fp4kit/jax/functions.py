@@ -212,11 +212,12 @@ def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
 
 
 def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return (_fake_quantize of x, residuals for _backward).
+    """Return the pair (result of _fake_quantize, residuals), as JAX's custom_vjp needs it.
 
-    The residuals are (x, clip limit), or None under pass_through.
+    The residuals are what _backward reads: (x, clip limit), or None if static.pass_through is True.
 
-    static: the arguments that JAX treats as static. given: the other optional arguments.
+    static: the arguments that JAX treats as static.
+    given: the other optional arguments.
     """
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)
@@ -228,7 +229,7 @@ def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, No
     The gradient of x is grad, set to 0 where |x| > amax unless static.pass_through is set. The gradient of `given` is
     None.
 
-    residuals: what _forward returned: x and amax, or None under pass_through.
+    residuals: what _forward returned: x and the clip limit, or None if static.pass_through is True.
     """
     return grad if static.pass_through else _clip(static, grad, *residuals), None
 

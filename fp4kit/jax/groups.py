@@ -100,11 +100,12 @@ def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions)
 
 
 def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return _fake_quantize_grouped of xs and the residuals for _backward.
+    """Return the pair (result of _fake_quantize_grouped, residuals), as JAX's custom_vjp needs it.
 
-    The residuals are (xs, clip limits), or None under pass_through.
+    The residuals are what _backward reads: (xs, clip limits), or None if static.pass_through is True.
 
-    static: the arguments that JAX treats as static. given: the other optional arguments, with one list per argument.
+    static: the arguments that JAX treats as static.
+    given: the other optional arguments, with one list per argument.
     """
     limits = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize_grouped(static, xs, given), None if static.pass_through else (xs, limits)
@@ -116,7 +117,7 @@ def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, N
     The gradients of xs are grads, set to 0 where |x| > amax unless static.pass_through is set. The gradient of `given`
     is None.
 
-    residuals: what _forward returned: xs and the limits, or None under pass_through.
+    residuals: what _forward returned: xs and the clip limits, or None if static.pass_through is True.
     """
     return grads if static.pass_through else _clip(static, grads, *residuals), None
 

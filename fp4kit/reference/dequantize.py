@@ -355,8 +355,8 @@ def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
     """Return the float32 values (m, k) of codes (m, k) and block scale codes (m, k / block).
 
-    The recipe's decode rule computes them, with one exception: if no amax gives the stored tensor scale, tensor.amax is
-    implied_amax.UNKNOWN. Then the rule decode_product is used instead, which does not read the amax.
+    The recipe's decode rule computes them, with one exception: if no amax gives the stored tensor scale, the rule
+    decode_product is used instead, because it does not read the amax. tensor.amax is then implied_amax.UNKNOWN.
 
     scales: None if the recipe has no block scales.
     tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).

@@ -74,7 +74,14 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_grouped that _backward reads. Under pass_through no tensors are saved."""
+    """Save the inputs of fake_quantize_grouped for _backward, as attributes of ctx.
+
+    If pass_through is False, also save tensors: xs, and the clip limits, which are amax, or tensor_amax if amax is
+    empty.
+
+    inputs: the arguments of fake_quantize_grouped.
+    output: not used; PyTorch passes it.
+    """
     xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
     ctx.given = len(tensor_amax), len(block_amax), len(amax)
@@ -85,8 +92,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """Return the gradient of each argument of fake_quantize_grouped: None for all arguments except xs.
 
-    The gradients of xs are the upstream gradients `grads`, unchanged under pass_through, otherwise with 0 where |x| >
-    amax. If the caller passed neither amax nor tensor_amax, the limit is computed from x.
+    If pass_through is True, the gradients of xs are the upstream gradients `grads`, unchanged. Otherwise, they are 0
+    where |x| > amax. If the caller passed neither amax nor tensor_amax, the limit is computed from x.
     """
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])

@@ -263,8 +263,9 @@ def _weight_values(
 ) -> Tensor:
     """Return the weight by which `backward` multiplies, as float32 (N, K).
 
-    A float w is quantized and dequantized by parts.values, except for "high-precision": then it is only converted to
-    float32. A Quantized is dequantized: w holds its codes, and block_scale and tensor_scale are its scales.
+    - If s.backward is "high-precision": w, converted to float32.
+    - If w is a float tensor: its values after quantization, from parts.values.
+    - If w holds the codes of a Quantized: the values that these codes, block_scale and tensor_scale decode to.
     """
     if s.backward == "high-precision":
         return w.float()

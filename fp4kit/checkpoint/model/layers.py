@@ -52,10 +52,11 @@ class Piece:
 
     @property
     def number(self) -> int:
-        """The number that, together with ``module``, identifies the piece in the keys of jobs.
+        """The number that tells the pieces of an output layer apart in the keys of jobs, "<module>#<number>".
 
-        The number is the index of the piece in its output layer, or ``expert`` if the piece is the whole layer. For
-        pieces with their own ``height``, it is the first row.
+        - For a piece with its own ``height``: its first row.
+        - For a piece that is the whole layer: ``expert``.
+        - Otherwise: the index of the piece in the layer.
         """
         if self.height:
             return self.first_row

@@ -188,10 +188,10 @@ def _reach_of(
 def reach_and_lost_blocks(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray, tensor_scale: np.float32 | None
 ) -> tuple[float, int]:
-    """Return two numbers that can make the scales of stored rows doubtful (see doubt_about).
+    """Return two numbers by which doubt_about judges the scales of stored rows.
 
     1. The largest magnitude that the scales allow in blocks that are not all zero. If the number is from SMALLEST_REACH
-       to LARGEST_REACH, it may be too large, because blocks of zeros are then counted too.
+    to LARGEST_REACH, it may be too large, because blocks of zeros are then counted too.
     2. The number of blocks whose scale is 0 although their codes are not.
 
     form: the container that stores the layer.

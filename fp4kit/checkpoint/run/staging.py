@@ -436,11 +436,11 @@ def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
 
 
 def _moved_files(destination: Path) -> dict[Path, str]:
-    """Return the final paths of files that an interrupted run had renamed, with the name that each had before.
+    """Return {final path: earlier name} for the files that an interrupted run had already renamed.
 
-    The journal in the partial directory names these files. A file whose inode is not the recorded one is left out.
-    Return {} if there is no such file. Return {} also if the first file, which is renamed last, has been renamed: the
-    result is then complete.
+    The journal in the partial directory names these files. A file is left out if its inode is not the recorded one.
+    Return {} if no file is left. Return {} also if the first file, which is renamed last, has been renamed: the result
+    is then complete.
 
     destination: the destination of the run.
     """

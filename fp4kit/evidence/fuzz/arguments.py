@@ -111,7 +111,8 @@ def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
     """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed.
 
-    Options that have their default are left out, except axis. The fault "layout" gives an unknown layout.
+    Options that have their default are left out, except axis. If the case has the fault "layout", the layout is an
+    unknown one, which the call must reject.
     """
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout

@@ -114,7 +114,10 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the Python lines of a statement. If its result is to be compared, the last line yields the result.
+    """Yield the lines of Python source for a statement.
+
+    If the result is to be compared between engines, the last line is a ``yield`` of the result. If only the
+    specification runs the statement, the lines stand under "if on.host:".
 
     writable: the names of arrays that calls may write to.
     """

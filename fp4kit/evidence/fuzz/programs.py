@@ -88,10 +88,10 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize along both axes: one call of quantize_both and two calls of quantize.
+    """Append calls that quantize along both axes: one call of quantize_both, and two calls of quantize.
 
-    The results must be equal. As in quantize_both, only the call along columns has the Hadamard transform, and it uses
-    the next seed.
+    The results must be equal. As in quantize_both, only the call along columns has the Hadamard transform, and its seed
+    is larger by 1.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case)

@@ -14,7 +14,7 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
-    """Import the modules of auto-round that the calls use. Raise ImportError if one is missing."""
+    """Import the modules of auto-round that this adapter's calls use. Raise ImportError if one is missing."""
     import auto_round.data_type.mxfp
     import auto_round.data_type.nvfp
     import auto_round.export.export_to_autoround.qlinear_fp  # noqa: F401

@@ -12,7 +12,7 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
-    """Import the modules of mx that the calls use. Raise ImportError if one is missing."""
+    """Import the modules of mx that this adapter's calls use. Raise ImportError if one is missing."""
     import mx.mx_ops
     import mx.specs  # noqa: F401
 

@@ -17,7 +17,7 @@ from fp4kit.evidence.live.exceptions import QUARK_INFINITE, QUARK_SMALLEST_SCALE
 
 
 def _prepare() -> None:
-    """Import the modules of Quark that the calls use. Raise ImportError if one is missing."""
+    """Import the modules of Quark that this adapter's calls use. Raise ImportError if one is missing."""
     import quark.torch.export.nn.modules.realquantizer
     import quark.torch.quantization.tensor_quantize  # noqa: F401
 

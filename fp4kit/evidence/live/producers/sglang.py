@@ -70,7 +70,7 @@ def _kv(x: np.ndarray) -> Parts:
 
 
 def _prepare() -> None:
-    """Load both modules of SGLang that the calls use. Raise ImportError if one of them cannot be loaded."""
+    """Load both modules of SGLang that this adapter's calls use. Raise ImportError if one of them cannot be loaded."""
     _mxfp4_tensor()
     _kvfp4_tensor()
 

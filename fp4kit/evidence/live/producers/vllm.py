@@ -81,7 +81,7 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _prepare() -> None:
-    """Load both modules of vLLM that the calls use. Raise ImportError if one of them cannot be loaded."""
+    """Load both modules of vLLM that this adapter's calls use. Raise ImportError if one of them cannot be loaded."""
     _emulation()
     _mxfp8_utils()
 
