@@ -245,7 +245,8 @@ def _reader(a: Any) -> BoxReader:
 def _multiples(*operands: Any) -> list[int]:
     """Return, for each axis, the number of elements at whose multiples all operands can be cut into boxes.
 
-    A Quantized is cut between its blocks, so that box_of can slice it. An array can be cut anywhere.
+    For the quantized axis of a Quantized, this is a number of whole blocks, so that box_of can slice it. Otherwise it
+    is 1.
     """
     multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
     for q in operands:

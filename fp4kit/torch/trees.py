@@ -47,7 +47,8 @@ def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
 def _unflatten(arrays: Any, facts: Any) -> Quantized:
     """Return the Quantized with the given arrays and static fields: the inverse of _flatten.
 
-    facts: the static fields. Unless PyTorch is compiling, symbols in their shape are replaced by actual lengths.
+    facts: the static fields. If their shape has symbols instead of lengths, the lengths are computed from the arrays,
+        except while PyTorch is compiling.
     """
     arrays = list(arrays)
     return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))

@@ -331,8 +331,8 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
 
     Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
     rest follows a dot. It may also follow an underscore if the layer is a stack of experts or the rest is in
-    _REFUSED_TENSORS. Of several layers, a rest after a dot comes first, then the longest layer name. Return None if
-    there is no such layer.
+    _REFUSED_TENSORS. If several layers fit, a rest after a dot wins, and then the layer with the longest name. Return
+    None if there is no such layer.
 
     Args:
         name: the name of a tensor.

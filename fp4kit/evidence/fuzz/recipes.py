@@ -134,7 +134,8 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random value of Recipe.rounding, how scaled elements are rounded to codes, as {field: value}.
 
-    Return {} if the recipe does not allow a change.
+    Under 4over6, the value is "rn" or "rnw". Return {} if the recipe compares elements with thresholds, or has
+    fast_error.
     """
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
@@ -163,7 +164,10 @@ def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.amax_nan, how NaN enters an amax, as {field: value}; "lanes" only with blocks."""
+    """Return a random value of Recipe.amax_nan as {field: value}. Recipes without blocks never get "lanes".
+
+    The field says how NaN elements affect an amax.
+    """
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
 
@@ -191,7 +195,10 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.narrow, the range of integer codes, as {field: value}, or {} for float elements."""
+    """Return the opposite of Recipe.narrow as {field: value}, or {} for float elements.
+
+    The field says whether the range of integer codes is symmetric.
+    """
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
@@ -253,7 +260,7 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random kind of stochastic rounding as {field: value}, or {} if the recipe does not allow a choice."""
+    """Return a random kind of stochastic rounding as {field: value}, or {} for integer elements."""
     if r.element.is_integer:
         return {}
     is_mslk = r.element == E2M1 and r.scale == E8M0 and r.block is not None and r.block[0] == 1
@@ -262,7 +269,7 @@ def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.repacked as {field: value}, or {} if the recipe does not allow it.
+    """Return the opposite of Recipe.repacked as {field: value}, or {} if can_be_repacked(r) is False.
 
     The field says whether codes are computed again from decoded values, as auto-round's packing does.
     """
@@ -270,9 +277,10 @@ def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.nan_is_max as {field: value}, or {} if the recipe does not allow it.
+    """Return the opposite of Recipe.nan_is_max as {field: value}.
 
-    The field says whether a NaN element becomes the largest value.
+    The field says whether a NaN element becomes the largest value. Return {} for 4over6, for integer elements, and for
+    the rounding "first", which do not allow a change.
     """
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
