@@ -225,8 +225,9 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 
     HostGroup and HostClipGroup call this function once per array of a group.
 
-    operation: the name of the engine's function, which is called with the call and `arguments`. Raise the errors of
-    run.
+    operation: the name of the engine's function, which is called with the call and `arguments`.
+
+    Raise NotImplementedError if no engine supports the call, and the errors of the engine's function.
     """
     return run(call.op, operation, call.on_device, call, *arguments)
 

@@ -291,10 +291,10 @@ TORCHAO = (
 
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
-    """Return one of MLX's containers.
+    """Return the container for one of MLX's formats.
 
     Args:
-        name: the container's kind, and its name without "mlx".
+        name: the kind of the container, such as "mxfp4". "mlx " and this kind are its name.
         element, scale: the element formats of codes and block scales.
         size: the number of elements per block.
     """

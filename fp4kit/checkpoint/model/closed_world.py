@@ -630,10 +630,11 @@ _CONCERNS_WEIGHTS = re.compile(
 
 
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of the files' safetensors metadata.
+    """Yield an item for each metadata entry of the checkpoint's safetensors files.
 
-    Also yield a refused item for each torchao layer without such an entry. ComfyUI's entry gives several items. The
-    metadata of GGUF files is not checked here.
+    - ComfyUI's entry gives several items, because it describes many layers.
+    - A torchao layer without an entry gives a refused item.
+    - The metadata of GGUF files is not checked here.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     files = {file.path: file for file, _ in tensors.values()}

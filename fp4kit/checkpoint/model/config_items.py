@@ -541,8 +541,10 @@ def _names_layer(key: str, name: str) -> bool:
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
     """Return whether bits, data_type and group_size of auto-round fit layers of a container.
 
-    A missing key fits. A data_type that fp4kit does not know is ignored, and then only bits are compared. group_size
-    fits too if it is null, -1 or 0, and for layers other than 4-bit and MXFP8 ones.
+    - If fp4kit knows the data_type: data_type and bits must name the container's kind. Missing bits fit. For NVFP4,
+      MXFP4 and MXFP8 layers, group_size must also be the block width, or missing, null, -1 or 0.
+    - If the data_type is missing or unknown: only bits are compared, with those of the container's elements. Missing
+      bits fit.
 
     Args:
         entry: the config, or the entry of a layer merged into it.

@@ -132,10 +132,10 @@ def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
 
 
 def curve(units: Sequence[LayerGroup]) -> list[Point]:
-    """Return assignments of decreasing error, starting at the smallest possible size.
+    """Return assignments in the order of growing size and falling error, from the smallest possible size on.
 
-    Each assignment has the smallest error that is possible in its own number of bits, because it minimizes
-    error + slope * bits for some slope. Further optimal assignments may lie between two returned ones.
+    Each assignment has the smallest error that is possible in its own number of bits, because it minimizes error +
+    slope * bits for some slope. Further optimal assignments may lie between two returned ones.
     """
     hulls = [_hull(unit.options) for unit in units]
     choices = [hull[0] for hull in hulls]
