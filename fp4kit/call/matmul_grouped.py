@@ -42,7 +42,7 @@ class NamedOperand(NamedTuple):
 
 
 def is_single(x: Any) -> bool:
-    """Return whether an argument is one operand, and not a sequence of operands."""
+    """Return whether an argument is one operand (a Quantized or an array) instead of a sequence of operands."""
     return isinstance(x, Quantized) or is_array(x)
 
 

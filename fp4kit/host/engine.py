@@ -427,7 +427,7 @@ def _fake_matrix(
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """Compute the clip limit for fake_quantize_backward if the caller passes none: float32.
+    """Return the clip limit that fake_quantize_backward uses if the caller passes none, as float32.
 
     The limit is the amax from which the recipe's tensor scale is computed. If the recipe has no tensor scale, the limit
     is the amax of the whole array.

@@ -307,9 +307,9 @@ def _matches_by_sample(
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the match of a recipe on all bytes of q, for the candidate amax that makes most bytes equal.
+    """Return the Match of a recipe: how many bytes of q it reproduces, with the candidate amax that fits best.
 
-    hadamard: the argument of quantize.
+    All bytes of q are compared. hadamard: the argument of quantize.
     """
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 

@@ -192,7 +192,8 @@ def family(words: str) -> tuple[str, ...]:
 def several(ids: Iterable[str], near: Recipe) -> str:
     """Return up to five ids as text for an error message, followed by the number of ids that were left out.
 
-    Ids with the format of the recipe `near` come first. Ids with fewer parts come before their variants.
+    Ids with the format of the recipe `near` come first. Ids with fewer parts, which hyphens separate, come before
+    longer ids.
     """
     ordered = sorted(ids, key=lambda id: (RECIPES[id].format_name != near.format_name, id.count("-")))
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")

@@ -132,9 +132,11 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def moved_by(b: np.ndarray) -> np.ndarray:
-    """Return the power of two by which div.full.f32 multiplies both operands, to keep 1 / b in range.
+    """Return the power of two by which div.full.f32 multiplies dividend and divisor, to keep the reciprocal in range.
 
     It is float32: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
+
+    b: the divisor.
     """
     size = np.abs(b)
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))

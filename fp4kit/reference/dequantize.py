@@ -154,8 +154,8 @@ def decode_e8m0_flashinfer_api(
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return ldexp(values, scales - 127): values * 2^(scales - 127) with an unbounded scale.
 
-    Scale code 255 stands for 2^128. This is no float32, but its product with an element of 0.5 is one. tensor and
-    recipe are not used. Source: transformers convert_moe_packed_tensors.
+    Scale code 255 stands for 2^128, which is too large for float32. But its product with the element 0.5 is a float32
+    number. tensor and recipe are not used. Source: transformers convert_moe_packed_tensors.
     """
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
 

@@ -266,9 +266,11 @@ def fp_quant(
 ) -> np.ndarray:
     """Fake-quantize x as FP-Quant does with method abs_max: y = round(x / s) * s, s = 2^(floor(log2(amax)) - 2) / 0.75.
 
-    s is the scale of a block, and amax its largest magnitude. round() saturates, and ties go toward zero. log2 is
-    rounded to float32. If amax is below 2^-124, s is 0, so that y is a zero with the sign of x. Every zero of x gives
-    -0. If amax is infinite or NaN, the whole block is NaN. tensor_amax and dtype are not used.
+    s is the scale of a block. amax holds the block amaxes; None computes them from x. round() saturates, and ties go
+    toward zero. log2 is rounded to float32.
+
+    If amax is below 2^-124, s is 0, so that y is a zero with the sign of x. Every zero of x gives -0. If amax is
+    infinite or NaN, the whole block is NaN. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)

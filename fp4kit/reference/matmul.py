@@ -108,8 +108,8 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
     fraction bits. Their sum is exact. It is then normalized and truncated toward zero to step.output_bits fraction
     bits.
 
-    The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of 2^128 or more is
-    infinite.
+    The smallest exponent of the result is -126, so smaller results are subnormal. A sum of zero is +0, and NaN is
+    0x7FFFFFFF. A result of 2^128 or more is infinite.
     """
     largest = t.exponent.max(axis=-1)
     total = np.ldexp(shifted_sum(t, largest, step.fraction_bits), largest - step.fraction_bits)

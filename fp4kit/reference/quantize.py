@@ -184,12 +184,13 @@ def encode_elements(
     random: np.ndarray | Noise | None,
     tensor: TensorScale,
 ) -> np.ndarray:
-    """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
+    """Return the codes of elements: uint8 (m, blocks, block), one code per byte.
 
-    The scaled elements are rounded as the recipe says, or stochastically if random numbers are given.
+    The elements are first multiplied or divided by the factors of their blocks, as recipe.apply says. Then they are
+    rounded as the recipe says, or stochastically if random numbers are given.
 
     Args:
-        blocks: float32 elements.
+        blocks: float32 elements (m, blocks, block).
         factor: the factors, in a shape that broadcasts to the elements.
         recipe: the recipe.
         dtype: the dtype of the elements before they were converted to float32.

@@ -76,7 +76,10 @@ class FakeQuantizeBackward(torch.autograd.Function):
 
 
 def linear(*arguments: Any) -> torch.Tensor:
-    """Return linear_operators.linear(*arguments), by way of the class Linear if `active` is True."""
+    """Call linear_operators.linear(*arguments), through the class Linear if `active` returns True.
+
+    The class gives the layer a gradient inside torch.func transforms.
+    """
     return Linear.apply(*arguments) if active() else linear_operators.linear(*arguments)
 
 
@@ -91,7 +94,10 @@ def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Return linear_operators.quantized_values(*arguments), by way of QuantizedValues if `active` is True."""
+    """Call linear_operators.quantized_values(*arguments), through the class QuantizedValues if `active` returns True.
+
+    The class gives the values a gradient inside torch.func transforms.
+    """
     return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
 
 

@@ -127,7 +127,7 @@ class Rules:
 
     @lazy_property
     def _facts(self) -> Any:
-        """The facts about the model, from its config, that the selection of layers needs."""
+        """The ModelFacts from the model's config, which the selection of layers needs."""
         return model_facts(self.config)
 
     @lazy_property

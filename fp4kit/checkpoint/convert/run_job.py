@@ -218,7 +218,7 @@ def _is_castable(job: Job, shared: Measured) -> bool:
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
-    """Copy a tensor byte for byte, in pieces of PIECE bytes.
+    """Copy a tensor byte for byte to ``output``, at most PIECE bytes at a time.
 
     source: where the tensor is stored.
     """

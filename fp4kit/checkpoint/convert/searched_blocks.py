@@ -76,7 +76,10 @@ def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
 
 
 def _without_zero_blocks(weights: Any, size: int) -> Any:
-    """Return the column weights with every block of ``size`` columns that is all zero replaced by ones."""
+    """Return the column weights, with ones in every block of ``size`` columns whose weights are all zero.
+
+    Otherwise, every scale of such a block would have the error 0.
+    """
     blocks = weights.reshape(-1, size)
     is_zero = ~blocks.any(axis=-1, keepdims=True)
     return (blocks + is_zero.astype(np.float32)).reshape(-1)

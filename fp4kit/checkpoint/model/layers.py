@@ -172,10 +172,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Return where the rows of a weight are read from, as a dict from the index of a first row to the Rows there.
+    """Return where the rows of a weight are read from: a dict from the index of the first row to the Rows there.
 
-    The Rows are the weight's members (see Weight.members), or its own matrices if it has no members. Rows are counted
-    over all matrices of a stack.
+    The Rows (weight, matrix and span of rows) are the weight's members, or its own matrices if it has no members. Rows
+    are counted over all matrices of a stack.
     """
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))

@@ -335,7 +335,7 @@ def check_kind_of_file(path: Path) -> None:
 
 
 def hint_on_path(path: Path) -> str:
-    """Return advice to append to an error message about a path that is not a model directory; "" if there is none.
+    """Return advice to append to an error message about a path that is not a model directory; "" for no advice.
 
     The advice begins with "; ". There is advice for a file inside a model directory, and for a model file of another
     format. There is advice also for the name of a model on the Hugging Face Hub, such as "org/model", if no local

@@ -178,7 +178,10 @@ def _check_columns(weight: Weight, r: Recipe) -> None:
 
 
 def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
-    """Return the message for a name that is no quantized layer. It says whether an unquantized tensor has this name."""
+    """Return the error message for a name that is no quantized layer.
+
+    The message says whether an unquantized tensor has this name, and suggests names of layers.
+    """
     text = str(name)
     if text.removesuffix(".weight") in names:
         return f"{shown(text)}: layers have the names of modules; use {shown(text.removesuffix('.weight'))!r}"

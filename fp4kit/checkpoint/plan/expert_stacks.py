@@ -127,8 +127,11 @@ def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
 def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Iterator[ExpertStack]:
     """Yield the stacks gate_up_proj and down_proj of a module, or nothing if they cannot be put together.
 
-    Nothing is yielded if an expert or one of its layers is missing, or if experts differ in shape, dtype or container.
-    Nothing is yielded either if transformers could not tell the axis order of the stacks.
+    They cannot be put together in these cases:
+
+    - An expert or one of its layers is missing.
+    - Experts differ in shape, dtype or container.
+    - transformers could not tell the axis order of the stacks.
 
     Args:
         parent: the name of the experts' module.

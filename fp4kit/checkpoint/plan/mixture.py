@@ -86,7 +86,7 @@ class Mixture:
         Args:
             index: the position of the pattern in the list of patterns, from 0.
             modules: the names of the layers to quantize.
-            copied: name -> the reason why it stays unquantized, for all other weights.
+            copied: for all other weights, name -> the reason why the weight stays unquantized.
         """
         pattern = self._patterns[index]
         for module in modules:

@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def other_modules(self) -> list[str]:
-        """The names of the modules that have tensors and are not rotated layers."""
+        """The names of the modules that have tensors, except the rotated layers. Each name occurs once."""
         names = (output.name.rpartition(".")[0] for tensor in self.tensors for output in tensor.outputs)
         rotated = {*self.rotated_layers}
         return list(dict.fromkeys(name for name in names if name not in rotated))

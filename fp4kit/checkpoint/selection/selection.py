@@ -314,9 +314,11 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
 def _check_count(wishes: Wishes, count: int | None) -> None:
     """Raise CheckpointError if --keep-first or --keep-last asks for more layers than the model has.
 
+    Raise it too if one of these options is used, but the number of layers is unknown.
+
     Args:
         wishes: the user's choice of layers.
-        count: the model's number of decoder layers; None if it is unknown, so that neither option may be used.
+        count: the model's number of decoder layers; None if it is unknown.
     """
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:

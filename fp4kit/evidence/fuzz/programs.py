@@ -220,7 +220,7 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """Append two runs of a GroupedPlan.
+    """Append calls that make a GroupedPlan and run it twice.
 
     The results must equal the results of single calls. Before the second run, the plan's arrays are overwritten.
     """

@@ -73,9 +73,9 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 
 
 def agreement_rows() -> list[tuple[str, ...]]:
-    """Return the rows of the table COLUMNS, one per group of recipes that agree.
+    """Return the rows of a table with the header COLUMNS, one per group of recipes that give equal bytes.
 
-    A row has the input dtypes for which the recipes agree, and the ids of these recipes.
+    A row has the input dtypes for which the bytes are equal, and the ids of these recipes.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():

@@ -206,7 +206,7 @@ def difference_of(
 
 
 def _shown(value: Any) -> str:
-    """Return an element as text: a code as an integer, a value with its bits."""
+    """Return an element as text: a uint8 code as an integer, and a value with its bits, such as "0.5 (0x3f000000)"."""
     return str(int(value)) if value.dtype == np.uint8 else f"{value} ({int(bit_patterns(np.asarray(value))):#x})"
 
 
