@@ -44,7 +44,7 @@ def header_digest(file: SafetensorsFile) -> str:
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
     """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's tensors.
 
-    If two models have equal facts, they differ at most in the values of tensors.
+    Equal facts of two models mean that their files have equal names, sizes and headers. Values are not compared.
     """
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
