@@ -68,6 +68,9 @@ LONG = (
 )
 
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))  # the number of this worker
+
+
 def pytest_configure(config):
     """Keep the order of pytest_collection_modifyitems.
 
@@ -75,6 +78,22 @@ def pytest_configure(config):
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+class Backwards(pytest.Dir):
+    """A folder whose files are collected from the last to the first."""
+
+    def collect(self):
+        return reversed([*super().collect()])
+
+
+def pytest_collect_directory(path, parent):
+    """Let every other worker of pytest-xdist collect the tests from the last file to the first.
+
+    In a fresh clone, workers that collect in the same order would all compile every test file. So each of two workers
+    compiles half of the files, and reads what the other one has compiled. sort_long_first then restores the order.
+    """
+    return Backwards.from_parent(parent, path=path) if WORKER % 2 else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -194,7 +213,9 @@ def recipes_of(item):
 
 
 def sort_long_first(items):
-    """Sort items by file: the files of LONG first, then the others in their order."""
+    """Sort items by file: the files of LONG first, then the others in their order, or by path in xdist's workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path.parts)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(module_of(item.path), len(LONG)))
 
