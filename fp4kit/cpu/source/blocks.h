@@ -19,7 +19,7 @@ static i64 segment_of(i64 block) {
 }
 
 // Store the amax bits of each of `count` contiguous segments of kSegment elements in out[0] ... out[count - 1]. The
-// elements have type In.
+// elements have type In. NaN counts as larger than infinity.
 template <class In, int kSegment>
 static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   using Bits = typename Input<In>::Bits;

@@ -92,8 +92,9 @@ FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
-// Do the work of fp4kit_encode for a user-defined format (OwnFormat). The field block_rule of the call says only
-// whether scales are computed (0) or not (-1).
+// Encode a matrix by the tables of a user-defined format (OwnFormat). Store codes and block scales, and mark in
+// needs_fallback the tiles that the specification has to compute. The field block_rule of the call says only whether
+// scales are computed (0) or not (-1).
 FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   with_input_type(call->input, [&](auto in) {
@@ -125,9 +126,12 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   return any_marked(needs_fallback);
 }
 
-// Fake-quantize a matrix and store the values in `out`. Each tile is decoded right after it is encoded, so that the
-// codes and scales of the matrix are never stored. `values` is the prototype of the call that decodes. fp4kit_quantize
-// describes the other arguments and the result.
+// Fake-quantize a matrix and store the values in `out`. Return 0 on success. Return 1 if any tile needs the fallback;
+// `out` is then not valid. Each tile is decoded right after it is encoded, so that the codes and scales of the matrix
+// are never stored.
+//   prototype, values  the prototypes of the calls that encode and decode
+//   given              tensor amaxes, or nullptr to compute them from the elements
+//   tensor_rule        index in kTensorRules; -1 for a recipe without tensor scales
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
                                        const float* given, void* out, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
@@ -168,7 +172,8 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_tiles(tiles.count(), call->threads, work);
 }
 
-// Do the work of fp4kit_decode for a user-defined format (OwnFormat). call->decoder is not read.
+// Decode a matrix by the tables of a user-defined format (OwnFormat): store its values, and mark in needs_fallback the
+// tiles that the specification has to compute. call->decoder is not read.
 FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
   with_input_type(call->output, [&](auto out) {
@@ -211,8 +216,8 @@ FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   *call->unproven += unproven;
 }
 
-// Factor search: for every block of the matrix, try the given multiples of its amax and store the multiple with the
-// smallest error. Mark in needs_fallback the tiles that the specification has to compute.
+// Factor search: for every block of the matrix, try the given multiples of its amax and store the one with the smallest
+// error (the first one in case of ties). Mark in needs_fallback the tiles that the specification has to compute.
 FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];

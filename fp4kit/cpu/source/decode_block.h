@@ -109,8 +109,8 @@ struct Decoder {
     }
   }
 
-  // Return true if no finite element decodes to NaN under this scale, which holds if the scale is finite. For recipes
-  // without block scales, the scale must also not be 0, because their rules may divide by it.
+  // Return true if the scale is finite, so that no finite element decodes to NaN. For recipes without block scales,
+  // return false also if the scale is 0, because their rules may divide by it.
   bool is_supported() const {
     if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;
     return is_finite(scale);
@@ -185,7 +185,8 @@ struct Decoder {
   }
 
   // Store the values of `count` codes in `out`, as bits. The codes are stored one per byte. `out` must not overlap
-  // `codes`. NaN codes are not handled (see are_all_finite).
+  // `codes`. NaN and infinity codes give meaningless numbers (see are_all_finite), unless the decode rule reads NaN
+  // codes as numbers.
   __forceinline__ void decode_codes(const u8* __restrict codes, i64 count, Value* __restrict out) const {
     if constexpr (kHasBitwiseProducts)
       if (const u16 min_bits = min_product_bits()) {
@@ -205,7 +206,7 @@ struct Decoder {
   }
 
   // Return true if none of `count` codes decodes to NaN or infinity. The codes are not read, and the result is true,
-  // for formats without NaN and for rules that read NaN codes as numbers (kReadsNanAsNumber).
+  // for 4-bit codes, for formats without NaN, and for rules that read NaN codes as numbers (kReadsNanAsNumber).
   static bool are_all_finite(const u8* codes, i64 count) {
     u8 largest = 0;
     if constexpr (!kIsNibble && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)

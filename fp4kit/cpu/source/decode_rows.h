@@ -36,8 +36,8 @@ static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) 
 }
 
 // Store the values of `blocks` whole blocks of kSize nibbles, by look-up in the tables of their scale codes `scales`.
-// Return false if a block needs the fallback. A block length known at compile time halves the time (one x86-64 core
-// with AVX-512, November 2026).
+// Return false if a block needs the fallback; its stored values are then not valid. A block length known at compile
+// time halves the time (one x86-64 core with AVX-512, November 2026).
 template <class Value, int kSize>
 static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const DecodeTables& tables, Value* out) {
   u32 needs_fallback = 0;

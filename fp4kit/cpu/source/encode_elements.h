@@ -100,7 +100,9 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
 }
 
 // Return the scaled element, which is rounded to give the code of x. It is x multiplied or divided by the block's
-// factor, then rounded to In if E::kRoundScaled, and then multiplied by tensor_encode if E::kThenEncode.
+// factor, then rounded to In if E::kRoundScaled, and then multiplied by tensor_encode if E::kThenEncode. If E::kFlush,
+// the method `general` first replaces a subnormal x by zero; with the other methods, such an x has the code of zero
+// anyway.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -193,9 +195,9 @@ struct Factors {
   }
 };
 
-// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. factors: the factors of the
-// runs. tensor_encode: the tensor's encode scale. random: one byte per element for stochastic rounding; not read
-// otherwise.
+// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. For 4-bit codes, `count` must
+// be even. factors: the factors of the runs. tensor_encode: the tensor's encode scale. random: one byte per element for
+// stochastic rounding; not read otherwise.
 //
 // Two neighboring elements are computed in one 32-bit lane, and their codes are combined there. Combining the codes of
 // separate lanes would take as long as computing them.
@@ -253,9 +255,9 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
       static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
-// Encode `count` elements by the method that `factors` names, and store their codes, packed, in `out`. Use the general
-// method if the named one is not compiled for E, and always for stochastic rounding. `random`: one byte per element for
-// stochastic rounding; not read otherwise.
+// Encode `count` elements by the method that `factors` names, and store their codes, packed, in `out`. For 4-bit codes,
+// `count` must be even. Use the general method if the named one is not compiled for E, and always for stochastic
+// rounding. `random`: one byte per element for stochastic rounding; not read otherwise.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

@@ -197,7 +197,8 @@ static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candid
   }
 }
 
-// Return the function that finds the error terms of the candidate of 4.
+// Return the function that finds the error terms of the second candidate: the scale that maps the amax to 4 or, for
+// IF4, INT4 codes.
 template <class R>
 constexpr ErrorTermsFunction second_terms() {
   if constexpr (kHasTwoFormats<R>) return find_integer_terms<R>;

@@ -56,7 +56,7 @@ static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits
 }
 
 // Transform `runs` contiguous runs of 16 elements in place. If bit i of `mask` is set, element i of every run is
-// negated first.
+// negated first. All elements of a run become NaN if one of them is not finite.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
   for (i64 first = 0; first < runs; first += kLanes) {

@@ -123,7 +123,8 @@ struct Adders {
   }
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's matrix units do.
-  // Every product is a term.
+  // Every product is a term. c and the terms are aligned to the largest exponent, truncated and added, and the sum is
+  // truncated.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
@@ -143,8 +144,11 @@ struct Adders {
     for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
   }
 
-  // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's FP4 units do.
-  // Every exact sum of 16 products is a term.
+  // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's FP4 units do. A
+  // term is the exact sum of 16 products of elements, times the product of both block scales. Its exponent is that of
+  // this product of scales, or call.zero_exponent if all 16 products are zero or a scale is zero. c and the terms are
+  // aligned to the largest exponent, truncated and added, and the sum is truncated. i and call.step must be multiples
+  // of 16, and call.step at most 128.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];

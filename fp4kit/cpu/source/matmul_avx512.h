@@ -257,7 +257,8 @@ struct LaneDecoder {
   }
 };
 
-// Return true if LaneTask can compute a matrix product.
+// Return true if LaneTask can compute the matrix product of a call. The adder must be `truncate`. The size of a step,
+// the blocks of both operands, the fraction bits and the exponent of zero must be within the limits of this file.
 bool uses_lanes(const ProductCall& call) {
   const auto fits = [](const ProductOperand& x) {
     return !x.scales || (x.block % 16 == 0 && kLanesDepth % x.block == 0);

@@ -149,7 +149,8 @@ struct LineScales {
     return _mm512_min_epi16(x, _mm512_rol_epi64(x, 32));
   }
 
-  // Return a mask of the groups that have a nonzero element. The elements are the `length` nibbles at `codes`.
+  // Return a mask of the groups of 16 elements that have a nonzero element. The elements are the `length` nibbles at
+  // `codes`.
   static __mmask32 nonzero_groups(const u8* codes, i64 length) {
     __mmask32 found = 0;
     for (int i = 0; i < 4; ++i) {

@@ -11,12 +11,12 @@
 #include "decode_matrix.h"
 
 // The tables of a recipe. cpu/library.py mirrors this struct.
-//   bounds, codes       of elements: bounds[i] is the smallest key of piece i + 1, and codes[i] is the code of piece i.
-//                       There are 16 codes and 15 bounds for 4-bit codes, otherwise 256 and 255. Unused bounds are
-//                       INT32_MAX
+//   bounds, codes       the tables of elements: bounds[i] is the smallest key of piece i + 1, and codes[i] is the code
+//                       of piece i. There are 16 codes and 15 bounds for 4-bit codes, otherwise 256 and 255. Unused
+//                       bounds are INT32_MAX
 //   values              the value of each element code, 16 or 256
 //   scale_bounds, scale_codes, scale_values
-//                       the tables of block scales, 255 bounds, 256 codes and values
+//                       the same three tables for block scales, with 255 bounds, 256 codes and 256 values
 //   largest             the value to which the largest element of a block is scaled
 //   uses_tables         1 to encode elements by these tables, 0 to encode them by the entry of kElements in the call
 //   is_nibble           1 if codes have 4 bits and are stored two per byte

@@ -5,9 +5,10 @@
 // squared errors of a block under a candidate, weighted if there are weights. Lane: one block; loops over lanes
 // vectorize.
 //
-// Upward codes: up to 8 codes from the first one whose scale is above amax / 7. The search computes the losses of all
-// upward codes. Downward codes: the codes below the upward codes. The search computes their losses downward, until the
-// clipped elements alone cost more than the smallest loss so far.
+// Upward codes: the candidates from the first code whose scale is above amax / 7, eight codes at most. If the first one
+// is below 8 (a subnormal number), they are all candidates from it up to code 15. The search computes the losses of all
+// upward codes. Downward codes: the candidates below the upward codes. The search computes their losses downward, until
+// the clipped elements alone cost more than the smallest loss so far.
 #pragma once
 
 #include "../../cuda/kernels/rules/search_losses.cuh"
@@ -99,8 +100,10 @@ struct PrunedSearch {
     }
   }
 
-  // For each lane, set the range of upward codes (the starting code and candidate codes above it), and the initial
-  // search state.
+  // Start the search of each lane. The upward codes become first ... end - 1, or none if the lane is not open. They
+  // begin with the first candidate whose scale is above amax / 7. There are at most eight of them, or all codes up to
+  // 15 if `first` is below 8. All losses become infinite, `code` the first candidate, and is_proven 1. With weights,
+  // is_proven becomes 0 if squares of errors may underflow or overflow (keeps_squares).
   void begin() {
     const float per_amax = candidates.per_amax();
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -118,7 +121,8 @@ struct PrunedSearch {
     }
   }
 
-  // Compute the losses of all upward codes, and keep the smallest two losses.
+  // Compute the losses of all upward codes. Store the two smallest losses of each lane in `loss` and second_loss, and
+  // the first code with the smallest loss in `code`.
   void search_upward() {
     u32 steps = 0;
     for (int lane = 0; lane < kLanes; ++lane)
@@ -136,8 +140,9 @@ struct PrunedSearch {
     }
   }
 
-  // Compute the losses of the candidate codes below the starting code, in descending order. A lane is finished when the
-  // clipped loss of its next code exceeds the smallest loss, or when no candidate is left.
+  // Store the results of search_upward in upward_code and upward_loss. Then compute the losses of the candidates below
+  // `first`, in descending order, and update `code` and `loss`; in case of ties, the lower code wins. A lane is
+  // finished when the clipped loss of its next code exceeds the smallest loss, or when no candidate is left.
   void search_downward() {
     u32 is_open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {

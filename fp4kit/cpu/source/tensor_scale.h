@@ -125,7 +125,7 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
 // or if a given amax is negative or -0. Store nothing, and return true, if tensor_rule is -1.
 //
 // The block amaxes are kept for the encoder if all of this holds:
-// - This function computes them: there is a block rule, and one tensor scale, which is computed from the elements.
+//   - This function computes them: there is a block rule, and one tensor scale, which is computed from the elements.
 //   - The matrix consists of whole blocks, and has at most 2^22 elements.
 //   - One thread does all work, or blocks have several rows.
 // Otherwise the encoder computes them again, because loading many of them from the cache of another core takes longer.

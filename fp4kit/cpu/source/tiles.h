@@ -64,8 +64,8 @@ struct View {
   i64 step;
 };
 
-// Return the elements of a tile as contiguous rows: in place or, if is_gathered(x), as a copy in scratch memory of the
-// thread, which is transformed if x.hadamard >= 0.
+// Return the elements of a tile as contiguous rows: in place or, if is_gathered(x), as a copy, which is transformed if
+// x.hadamard >= 0. A copy is in scratch memory of the thread, and valid until the thread calls this function again.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};
@@ -103,7 +103,8 @@ bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work)
   return true;
 }
 
-// Store the amax bits of each block in a row of `blocks` blocks, which have `rows` x `block` elements.
+// Store the amax bits of each block in a row of `blocks` blocks, which have `rows` x `block` elements, in out[0] ...
+// out[blocks - 1]. NaN counts as larger than infinity.
 template <class In, class Bits>
 void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   const i64 segment = segment_of(block), per_block = block / segment, segments = blocks * per_block;

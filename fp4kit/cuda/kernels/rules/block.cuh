@@ -37,7 +37,7 @@ struct BlockAmax {
   float even = 0.0f, odd = 0.0f;
   bool is_empty = true;
 
-  // Include kCount further elements in the amax.
+  // Include kCount further elements in the amax. For AmaxNan::lanes, kCount must be even.
   template <int kCount>
   FP4KIT_DEVICE_MEMBER void add(const float (&x)[kCount]) {
     if constexpr (kNan == AmaxNan::lanes) {
@@ -59,7 +59,7 @@ struct BlockAmax {
   FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
 };
 
-// Return the amax of kCount elements.
+// Return the amax (the largest magnitude) of kCount elements. kNan says what NaN elements do to the amax.
 template <AmaxNan kNan, int kCount>
 FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   BlockAmax<kNan> amax;
@@ -90,7 +90,8 @@ struct Factor {
   float value, reciprocal;
 };
 
-// Return the scaled element: the number whose rounding gives the code of element x, in a block with factor f.
+// Return the scaled element: the number whose rounding gives the code of element x, in a block with factor f. If
+// R::kNanIsMax, return the largest element value in place of NaN.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
@@ -114,7 +115,7 @@ FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
-// Return the code of a scaled element y.
+// Return the code of a scaled element y, by the recipe's rounding and its rules for signs and NaN.
 template <class R>
 FP4KIT_DEVICE u32 encode_element(float y) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(y);

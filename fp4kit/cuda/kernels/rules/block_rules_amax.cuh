@@ -28,7 +28,7 @@ FP4KIT_DEVICE u32 encode_magnitude_up(float a) {
 enum class ScaleRounding { rn, rp, rz };
 
 // Return the code of a scale x >= 0, in the scale format of R, rounded as kRounding says. Numbers above the largest
-// value saturate.
+// value saturate. NaN gives the NaN code of the format.
 template <class R, ScaleRounding kRounding>
 FP4KIT_DEVICE u32 encode_own_scale(float x) {
   using F = typename R::Scale;
@@ -41,6 +41,8 @@ FP4KIT_DEVICE u32 encode_own_scale(float x) {
   }
 }
 
+// Base of the amax rules. The scale is amax / amax_target * (the tensor's encode scale), rounded by kRounding. Elements
+// are multiplied by the reciprocal of the stored block scale times the tensor's decode scale.
 template <ScaleRounding kRounding>
 struct own_block_rule : by_code {
   template <class R, class In>

@@ -170,8 +170,8 @@ struct block_comfyui : by_code {
   }
 };
 
-// Return the code of a block scale. Scales below the smallest positive value of the scale format, and NaN, give the
-// code of that value.
+// Return the code of a block scale, clamped to the positive values of the scale format first. So smaller scales, 0 and
+// NaN give the code of the smallest positive value, and larger scales give the code of the largest value.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float scale) {
   return encode_scale<R>(fminf(fmaxf(scale, min_subnormal_of<typename R::Scale>()), max_of<typename R::Scale>()));

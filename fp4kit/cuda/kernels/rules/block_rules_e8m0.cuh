@@ -22,7 +22,7 @@ FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
 }
 
 // Round amax to `mantissa_bits` mantissa bits, with ties away from zero, and return shifted_exponent of the rounded
-// amax. Return 255 for NaN.
+// amax. Return 255 for NaN, for infinity, and if rounding gives infinity.
 template <class R>
 FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
   const u32 bits = bits_of(amax);
@@ -50,7 +50,8 @@ struct block_e8m0_even : inverse_factor {
   }
 };
 
-// Return the E8M0 code of amax * (1 / max), rounded up. max is the largest value of the element format.
+// Return the E8M0 code of amax * (1 / max), rounded up. max is the largest value of the element format. Infinity gives
+// 254, and NaN gives 255.
 template <class R>
 FP4KIT_DEVICE u32 rceil(float amax) {
   return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>()));
@@ -71,14 +72,14 @@ struct block_e8m0_te : inverse_factor {
 };
 
 // Return the E8M0 code of amax * rcp.approx(max), rounded up, with subnormals flushed to zero. max is the largest value
-// of the element format.
+// of the element format. Infinity gives 254, and NaN gives 255.
 template <class R>
 FP4KIT_DEVICE u32 code_flashinfer(float amax) {
   return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
 }
 
-// FlashInfer's rule for FP4. The inverse of code 254 is the subnormal 2^-127, which its arithmetic flushes to 0, so the
-// factor is 0.
+// FlashInfer's rule for FP4. The factor is the inverse of the code's value, except that it is 0 for codes 0, 254 and
+// 255. (The inverse for code 254 is the subnormal 2^-127, which FlashInfer's arithmetic flushes to 0.)
 struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -92,8 +93,8 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
-// Return ceilf(float32_log2(x)) for x > 0, computed without a logarithm. The result equals that of the float64
-// logarithm for all positive finite float32 values. Infinity gives 128.
+// Return ceilf(float32_log2(x)) for x > 0. For normal numbers, the result is computed without a logarithm, and equals
+// the one with the logarithm for all of them. Infinity gives 128.
 //
 // Let x = 2^e * (1 + m / 2^23). The rounded logarithm is e, rather than above e, if log2(1 + m / 2^23) is at most half
 // an ulp at e. Let 2^k be the largest power of two that is at most |e|; k is one less if e = -2^k, where the ulp is

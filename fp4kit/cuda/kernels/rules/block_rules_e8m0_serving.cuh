@@ -17,9 +17,10 @@ FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
 
 // ---- rules that compute the scale from the bits of the amax
 
-// Round amax to the element format's number of mantissa bits. Return the exponent field of the result minus the
-// exponent of the largest element value. Return 255 for infinity, for NaN, and if rounding gives infinity. NaN is
-// tested first, because a payload of ones, which GPU instructions produce, would carry into the sign bit.
+// Round amax to the element format's number of mantissa bits, with ties away from zero. Return the exponent field of
+// the result minus the exponent of the largest element value, which may be negative. Return 255 for infinity, for NaN,
+// and if rounding gives infinity. NaN is tested first, because a payload of ones, which GPU instructions produce, would
+// carry into the sign bit.
 template <class R>
 FP4KIT_DEVICE i32 even_exponent(float amax) {
   if (is_nan(amax)) return 255;
@@ -170,6 +171,8 @@ FP4KIT_DEVICE float quark_scale(float amax) {
 template <bool kUp>
 struct quark_by_log : by_amax {
   static constexpr bool kReadsInput = true;
+  // Return the code of a scale that quark_scale computed from this amax: the exponent field of the scale, clamped to
+  // 1 ... 254. Return 127 if the amax is not finite.
   FP4KIT_DEVICE u32 code_of(float amax, float scale) {
     return is_finite(amax) ? minimum(maximum(bits_of(scale) >> 23 & 0xFFu, 1u), 254u) : 127u;
   }

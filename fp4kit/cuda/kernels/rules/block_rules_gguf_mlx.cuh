@@ -6,7 +6,7 @@
 #include "block_rules_e8m0.cuh"
 
 // llama.cpp's rule with E4M3 scales. Significands halfway between two codes are rounded up, whereas rounding to nearest
-// even would round half of them down. Scales of 248 and more become 448.
+// even would round half of them down. Scales of 248 and more become 448. An amax of NaN counts as 0.
 struct block_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -39,6 +39,8 @@ FP4KIT_DEVICE i32 floor_of_log2(float a) {
          (0x800000u - (bits & 0x7FFFFFu) <= (binade * 177u >> 8));  // 177 / 256 is ln 2, accurate enough for all seven
 }
 
+// llama.cpp's rule with E8M0 scales. The code is the low byte of floor(log2(amax)) - emax + 127, where emax is the
+// exponent of the largest element value. It is 0 if the amax is 0, infinite or NaN.
 struct block_e8m0_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -106,8 +108,8 @@ struct wrapped_power {
   FP4KIT_DEVICE u32 wrapped(i32 n, float s) {
     return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu;
   }
-  // Return the code of a scale that is not finite. It is the byte that x86-64 produces when it casts such a float to an
-  // integer.
+  // Return the code of a scale that is not finite: 128 for float32 elements, and 0 for 16-bit elements. MLX casts such
+  // a scale to a byte, and x86-64 gives these results.
   template <class In>
   FP4KIT_DEVICE u32 not_finite() {
     return sizeof(typename In::Bits) == 4 ? 128u : 0u;

@@ -1,12 +1,13 @@
 // Functions that encode and decode one value, for any element format. They give the same results as reference/codec.py.
 //
 // A format F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits,
-// kMantissaBits, kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (the float32 bits
-// of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats for which there are special
-// instructions or faster functions. kIsTable says whether F is a table of values (Codebook); then F::value(code)
-// returns the value of a code, and F::nearest(x) the code of a number that is not NaN. MX4 (PairedMicroexponents) is a
-// table with other members in place of F::nearest: the type F::HasPairs, which is void, and F::kAmaxTargetBits, the
-// float32 bits of its amax_target.
+// kMantissaBits, kBias, kEmin and kEmax (the exponents of the smallest and the largest normal value), kSignBit,
+// kMaxCode, kNanCode, kInfinityCode, kHasNan, kIsInteger, kBits, kStoredBits (the bits that a code takes in memory) and
+// kMaxBits (the float32 bits of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats
+// for which there are special instructions or faster functions. kIsTable says whether F is a table of values
+// (Codebook); then F::value(code) returns the value of a code, and F::nearest(x) the code of a number that is not NaN.
+// MX4 (PairedMicroexponents) is a table with other members in place of F::nearest: the type F::HasPairs, which is void,
+// and F::kAmaxTargetBits, the float32 bits of its amax_target.
 //
 // The enum Rounding below says how elements are rounded.
 #pragma once
@@ -114,10 +115,12 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
-// Return the code of x. Return kNan for NaN, and for infinity if kRounding is rnw. For Rounding::first, the value of
-// each code is multiplied by `step` before it is compared with x; other roundings ignore `step`. For a table of values,
-// return the code of the nearest value. Integers are rounded to nearest even and clamped to [-max - 1, max], or to
-// [-max, max] if kNarrow.
+// Return the code of x in the format F. Return kNan for NaN, and for infinity if kRounding is rnw.
+//
+// If F is a table of values, return the code of the nearest value. If F has integers, x is rounded to nearest even and
+// clamped to [-max - 1, max], or to [-max, max] if kNarrow. Otherwise, the magnitude of x is encoded by first_of_least
+// for Rounding::first, which alone uses `step`, and by encode_magnitude for other roundings; kSign says whether the
+// code gets a sign bit.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -276,8 +279,8 @@ FP4KIT_DEVICE u32 encode_stochastic_float16(float x, u32 random) {
   return encode_magnitude<F, Rounding::rn>(base + count * step) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Return x rounded to float32 by rounding to odd. The 24 bits of the result suffice to round on to 8 or 11 bits with
-// the same result as rounding x itself.
+// Return x rounded to odd in float32: x rounded toward zero, with the last bit set to 1 if that was not exact. If the
+// result is rounded again, to 8 or 11 bits, this gives the same number as rounding x itself.
 FP4KIT_DEVICE float round_to_odd(double x) {
   const float toward_zero = narrow_rz(x);
   return float_of(bits_of(toward_zero) | (static_cast<double>(toward_zero) != x));

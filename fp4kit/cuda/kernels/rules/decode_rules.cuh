@@ -4,8 +4,8 @@
 //   scale<R>(code, tensor)     return the Scale of a block: the numbers that `apply` multiplies by, from both scales
 //   product_scale(scale)       return the Scale for value * scale; only in rules with block scales that need an amax
 //   apply(value, scale)        return the element whose code has the value `value`
-//   apply_pair(values, scale)  return `apply` of two bfloat16 values; valid only for scales that are a power of two,
-//                              NaN or infinity
+//   apply_pair(values, scales) return `apply` for two bfloat16 values at once. Both arguments are words of two bfloat16
+//                              numbers. Valid only for scales that are a power of two, NaN or infinity
 //   kNeedsAmax                 true if the rule depends on the tensor's amax or encode scale too
 //   kReadsNanAsNumber          true if NaN codes decode to the numbers that their bits would encode without NaN
 #pragma once
@@ -256,7 +256,7 @@ struct ScaleAndFormat {
   BaseScale scale;
   bool is_integer;
 };
-// Return true if the Scale of the other rule is finite.
+// Return true if the Scale of the base decode rule is finite.
 template <class BaseScale>
 FP4KIT_DEVICE bool is_finite(ScaleAndFormat<BaseScale> s) {
   return is_finite(s.scale);
@@ -279,7 +279,8 @@ template <class Base>
 struct two_formats {
   static constexpr bool kNeedsAmax = Base::kNeedsAmax, kReadsNanAsNumber = Base::kReadsNanAsNumber;
   using Scale = ScaleAndFormat<typename Base::Scale>;
-  // A scale code with bit 7 decodes to a negative number, or to -0.
+  // Return the Scale for value * scale. `scale` is a decoded scale code. Its sign bit is bit 7 of the code, which
+  // selects INT4.
   FP4KIT_DEVICE Scale product_scale(float scale) {
     return {Base::product_scale(magnitude_of(scale)), sign_of(scale) != 0u};
   }

@@ -143,9 +143,9 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
   }
 }
 
-// Encode the elements element_at(0) ... element_at(kRun - 1), which fill whole words, and pack their codes into
-// `words`. Rounding is not stochastic, and elements do not lie in pairs. The loop is not unrolled, which keeps the
-// machine code of this rare case small.
+// Encode the elements element_at(0) ... element_at(kRun - 1), and pack their codes into `words`. The codes must fill
+// whole words, rounding must not be stochastic, and the format must not have kHasPairs. The loop is not unrolled, which
+// keeps the machine code of this rare case small.
 template <class R, class In, int kRun, class ElementAt>
 FP4KIT_DEVICE void exact_codes_of(const ElementAt& element_at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;

@@ -3,6 +3,7 @@
 // block, or 1 without blocks. tensor_amax is the amax of the tensor, the row or the block, by R::kTensorScaling. A rule
 // has these members:
 //
+//   kHasCodes                         true if the scale of a block is an E4M3 code
 //   scale<R, In>(amax, tensor_amax)   return the FakeScale of a block; only if kHasCodes is false
 //   code<R>(amax, tensor_amax)        return the E4M3 code of a block's scale; only if kHasCodes is true
 //   scale_of<R>(code, tensor_amax)    return the FakeScale of a code, for a table per tensor; only if kHasCodes is true

@@ -44,6 +44,7 @@ struct FastPath {
   static constexpr bool kFactorFits = !(R::kIsOwn && kPowerOfTwo);
   static constexpr bool kExists = kDivisionFits && kFactorFits && !R::kThenEncode && !R::Element::kIsInteger &&
                                   !R::Element::kIsTable && kRoundingFits && kSignFits;
+  // True if two bfloat16 elements are encoded at once, in the halves of a word (encode_pairs_e2m1x8).
   static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kTiesToEven &&
                                    !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
   // True if products have no more bits than 16-bit elements, as stochastic rounding of pairs requires.
@@ -51,8 +52,10 @@ struct FastPath {
 };
 
 // Return true if packing (R::kRepacked), in which the producer decodes codes and encodes the values again, leaves the
-// codes unchanged. No value may overflow the type of the elements. For E8M0 scales, the type must also represent the
-// scale. For other scales, the error of the type must be less than half of the smallest step between codes.
+// codes of a block with this factor unchanged. Two conditions must hold. First, no value may overflow the type of the
+// elements. Second, for E8M0 scales, the type must represent the scale; for other scales, the error of the type must be
+// less than half of the smallest step between codes. Under scales other than E8M0, a factor of 0 keeps the codes, too,
+// because all values are then zeros.
 template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
@@ -150,7 +153,9 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
-// Encode a run of finite elements and pack its codes into words, with the result of exact_codes.
+// Encode a run of finite elements and pack its codes into words, the first code in the lowest bits. The words equal
+// those of exact_codes if takes_fast_path is true for the block. Otherwise they have no meaning. Rounding must not be
+// stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
@@ -192,6 +197,7 @@ FP4KIT_DEVICE float round_magnitude(float a) {
 }
 
 // Fake-quantize a run of finite elements: store the values to which its codes decode in a block with the given Scale.
+// takes_fast_path must be true for the block.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale,
                                 float (&values)[kRun]) {

@@ -119,8 +119,9 @@ FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 sm
          is_rounding_certain<In>(y, float_of(largest));
 }
 
-// Store in y the Hadamard transform of x, computed with float32 sums. Return true if y provably has the right bits.
-// Store the float32 bits of the largest |y| in `largest`.
+// Store in y the Hadamard transform of x, computed with float32 sums, and the float32 bits of the largest |y| in
+// `largest`. Return true if y provably has the right bits. If the result is false, the caller must compute both again
+// by hadamard_exact.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];
@@ -160,8 +161,8 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
 
 // Transform two columns in place, by float32 sums: the low and the high halves of 16 rows of pairs. Return a pair with
 // the largest magnitude of each column. Bit j of `inconclusive` is set if the sums of column j are not conclusive; the
-// result of that column is then wrong, and the caller must transform it by the exact path from memory. The input rows
-// are not kept for that case, because they would take 16 registers.
+// result of that column may then be wrong, and the caller must transform it by the exact path from memory. The input
+// rows are not kept for that case, because they would take 16 registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& inconclusive) {
   const u32 smallest = smallest_nonzero(rows);

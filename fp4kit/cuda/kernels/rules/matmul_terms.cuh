@@ -140,7 +140,7 @@ struct ExactSum {
   }
 
   // Return the sum, rounded to float32 to nearest even. A sum of zero is +0, and a negative sum that rounds to zero is
-  // -0. The function changes the digits, so it must be called last.
+  // -0. If infinities or NaN were added, return their sum. The function changes the digits, so it must be called last.
   FP4KIT_DEVICE_MEMBER float rounded() {
     if (special != 0.0) return static_cast<float>(special);
     carry();

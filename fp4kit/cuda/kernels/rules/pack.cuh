@@ -89,7 +89,7 @@ FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
   return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
 }
 
-// Multiply four bfloat16 pairs with a power of two, and return the word of the E2M1 codes of the eight products. The
+// Multiply four bfloat16 pairs by a power of two, and return the word of the E2M1 codes of the eight products. The
 // codes get the sign bits of the four pairs at `signs`. `factor` holds the power of two as bfloat16 in both halves.
 FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
   u32 bytes[2];

@@ -33,16 +33,18 @@ struct EightBounds {
   u32 pairs[4];
 };
 
-// Return the smallest contribution of an element to the loss for a scale, in units of 1 / kUnits, in the last bits of
-// the result. u is the middle of a step, and `scale` and `reciprocal` are relative to the scale of the first code.
+// Return a table entry: a lower bound of the squared error that an element adds to the loss under a candidate scale.
+// The bound is an integer from 0 to 85, in units of 1 / kUnits. It is the lowest byte of the result; the other bytes
+// have no meaning. It holds for all elements within half a step (1 / kSteps) of u. u, `scale` and `reciprocal` (1 /
+// scale) are relative to the scale of the first code.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too
   return bits_of(fma_rz(distance * distance, kUnits, 0x1p23f));
 }
 
-// Fill the tables, with all threads of a thread block. Each thread computes half of the bytes of some rows for one
-// mantissa. Scale is the scale format.
+// Fill the tables. All threads of a thread block must call this function, and then synchronize before they read the
+// tables. Each thread computes half of the bytes of some rows for one mantissa. Scale is the scale format.
 template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
@@ -67,8 +69,9 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   }
 }
 
-// Return lower bounds of a block's losses for the scale codes first ... first + count - 1. No element may exceed 7
-// times the scale of `first`, and `reciprocal` is the reciprocal of that scale. Codes above first + count - 1 get
+// Return lower bounds of a block's losses for the scale codes first ... first + count - 1, with count at most 8. The
+// bounds are in units of the squared scale of `first`, divided by kUnits. `first` must be a normal code, and no element
+// may exceed 7 times its scale. `reciprocal` is the reciprocal of that scale. The remaining codes up to first + 7 get
 // bounds that are so large (kClosed) that these codes are never chosen.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {

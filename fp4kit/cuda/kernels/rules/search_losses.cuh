@@ -11,7 +11,8 @@
 constexpr int kSearchBlockSize = 16;  // number of elements per block
 constexpr u32 kLastCandidate = 126u;  // the candidates are the E4M3 codes 1 ... kLastCandidate
 
-// A candidate scale and its approximate reciprocal. Elements are multiplied by the reciprocal instead of divided.
+// A candidate scale, and the approximate reciprocal of scale * division_scaling(scale), which is the scale itself
+// unless it is subnormal or above 2^126. Elements are multiplied by the reciprocal instead of divided.
 struct Candidate {
   float scale, reciprocal;
 };
@@ -151,8 +152,8 @@ struct BestCode {
 };
 
 // Return the loss that a scale causes by clipping: the loss of only those elements that are above 6 times the scale,
-// summed in the order of loss_of. Without weights, only the largest element is counted. The result is a lower bound of
-// the block's loss.
+// summed in the order of loss_of. Without weights, only the largest element is counted; `amax` is its magnitude. The
+// result is a lower bound of the block's loss.
 template <bool kWeighted>
 FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {

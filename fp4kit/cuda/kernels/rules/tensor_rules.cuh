@@ -9,7 +9,7 @@ constexpr float kInv6 = 1.0f / 6.0f;  // rounds to 0x3E2AAAAB
 constexpr float kTinyAmax = 0x1p-24f;
 
 // A tensor's scale in both directions, and the amax from which it was computed. Elements are multiplied by `encode`
-// when they are encoded, and by `decode` when they are decoded.
+// when they are encoded, and by `decode` when they are decoded. Without a tensor scale, all three are 1.
 struct TensorScale {
   float encode, decode, amax;
 };
@@ -35,7 +35,8 @@ FP4KIT_DEVICE float full_range() {
 
 // ---- functions for the codes of block scales
 
-// Return the code of a block scale, rounded to nearest even in the scale format of R.
+// Return the code of a block scale, rounded to nearest even in the scale format of R. Numbers above the largest value
+// saturate, and NaN gives the NaN code of the format.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
 #if FP4KIT_HAS_CVT_FP8
@@ -277,7 +278,8 @@ FP4KIT_DEVICE float narrowed(float x) {
   return value;
 }
 
-// The amax rules: decode = amax / (largest element * largest block scale), rounded to T, or not rounded for Float32.
+// The amax rules: decode = amax / (largest element * largest block scale), rounded to T as kDirection says (see
+// `narrowed`), or not rounded for Float32. For recipes without block scales, decode = amax / largest element.
 template <class T, int kDirection>
 struct own_tensor_rule {
   template <class R, class In>

@@ -78,12 +78,12 @@ FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
   return count <= 0x7FFFFFFF ? static_cast<i64>(static_cast<u32>(i) / static_cast<u32>(n)) : i / n;
 }
 
-// Return the smaller of a and b. If a comparison with NaN makes a < b false, return b.
+// Return the smaller of a and b, or b if one of them is NaN.
 template <class T>
 FP4KIT_DEVICE T minimum(T a, T b) {
   return a < b ? a : b;
 }
-// Return the larger of a and b. If a comparison with NaN makes a < b false, return a.
+// Return the larger of a and b, or a if one of them is NaN.
 template <class T>
 FP4KIT_DEVICE T maximum(T a, T b) {
   return a < b ? b : a;
