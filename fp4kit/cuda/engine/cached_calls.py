@@ -250,7 +250,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
     - The quantized axis is the second to last axis, and the recipe has a tensor scale per row.
     - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
 
-    The call must round to nearest, without a Hadamard transform or block amaxes.
+    The caller makes sure that the call rounds to nearest, without a Hadamard transform and without block amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
@@ -333,7 +333,7 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
     - The quantized axis is not the last one.
     - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
 
-    The call must round to nearest, without block amaxes.
+    The caller makes sure that the call rounds to nearest, without block amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.

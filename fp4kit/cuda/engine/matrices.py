@@ -85,9 +85,10 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
     - The recipe has one tensor scale per tensor, or one per row and rows that are not too long (_has_short_rows).
     - The caller passed no amax, and the call has no Hadamard transform.
     - x is not empty.
-    - x is one small matrix whose rows begin at multiples of 16 bytes (has_aligned_runs). Then each cluster of thread
-      blocks reads the whole x, which is faster than further launches. If each thread block finds the amaxes of its own
-      rows (finds_rows), x may be large, misaligned or several matrices.
+    - x is one matrix of at most MAX_KERNEL_AMAX_ELEMENTS elements, whose rows begin at multiples of 16 bytes
+      (has_aligned_runs). Then each cluster of thread blocks reads the whole x, which is faster than further launches.
+      If each thread block finds the amaxes of its own rows (finds_rows), x may be larger, misaligned or several
+      matrices.
     """
     r, finding = call.recipe, request._replace(finds_amax=True)
     has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and _has_short_rows(request))

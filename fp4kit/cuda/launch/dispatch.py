@@ -385,10 +385,12 @@ def _bytes_per_thread(request: LaunchRequest) -> int:
 def _row_grid(request: LaunchRequest, device: int) -> int:
     """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
-    If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
-    multiprocessor, so that a thread block does more work per preparation. For fake-quantized values of recipes that
-    multiply elements by a factor, one thread writes 16 bytes VALUE_RUNS times instead. If thread blocks find the amaxes
-    of their rows (finds_rows), there is at most one thread block per row.
+    If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so that
+    a thread block does more work per preparation. Thread blocks prepare a table of factors, the order of swizzled
+    scales, or the division by which a run finds its row.
+
+    There are two exceptions. For fake-quantized values of recipes that multiply elements by a factor, one thread writes
+    16 bytes VALUE_RUNS times. If thread blocks find the amaxes of their rows (finds_rows), the grid is _rows_grid.
 
     Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 

@@ -111,7 +111,7 @@ def kernel_structs(request: LaunchRequest) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return a compiled kernel for x of a dtype.
+    """Return a compiled kernel for x of a dtype, as a CuPy function on a device.
 
     kernel: the name of its file. struct: the result of kernel_structs. aligned_runs: the result of has_aligned_runs.
     """
@@ -254,10 +254,12 @@ def transform_struct(mask: int | None) -> str:
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
 ) -> Any:
-    """Return a compiled amax kernel. aligned_runs: True if every row to reduce begins at a multiple of 16 bytes.
+    """Return a compiled amax kernel, as a CuPy function on a device.
 
-    counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is
-    applied first; None for no transform.
+    Args:
+        counted: the elements that count: "all", "no_nan" or "finite".
+        aligned_runs: True if every row to reduce begins at a multiple of 16 bytes.
+        mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
     """
     source = instantiation(
         "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
@@ -278,7 +280,8 @@ def amax_launch(
 ) -> Launch:
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row.
 
-    Call it with the addresses of x and of the result, which must hold zeros.
+    Call it with the addresses of x and of the result. Without by_row, the result must hold 0 before, because the kernel
+    only raises it.
 
     Args:
         counted: the elements that count: "all", "no_nan" or "finite".

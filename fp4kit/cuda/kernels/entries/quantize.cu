@@ -336,8 +336,9 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread processes kUnroll
-// runs (see RunPosition) per step. If R::kFindsRows, the amaxes of rows are found, too, and stored at the address
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. It is launched for blocks of
+// one row that no other kernel supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes kUnroll runs
+// (see RunPosition) per step. If R::kFindsRows, the amaxes of rows are found, too, and stored at the address
 // a.tensor_amax. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
 // blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
