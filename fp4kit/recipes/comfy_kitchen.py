@@ -46,8 +46,8 @@ def recipes() -> Iterator[Recipe]:
         source="ComfyUI 0.33 comfy/float.py stochastic_round_quantize_nvfp4_by_block",
         exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed or the random numbers. "
         "ComfyUI rounds stochastically when it merges a LoRA into a layer. It computes in the dtype of x, also block "
-        "scales. On a GPU, PyTorch rounds some steps otherwise, which changes about 1% of the codes of bfloat16 weights. "
-        "No producer uses this recipe with rounding to nearest",
+        "scales. On a GPU, PyTorch rounds some steps otherwise, which changes about 1% of the codes of bfloat16 "
+        "weights. No producer uses this recipe with rounding to nearest",
     )
     yield of_format(
         MXFP8_E4M3,
