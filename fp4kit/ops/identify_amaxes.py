@@ -14,7 +14,7 @@ from fp4kit.call.parse import TE_SIGN_MASK
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.reference.implied_amax import NEAR, amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.implied_amax import FEW, NEAR, amax_interval, covered_range, implied_amax, same_scale
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import Hadamard
 
@@ -89,11 +89,12 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
     seen = [tensor_scale(amax, r, dtype).encode]
-    for neighbor in _neighbors(amax, scale, r, dtype):
-        encode = tensor_scale(neighbor, r, dtype).encode
-        if not any(np.array_equal(encode, other) for other in seen):
-            seen.append(encode)
-            yield neighbor
+    for neighbors in _neighbors(amax, scale, r, dtype):
+        encodes = np.broadcast_to(tensor_scale(neighbors, r, dtype).encode, neighbors.shape)
+        for i, encode in enumerate(encodes):
+            if not any(np.array_equal(encode, other) for other in seen):
+                seen.append(encode)
+                yield neighbors[i, ...]
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -107,7 +108,9 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that all give `scale`, in ascending order.
+    """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that all give `scale`, in ascending order, as stacks of arrays.
+
+    All arrays are in one stack if there are few scales; otherwise, each is in a stack of its own, to save memory.
 
     The arrays begin at the smallest amax that gives the scale. If fewer than MAX_NEIGHBORS amaxes give it, the largest
     is repeated. Only amaxes near the implied one are tried (see amax_interval). Where none of these gives the scale,
@@ -115,8 +118,10 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
-    for step in range(MAX_NEIGHBORS):
-        bits = np.minimum(first + step, last).astype(np.int32)
+    height = MAX_NEIGHBORS if scale.size <= FEW else 1
+    for start in range(0, MAX_NEIGHBORS, height):
+        steps = np.arange(start, start + height).reshape(-1, *(1,) * first.ndim)
+        bits = np.minimum(first + steps, last).astype(np.int32)
         yield np.where(has_interval, bits.view(np.float32), amax)
 
 
