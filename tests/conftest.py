@@ -12,6 +12,10 @@ from functools import cache, partial
 from pathlib import Path
 from zlib import crc32
 
+# The workers use all processors. Threads of NumPy's matrix library would wait for each other actively, and a norm could
+# take 50 times as long. The library reads this variable when NumPy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from exhaustive import USUAL, lot, seldom
 from fuzz_faults import engine_away
