@@ -385,8 +385,8 @@ def _bytes_per_thread(request: LaunchRequest) -> int:
 def _row_grid(request: LaunchRequest, device: int) -> int:
     """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
-    If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so that
-    a thread block does more work per preparation. Thread blocks prepare a table of factors, the order of swizzled
+    If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so
+    that a thread block does more work per preparation. Thread blocks prepare a table of factors, the order of swizzled
     scales, or the division by which a run finds its row.
 
     There are two exceptions. For fake-quantized values of recipes that multiply elements by a factor, one thread writes
