@@ -158,7 +158,7 @@ def test_writer_does_not_replace_a_file(tmp_path: Path) -> None:
         SafetensorsWriter(tmp_path / "x.safetensors", [], {})
 
 
-@given(st.text(max_size=12))
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=12))  # the default alphabet takes 0.9 s to compute
 def test_shard_name_never_leaves_its_directory(name: str) -> None:
     for text in (name, name + ".safetensors"):
         try:
