@@ -328,9 +328,10 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
     if r.element.is_integer or r.four_over_six or isinstance(r.element, Codebook):
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if seed is None:
-        arrays = {"comfyui_nvfp4": ", or numbers from 0 to 1 in the shape of x", "mslk": ""}
-        array = arrays.get(r.stochastic, ", or random bytes (uint8, shape of x)")
-        raise ValueError(f"{op}: stochastic rounding needs seed: an int{array}")
+        numbers = "numbers from 0 to 1 in the shape of x"
+        needed = {"comfyui_nvfp4": f"an int, or {numbers}", "comfyui_nvfp4_cuda": numbers, "mslk": "an int"}
+        array = needed.get(r.stochastic, "an int, or random bytes (uint8, shape of x)")
+        raise ValueError(f"{op}: stochastic rounding needs seed: {array}")
     random = parse_seed(op, seed, call.x, r)
     return random if isinstance(random, int) else np.moveaxis(random, call.axis, -1)
 

@@ -11,6 +11,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import COMFYUI_STOCHASTICS
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
@@ -18,7 +19,9 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
 
     - For Recipe.stochastic "te": the seed as an int, or the caller's random bytes (uint8).
     - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
-    - "comfyui_nvfp4": numbers from 0 to 1 (float32), in host memory. A seed gives those of torch.rand on a CPU.
+    - "comfyui_nvfp4": numbers from 0 to 1 (float32), in host memory. A seed gives those of torch.rand on a CPU, in
+      PyTorch 2.13. PyTorch 2.11 draws other numbers in float16 and bfloat16.
+    - "comfyui_nvfp4_cuda": numbers from 0 to 1 (float32), in host memory. A seed is not accepted.
     - "mslk": the seed as an int.
 
     If x is an AbstractArray, the seed is only checked. If x is on a GPU, a seed for "comfyui_nvfp4" stays an int,
@@ -30,12 +33,17 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
         TypeError: the seed is neither an int nor an array.
         ValueError: the seed is out of range, the array has a wrong dtype, shape or value, or the recipe accepts none.
     """
-    as_numbers = recipe.stochastic == "comfyui_nvfp4"
+    as_numbers = recipe.stochastic in COMFYUI_STOCHASTICS
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
         if recipe.stochastic == "mslk":
             raise ValueError(f"{op}: seed is an array; {recipe.id} needs an int, because scales are random too")
         return _numbers(op, seed, x, recipe) if as_numbers else _bytes(op, seed, x)
     number = check_seed(op, as_index(op, "seed", seed))
+    if recipe.stochastic == "comfyui_nvfp4_cuda":
+        raise ValueError(
+            f"{op}: seed is {number}; {recipe.id} needs the numbers that torch.rand gives, because those of a seed"
+            " depend on the GPU"
+        )
     on_device = not isinstance(x, (np.ndarray, AbstractArray))
     if recipe.stochastic in ("te", "mslk") or isinstance(x, AbstractArray) or (as_numbers and on_device):
         return number
@@ -83,7 +91,7 @@ def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
         raise ValueError(
             f"{op}: seed is {seed.dtype} {seed.shape}; {recipe.id} needs numbers as torch.rand gives them, {x.dtype}"
-            f" {x.shape}, or an int"
+            f" {x.shape}" + ", or an int" * (recipe.stochastic == "comfyui_nvfp4")
         )
     if not isinstance(seed, np.ndarray):
         return seed

@@ -63,7 +63,8 @@ def quantize(
             element's index in x with `axis` moved last. The recipes of ComfyUI differ: an int gives the random numbers
             of PyTorch's generator on a CPU with this seed (its low 32 bits), in the order of x. The random numbers of
             nvfp4-comfy-kitchen-stochastic are not bytes, but numbers as torch.rand gives them: at least 0 and less than
-            1, in the dtype and shape of x. mxfp4-mslk-stochastic accepts only an int, the seed of MSLK's kernel.
+            1, in the dtype and shape of x. With the suffix -cuda, this recipe accepts no int. mxfp4-mslk-stochastic
+            accepts only an int, the seed of MSLK's kernel.
         hadamard: True first applies Transformer Engine's (TE's) randomized Hadamard transform to x, in blocks of 16
             along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
             "no_signs" applies the transform without the random sign mask.

@@ -6,6 +6,7 @@ One recipe is of ComfyUI itself, which rounds stochastically when it merges a Lo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fp4kit.formats import E4M3, E5M2, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
@@ -16,7 +17,7 @@ _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield comfy-kitchen's recipes: two of NVFP4, then MXFP8, then FP8 with one scale per tensor, in two formats."""
+    """Yield comfy-kitchen's recipes: three of NVFP4, then MXFP8, then FP8 with one scale per tensor, in two formats."""
     yield of_format(
         NVFP4,
         "nvfp4-comfy-kitchen",
@@ -31,7 +32,7 @@ def recipes() -> Iterator[Recipe]:
         "ComfyUI's files have the even element in the high nibble, and swizzled scales. For ComfyUI's "
         "stochastic rounding, use nvfp4-comfy-kitchen-stochastic",
     )
-    yield of_format(
+    stochastic = of_format(
         NVFP4,
         "nvfp4-comfy-kitchen-stochastic",
         tensor_rule="comfy_kitchen",
@@ -44,10 +45,21 @@ def recipes() -> Iterator[Recipe]:
         stochastic="comfyui_nvfp4",
         versions=Versions("0.29", "0.33"),
         source="ComfyUI 0.33 comfy/float.py stochastic_round_quantize_nvfp4_by_block",
-        exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed or the random numbers. "
-        "ComfyUI rounds stochastically when it merges a LoRA into a layer. It computes in the dtype of x, also block "
-        "scales. On a GPU, PyTorch rounds some steps otherwise, which changes about 1% of the codes of bfloat16 "
-        "weights. No producer uses this recipe with rounding to nearest",
+        exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed (PyTorch 2.13; 2.11 draws "
+        "other numbers in 16 bits) or the random numbers. ComfyUI rounds stochastically when it merges a LoRA into a "
+        "layer. It computes in the dtype of x, also block scales. No producer uses this recipe with rounding to nearest",
+    )
+    yield stochastic
+    yield replace(
+        stochastic,
+        id="nvfp4-comfy-kitchen-stochastic-cuda",
+        tensor_rule="comfy_kitchen_cuda",
+        block_rule="comfyui_cuda",
+        stochastic="comfyui_nvfp4_cuda",
+        exact="codes, scales and decoded values of stochastic rounding by PyTorch on a GPU (H200), for given random "
+        "numbers. In bfloat16, about 1% of the codes differ from those of nvfp4-comfy-kitchen-stochastic. In float32, "
+        "scales differ, because PyTorch multiplies by rounded reciprocals. No producer uses this recipe with rounding "
+        "to nearest",
     )
     yield of_format(
         MXFP8_E4M3,

@@ -17,9 +17,10 @@ AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
-STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "mslk")
+STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
 # These are computed by the specification alone. Their random numbers are not bytes.
-SPECIFIED_STOCHASTICS = ("comfyui_nvfp4", "mslk")
+SPECIFIED_STOCHASTICS = ("comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
+COMFYUI_STOCHASTICS = SPECIFIED_STOCHASTICS[:2]
 
 
 # The scale format of the amax rules, which belong to no producer. They write block scales in every float format, and
@@ -110,6 +111,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "flashinfer_kv_page": BlockRuleTraits("E4M3", six=True),
     "comfy_kitchen": BlockRuleTraits("E4M3", "divide"),
     "comfyui": BlockRuleTraits("E4M3", "divide"),
+    "comfyui_cuda": BlockRuleTraits("E4M3", "divide", six=True),
     "mslk": BlockRuleTraits("E4M3", encode=True),
     "mslk_fast": BlockRuleTraits("E4M3", six=True, encode=True),
     "mslk_power": BlockRuleTraits("E4M3", encode=True),
@@ -172,6 +174,7 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix": "E4M3",
     "fouroversix_4": "E4M3",
     "comfy_kitchen": "E4M3",
+    "comfy_kitchen_cuda": "E4M3",
     # Rules for user-defined formats: the scale is rounded to float32, or to a number of 16 bits
     "amax": ANY_FORMAT,
     "amax_float16": ANY_FORMAT,

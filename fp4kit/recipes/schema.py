@@ -85,9 +85,9 @@ class Recipe:
         flush: True if subnormal elements and subnormal results of multiplications are replaced by zero (ftz).
         round_scaled: True if scaled elements are rounded to the input dtype before they are rounded to a code.
         stochastic: how rounding="stochastic" rounds, and from which random numbers; see reference/stochastic.py. "te":
-            as Transformer Engine does. "comfy_kitchen_fp8": as comfy-kitchen does for FP8, in float16.
-            "comfyui_nvfp4": as ComfyUI does for NVFP4, in the dtype of x. "mslk": as MSLK does for MXFP4, where block
-            scales are random too.
+            as Transformer Engine does. "comfy_kitchen_fp8": as comfy-kitchen does for FP8, in float16. "comfyui_nvfp4",
+            "comfyui_nvfp4_cuda": as ComfyUI does for NVFP4 in the dtype of x, on a CPU and on a GPU. "mslk": as MSLK
+            does for MXFP4, where block scales are random too.
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
             of the elements and encoded again. Values that become infinite in this dtype lose their codes, and so do
             blocks whose scale becomes 0 in it. Not available with stochastic rounding.
@@ -136,7 +136,7 @@ class Recipe:
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"
     flush: bool = False
     round_scaled: bool = False
-    stochastic: Literal["te", "comfy_kitchen_fp8", "comfyui_nvfp4", "mslk"] = "te"
+    stochastic: Literal["te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk"] = "te"
     repacked: bool = False
     four_over_six: Literal["mae", "mse", "max"] | None = None
     fast_error: bool = False

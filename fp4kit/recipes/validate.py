@@ -530,11 +530,11 @@ def _check_stochastic(r: Any) -> None:
     """Raise ValueError unless the elements, scales and blocks fit the field stochastic.
 
     "te" fits all recipes, "comfy_kitchen_fp8" float elements under rules of a producer, and "comfyui_nvfp4" elements
-    E2M1 under such rules. "mslk" also needs E8M0 scales of blocks of one row.
+    E2M1 under such rules. So does "comfyui_nvfp4_cuda". "mslk" also needs E8M0 scales of blocks of one row.
     """
     if r.stochastic != "te" and (r.element.is_integer or r.is_custom):
         _refuse(r, "stochastic", f"needs float elements under rules of a producer, or 'te'; element is {r.element}")
-    if r.stochastic == "comfyui_nvfp4" and r.element != E2M1:
+    if r.stochastic in rules.COMFYUI_STOCHASTICS and r.element != E2M1:
         _refuse(r, "stochastic", f"needs E2M1, whose codes it computes; element is {r.element}")
     if r.stochastic == "mslk" and (r.element != E2M1 or r.scale != E8M0 or r.block_rows > 1):
         needed = "needs elements E2M1 and E8M0 scales of blocks of one row"

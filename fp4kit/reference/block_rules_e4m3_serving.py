@@ -349,6 +349,21 @@ def factor_comfyui(
     return round_to(decode_scale(codes) * round_to(tensor.decode, dtype), dtype)
 
 
+def code_comfyui_cuda(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as ComfyUI computes it on a GPU for stochastic rounding.
+
+        code = E4M3(T(T(amax * fp32(1/6)) / T(tensor.decode)))
+
+    tensor.decode is the decode scale of the tensor, and T rounds to dtype. Codes saturate at 448, and NaN gives a NaN
+    code. recipe is not used. Source: as for comfyui; PyTorch on a GPU divides by a number by multiplying by its
+    reciprocal.
+    """
+    return encode_e4m3_scale(round_to(round_to(amax * INV6, dtype) / round_to(tensor.decode, dtype), dtype))
+
+
+factor_comfyui_cuda = factor_comfyui
+
+
 def _mslk_code(scale: np.ndarray) -> np.ndarray:
     """Return the E4M3 codes of block scales that are clamped to [2^-9, 448] first. NaN counts as 2^-9."""
     return encode_e4m3_scale(np.fmin(np.fmax(scale, E4M3.min_subnormal), E4M3.max))

@@ -212,9 +212,10 @@ def encode_elements(
         if isinstance(random, Noise):
             noisy = show("scaled element with noise", with_mslk_noise(scaled, random.elements.reshape(blocks.shape)))
             return show("code", encode(noisy, recipe.element, nan_code=recipe.element.max_code), recipe.element)
-        if recipe.stochastic == "comfyui_nvfp4":
+        if recipe.stochastic in rules.COMFYUI_STOCHASTICS:
             random = show("random number", random).reshape(blocks.shape)
-            return show("code", encode_stochastic_comfyui(scaled, random, dtype), recipe.element)
+            on_gpu = recipe.stochastic == "comfyui_nvfp4_cuda"
+            return show("code", encode_stochastic_comfyui(scaled, random, dtype, on_gpu), recipe.element)
         random = show("random byte", random).reshape(blocks.shape)
         rounded = encode_stochastic_float16 if recipe.stochastic == "comfy_kitchen_fp8" else encode_stochastic
         return show("code", rounded(scaled, recipe.element, random), recipe.element)

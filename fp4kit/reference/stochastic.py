@@ -195,7 +195,7 @@ def encode_stochastic_float16(x: np.ndarray, fmt: ElementFormat, random: np.ndar
     return np.where(nan, np.uint8(fmt.nan_code), codes)
 
 
-def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype, on_gpu: bool = False) -> np.ndarray:
     """Return the E2M1 codes of float32 x as ComfyUI computes them: it adds noise and rounds to nearest even.
 
         y = x + noise, noise = (r - 0.5) * 2^(e - 2) * 1.25, with e = exponent(|x|, 1) and r the random number
@@ -203,16 +203,17 @@ def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype
         n = rint((|y| / 2^(e - 1) - 1) * 2), or rint(2 * |y|) if e is 0
         code = sign of x << 3 | e << 1 | n, with exponent(a, c) = clamp(floor(log2(a) + c), 0, 3)
 
-    Every operation rounds to dtype, in which ComfyUI computes. The constant 1.1925 is rounded to it too.
+    Every operation rounds to dtype, in which ComfyUI computes. On a CPU, the constant 1.1925 is rounded to it too.
 
     - The code of a number between two values is mostly, but not always, that of one of these values. For example, n is
       2 if |y| is 7 or more, so that the code is 6 (the value 4) instead of 7 (the value 6).
-    - NaN counts as 0, whose code is 0. Infinities count as the largest number of dtype, whose code is 6.
+    - NaN counts as 0, whose code is 0. Infinities count as the largest number of dtype.
     - ComfyUI converts n to uint8, which keeps its 8 lowest bits, and joins the codes of two elements to a byte. If n is
       8 or more, it overwrites the sign. If n is 16 or more, it overwrites bits of the code of the element before.
+    - From 2^63 on, n becomes 0 on a CPU and 255 on a GPU.
 
     x: (..., even), scaled elements, rounded to dtype. random: float32 from 0 to 1, in the shape of x. It is rounded to
-    dtype, and 1 then becomes 0, as in torch.rand.
+    dtype, and 1 then becomes 0, as in torch.rand. on_gpu: True to compute as PyTorch does on a GPU.
 
     Source: ComfyUI comfy/float.py stochastic_float_to_fp4_e2m1, stochastic_round_quantize_nvfp4_block.
     """
@@ -220,13 +221,15 @@ def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype
     limited = np.where(np.isnan(x), zero, np.clip(x, -largest, largest))
     random = round_to(random, dtype)
     centered = round_to(np.where(random == 1, zero, random) - half, dtype)
-    exponent = _comfyui_exponent(np.abs(limited), 1.0, dtype)
+    exponent = _comfyui_exponent(np.abs(limited), np.float32(1), dtype)
     noise = round_to(round_to(centered * power_of_two(exponent - 2), dtype) * np.float32(1.25), dtype)
     a = np.abs(round_to(limited + noise, dtype))
-    exponent = _comfyui_exponent(a, 1.1925, dtype)
+    offset = np.asarray(1.1925, np.float32)
+    exponent = _comfyui_exponent(a, offset if on_gpu else round_to(offset, dtype), dtype)
     mantissa = round_to(a / power_of_two(exponent - 1), dtype) - np.float32(1)
     doubled = np.where(exponent > 0, round_to(mantissa, dtype), a) * np.float32(2)
-    n = np.rint(round_to(doubled, dtype)) % np.float32(256)
+    n = np.rint(round_to(doubled, dtype))
+    n = np.where(n >= 2.0**63, np.float32(255 if on_gpu else 0), n % np.float32(256))
     codes = n.astype(np.uint8) | exponent.astype(np.uint8) << 1 | np.signbit(limited).astype(np.uint8) << 3
     codes[..., ::2] |= codes[..., 1::2] >> 4
     return codes & np.uint8(0xF)
@@ -269,10 +272,9 @@ def with_mslk_noise(x: np.ndarray, words: np.ndarray) -> np.ndarray:
     return (bits + noise).view(np.float32)
 
 
-def _comfyui_exponent(a: np.ndarray, offset: float, dtype: np.dtype) -> np.ndarray:
-    """Return clamp(floor(log2(a) + offset), 0, 3) of float32 a as int32. Both operations and offset round to dtype."""
-    constant = round_to(np.asarray(offset, np.float32), dtype)
-    return np.clip(np.floor(round_to(round_to(log2(a), dtype) + constant, dtype)), 0, 3).astype(np.int32)
+def _comfyui_exponent(a: np.ndarray, offset: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
+    """Return clamp(floor(log2(a) + offset), 0, 3) of float32 a as int32. Both operations round to dtype."""
+    return np.clip(np.floor(round_to(round_to(log2(a), dtype) + offset, dtype)), 0, 3).astype(np.int32)
 
 
 def _half(x: np.ndarray) -> np.ndarray:

@@ -350,6 +350,20 @@ def tensor_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> P
     return ONE / decode_scale, decode_scale
 
 
+def tensor_comfy_kitchen_cuda(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the tensor scales (encode, decode) that ComfyUI computes on a GPU.
+
+        decode = T(amax * fp32(1 / 2688))
+        encode = 1 / decode
+
+    T rounds to dtype, the dtype of the elements, and 2688 stands for full_range(recipe). An amax of 0, inf or NaN is
+    not treated specially. Source: as for comfy_kitchen; PyTorch on a GPU divides by a number by multiplying by its
+    reciprocal.
+    """
+    decode_scale = round_to(np.asarray(amax * (ONE / full_range(recipe)), np.float32), dtype)
+    return ONE / decode_scale, decode_scale
+
+
 def tensor_fp8_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of comfy-kitchen for FP8.
 

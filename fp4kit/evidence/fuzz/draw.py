@@ -192,6 +192,8 @@ class Draw(Picks):
         stochastic = floats and operation in _ROUNDED and not fake and self.chance(0.25)
         seeded = operation in _SEEDED or r.stochastic in SPECIFIED_STOCHASTICS
         roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if seeded else ("seed", "bytes"))]
+        if r.stochastic == "comfyui_nvfp4_cuda":  # it accepts no seed
+            roundings = []
         found = DrawnOptions(
             seed=int(self.rng.integers(1 << 40)),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",

@@ -264,7 +264,7 @@ def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
     if r.element.is_integer:
         return {}
     is_mslk = r.element == E2M1 and r.scale == E8M0 and r.block is not None and r.block[0] == 1
-    allowed = {"comfyui_nvfp4": r.element == E2M1, "mslk": is_mslk}
+    allowed = {"comfyui_nvfp4": r.element == E2M1, "comfyui_nvfp4_cuda": r.element == E2M1, "mslk": is_mslk}
     return {"stochastic": _pick(rng, [name for name in rules.STOCHASTICS if allowed.get(name, True)])}
 
 

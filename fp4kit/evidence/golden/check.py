@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp4kit.call.random_numbers import torch_words
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.recorded_bytes import byte_arrays
@@ -283,6 +284,11 @@ class RecordedCase:
         left out, so that the call computes it.
         """
         options = dict(self.row.options)
+        if self.row.torch_seed is not None:
+            words = torch_words(self.row.torch_seed, self.x.size).reshape(self.x.shape)
+            bits = self.row.torch_bits[str(self.x.dtype)]
+            numbers = (words & (2**bits - 1)).astype(np.float32) * np.float32(2.0**-bits)
+            options |= {"rounding": "stochastic", "seed": numbers}
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
         amax = self.global_scale() if self.row.given_amaxes == "global_scale" else amax
         if self.row.given_amaxes and amax is not None and not np.isnan(amax).any():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fp4kit.evidence.golden.rows_serving import serving_rows
 
@@ -37,6 +37,8 @@ class GoldenRow:
         min_scale: the smallest scale byte that the producer records; smaller scales of fp4kit are raised to it.
         searched: how search_scales chooses the block amaxes: "by error", or "by hessian" with the file's Hessian. If
             "", quantize or fake_quantize is compared instead.
+        torch_seed: the seed of the random numbers that torch.rand of PyTorch 2.11 gave on a CPU; None for none.
+        torch_bits: the number of random bits of these numbers, for each dtype.
     """
 
     recipe: str
@@ -57,6 +59,8 @@ class GoldenRow:
     values: tuple[str, ...] = ("output", "dequant")
     min_scale: int = 0
     searched: str = ""
+    torch_seed: int | None = None
+    torch_bits: ClassVar[dict[str, int]] = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
 def _te_rows() -> Iterator[GoldenRow]:

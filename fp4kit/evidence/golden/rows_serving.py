@@ -104,6 +104,7 @@ def _comfy_kitchen(row: Callable[..., Any]) -> GoldenRows:
     ):
         options = {"rounding": "stochastic", "seed": seed}
         yield row(name, "comfy_kitchen", f"{variant}_sr_seed{seed}", options=options)
+    yield row("nvfp4-comfy-kitchen-stochastic-cuda", "comfy_kitchen", "nvfp4_sr_cuda_seed1", torch_seed=1)
     yield row("fp8-comfy-kitchen", "comfy_kitchen", "fp8_e4m3")
     yield row("fp8-comfy-kitchen-e5m2", "comfy_kitchen", "fp8_e5m2")
 

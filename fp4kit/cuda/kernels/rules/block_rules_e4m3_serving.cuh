@@ -170,6 +170,18 @@ struct block_comfyui : by_code {
   }
 };
 
+struct block_comfyui_cuda : by_code {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(round_to<In>(round_to<In>(amax * kInv6) / round_to<In>(t.decode)));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return block_comfyui::factor<R, In>(code, amax, t);
+  }
+};
+
 // Return the code of a block scale, clamped to the positive values of the scale format first. So smaller scales, 0 and
 // NaN give the code of the smallest positive value, and larger scales give the code of the largest value.
 template <class R>

@@ -256,6 +256,14 @@ struct tensor_comfy_kitchen {
   }
 };
 
+struct tensor_comfy_kitchen_cuda {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = round_to<In>(amax * (1.0f / full_range<R>()));
+    return {1.0f / decode, decode, amax};
+  }
+};
+
 // ---- rules for user-defined formats (custom_recipe)
 
 // Return the factor by which elements are multiplied for a scale: 1 / scale, or 1 / 1e-38 if the magnitude of the scale
