@@ -45,9 +45,10 @@ def recipes() -> Iterator[Recipe]:
         stochastic="comfyui_nvfp4",
         versions=Versions("0.29", "0.33"),
         source="ComfyUI 0.33 comfy/float.py stochastic_round_quantize_nvfp4_by_block",
-        exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed (PyTorch 2.13; 2.11 draws "
-        "other numbers in 16 bits) or the random numbers. ComfyUI rounds stochastically when it merges a LoRA into a "
-        "layer. It computes in the dtype of x, also block scales. No producer uses this recipe with rounding to nearest",
+        exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed or the random numbers. "
+        "For a seed, PyTorch 2.11 draws other numbers in 16 bits than PyTorch 2.13, which was recorded. ComfyUI rounds "
+        "stochastically when it merges a LoRA into a layer. It computes in the dtype of x, also block scales. No "
+        "producer uses this recipe with rounding to nearest",
     )
     yield stochastic
     yield replace(

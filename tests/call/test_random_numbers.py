@@ -74,7 +74,7 @@ R = np.full(X.shape, 0.25, np.float32)
             X,
             3,
             ValueError,
-            f"seed is 3; {NVFP4}-cuda needs the numbers that torch.rand gives, because",
+            f"seed is 3; {NVFP4}-cuda needs the numbers that torch.rand",
         ),
         (f"{NVFP4}-cuda", X, R[:1], ValueError, r"needs numbers as torch.rand gives them, float32 \(32, 64\)$"),
         (f"{NVFP4}-cuda", X, None, ValueError, "needs seed: numbers from 0 to 1 in the shape of x$"),

@@ -108,7 +108,7 @@ class Request:
                     f"recipe {one.id}: differs from fp4kit's recipe of this id; give it an id of its own"
                 )
             if one.stochastic in SPECIFIED_STOCHASTICS and not self.codes:
-                plain = one.id.removesuffix("-stochastic")
+                plain = one.id.partition("-stochastic")[0]
                 raise CheckpointError(
                     f"recipe {one.id}: is for stochastic rounding, but convert rounds to nearest; use"
                     f" {plain if plain in RECIPES else 'another recipe'}"

@@ -147,12 +147,17 @@ def test_unknown_recipe(tmp_path: Path) -> None:
         make_plan(dense(tmp_path), "nvfp4-tee")
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-comfy-kitchen", "mxfp4-mslk"])
-def test_recipes_of_stochastic_rounding(tmp_path: Path, recipe: str) -> None:
-    with refused(
-        f"recipe {recipe}-stochastic: is for stochastic rounding, but convert rounds to nearest; use {recipe}"
-    ):
-        make_plan(dense(tmp_path), f"{recipe}-stochastic")
+@pytest.mark.parametrize(
+    "recipe, plain",
+    [
+        ("nvfp4-comfy-kitchen-stochastic", "nvfp4-comfy-kitchen"),
+        ("nvfp4-comfy-kitchen-stochastic-cuda", "nvfp4-comfy-kitchen"),
+        ("mxfp4-mslk-stochastic", "mxfp4-mslk"),
+    ],
+)
+def test_recipes_of_stochastic_rounding(tmp_path: Path, recipe: str, plain: str) -> None:
+    with refused(f"recipe {recipe}: is for stochastic rounding, but convert rounds to nearest; use {plain}"):
+        make_plan(dense(tmp_path), recipe)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "mxfp8-te-e5m2", "int4-modelopt"])
