@@ -39,7 +39,7 @@ from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import EncodeOptions
-from fp4kit.reference.stochastic import RandomNumbers, RandomStream
+from fp4kit.reference.stochastic import GivenNumbers, RandomNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
@@ -413,7 +413,7 @@ class _RandomBytes(NamedTuple):
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
             return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
-        return cls() if part is None else cls(np.ascontiguousarray(part.numbers))
+        return cls(np.ascontiguousarray(part.numbers)) if isinstance(part, GivenNumbers) else cls()
 
 
 # ---- amaxes ----
