@@ -52,7 +52,9 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
     """
     r = RECIPES[name]
     if not r.element.is_integer and not r.four_over_six:
-        yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)
+        is_numbers = r.stochastic == "comfyui_nvfp4_cuda"  # it accepts no seed
+        seed = np.full(x.shape, 0.75, np.float32) if is_numbers else 3
+        yield fp4kit.quantize(x, name, rounding="stochastic", seed=seed)
     yield fp4kit.quantize(x, name, hadamard=True)
     if r.tensor_scaling == "tensor":
         yield from (fp4kit.quantize(x, name, tensor_amax=amax) for amax in (2e-39, 0, 1e300))
