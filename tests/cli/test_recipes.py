@@ -263,7 +263,7 @@ def test_every_command_takes_json_and_quiet() -> None:
     [
         (["recipes"], "recipes/1", "recipes", len(recipes())),
         (["recipes", "nvfp4", "--check"], "recipes.check/1", "recipes", 1),
-        (["recipes", "--agreement"], "agreement/1", "groups", 49),
+        (["recipes", "--agreement"], "agreement/1", "groups", 50),
         (["formats"], "formats/1", "formats", 10),
     ],
 )
