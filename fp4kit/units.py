@@ -247,8 +247,8 @@ UNITS: Mapping[str, Unit] = {
             float16=_HOPPER_16,
             bfloat16=_HOPPER_16,
             fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
-            checked="on an H100: cuBLASLt's products of E4M3 with E4M3 and E5M2 with fast accumulation, those with slow"
-            " accumulation as promote=128, and mma.sync of bfloat16 and float16; E5M2 with E5M2 only with MMA-Sim",
+            checked="on an H100: cuBLASLt's products of E4M3 with E4M3 and with E5M2 (fast accumulation, and slow"
+            " accumulation as promote=128), and mma.sync of bfloat16 and float16; E5M2 with E5M2 only with MMA-Sim",
         ),
         Unit(
             "sm89",
