@@ -140,8 +140,10 @@ class Collector:
     def columns(self) -> dict[str, int]:
         """Return {layer: K}, where K is the number of inputs per token.
 
-        Raises ValueError if an input on a GPU was NaN or infinite. Also raised if a layer collected both alone and as
-        one of several experts has two numbers of columns.
+        Raises ValueError in two cases:
+
+        - An input on a GPU was NaN or infinite.
+        - A layer was collected both with and without ``expert=``, with different numbers of columns.
         """
         return {name: entry.columns for name, entry in self._entries("columns").items()}
 

@@ -52,7 +52,7 @@ def edges() -> npt.NDArray[np.uint32]:
 
 
 def bin_of(amax: np.float32) -> int:
-    """Return the bin, from 0 to 511, of one positive block amax."""
+    """Return the number of the bin, from 0 to 511, that counts a positive block amax."""
     return int(np.searchsorted(edges(), np.float32(amax).view(np.uint32), side="right"))
 
 
@@ -114,8 +114,8 @@ class Headroom:
             largest: the largest block amax.
 
         Returns:
-            float32. It is 0 if no block is nonzero. It is ``largest`` if the bin of upper / 1e6 and all higher bins are
-            empty. upper is the upper_percentile of the block amaxes, or ``largest`` for a percentile of 100.
+            float32: max(rho * anchor, upper), by the formulas in Headroom. It is 0 if no block is nonzero. It is
+            ``largest`` if there is no anchor, because the bin of upper / 1e6 and all higher bins are empty.
         """
         upper = float(largest) if self.upper_percentile >= 100 else _percentile(histogram, self.upper_percentile, 0)
         if not upper:

@@ -53,7 +53,10 @@ class Summary:
 
 
 def summary_of(report: ConversionReport) -> Summary:
-    """Return the summary of a conversion. Some rows of the result and of the source are read to measure the error."""
+    """Return the summary of a conversion: engines that load the result, the command to serve it, and a sampled error.
+
+    Some rows of the result and of the source are read to measure the error.
+    """
     engines = _engines(report.plan, report.destination)
     return Summary(engines, serve_command(report.plan.source.config, report.destination, engines), _error(report))
 
@@ -177,7 +180,10 @@ def _fails_in_float32(plan: Plan) -> bool:
 
 
 def _recipe_line(plan: Plan) -> str:
-    """Return the line that names the recipes and says whether engines also quantize activations."""
+    """Return the line of the summary that names the recipes and says whether engines also quantize activations.
+
+    If the codes of the source were kept, the line says so in place of the names.
+    """
     ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
     start = f"recipe: {', '.join(dict.fromkeys(ids))}"
     form = plan.form

@@ -559,9 +559,9 @@ def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = Non
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
-    """Return the path of the model to convert: SRC, or the demo model with --demo.
+    """Return the path of the model to convert: the path SRC, or the path of the demo model with --demo.
 
-    Raise CheckpointError for a wrong number of paths.
+    Raise CheckpointError unless the command line has the two paths SRC and DST, or only DST with --demo.
     """
     wanted = 1 if demo else 2
     if len(paths) != wanted:
@@ -602,7 +602,7 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return the entries that the JSON documents of a dry run and of a conversion have in common."""
+    """Return, as a dict, the entries that a dry run and a conversion both have in their JSON documents."""
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,

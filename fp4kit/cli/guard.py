@@ -113,9 +113,9 @@ class _Signals:
         return self.number or number
 
     def fix_exit_code(self, code: int) -> None:
-        """Store the exit code of the command, with which a later signal will end the process.
+        """Store the exit code of the command. A signal that arrives later ends the process with this code.
 
-        If the process goes on after the command, restore the old signal handlers.
+        If the process is to go on after the command, restore the old signal handlers instead.
         """
         self.code = code
         if not self._keep_handling:
@@ -124,11 +124,13 @@ class _Signals:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal ``number``: raise Stopped while the command runs. After the command has ended, exit.
+        """Handle the signal ``number``: raise Stopped while the command runs.
 
-        The exit code is then the command's. While the command runs, a signal is ignored if the last line is being
-        written, or if another signal was received less than half a second before. A forked worker process dies
-        from the signal instead. ``frame`` is not used.
+        - While the last line is being written, and for half a second after another signal, signals are ignored.
+        - After the command has ended, a signal ends the process with the exit code of the command.
+        - In a forked worker process, the signal ends the process at once.
+
+        ``frame`` is not used.
         """
         if os.getpid() != self._process:  # in a forked worker: die as without this handler
             signal.signal(number, signal.SIG_DFL)

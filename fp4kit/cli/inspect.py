@@ -63,7 +63,10 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _warnings(checkpoint: Checkpoint) -> list[str]:
-    """Return warnings about layers that seem to be cut or transposed, and about a quantized head that is tied."""
+    """Return the warnings about a checkpoint as texts; [] if there are none.
+
+    They concern layers that seem to be cut or transposed, and a quantized output head that is tied to the embedding.
+    """
     return [*all_doubts(checkpoint.weights.values(), checkpoint.config or {}, checkpoint.tensors)]
 
 

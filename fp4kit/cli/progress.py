@@ -22,7 +22,7 @@ _WINDOW = 10.0  # the speed is averaged over this many seconds
 
 
 class Meter:
-    """A counter of the bytes that are done, which describes the progress in one line.
+    """Count the bytes that are done, and describe the progress in one line.
 
     what: the name of the activity, such as "converting".
     total: the number of bytes to do.

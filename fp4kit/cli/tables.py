@@ -44,7 +44,10 @@ def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
 
 
 def _exact(r: Recipe) -> str:
-    """Return text on what a recipe equals bit for bit, and on where the producers of its aliases deviate from it."""
+    """Return text that says which producer a recipe equals bit for bit, and where the producers of its aliases deviate.
+
+    The text says "(values only)" for a recipe that only fake-quantizes.
+    """
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)
 
@@ -67,7 +70,7 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 
 def _distinct(texts: Iterable[str]) -> str:
-    """Return the texts joined with ", ", each text once."""
+    """Return the texts joined with ", ", in their order and without repetitions."""
     return ", ".join(dict.fromkeys(texts))
 
 
@@ -96,7 +99,7 @@ def _nan(f: ElementFormat) -> str:
 
 
 def _values(f: ElementFormat) -> str:
-    """Return all magnitudes of a format as text if there are at most eight, otherwise their number."""
+    """Return the magnitudes of a format as text, such as "0 0.5 1"; only their number if there are more than eight."""
     listed = f.magnitudes
     return " ".join(f"{v:g}" for v in listed) if len(listed) <= 8 else f"{len(listed)} magnitudes"
 

@@ -121,7 +121,7 @@ def _check_page(page: Path, model: Path) -> None:
 def _print(out: Output, report: VerifyReport) -> None:
     """Print a report: the table of layers, the issues, a summary, what was not checked, the next step and the verdict.
 
-    If there is nothing to repair or to do, print the command that serves the checkpoint as the next step.
+    If the checkpoint is clean and no other step is needed, the command that serves it takes the place of the next step.
     """
     columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
     out.table(columns, [_cells(layer) for layer in report.layers])

@@ -234,12 +234,12 @@ def _whose(one: Arithmetic) -> str:
 
 
 def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
-    """Work one element step by step on both sides. Return these steps, labelled with the element's index in the layer.
+    """Compute one element step by step on both sides, and return the steps for display.
 
-    Return None if a recipe or the unquantized elements are unknown.
+    Return None if the recipe or the unquantized elements of a side are unknown.
 
     at: the row and column of the element in the compared rows.
-    row: its row in the layer.
+    row: the row of the element in the layer, with which the steps are labelled.
     """
     steps, names = [], []
     for one in sides:

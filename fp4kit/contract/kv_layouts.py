@@ -43,15 +43,16 @@ def compare_layouts(
 def _compared(
     name: str, train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], x: np.ndarray
 ) -> LayerParity:
-    """Return the comparison of two layouts for keys x[0] and values x[1], each (tokens, heads, head_dim).
+    """Write keys and values in one layout, read them in the other, and return how many codes and scales then differ.
 
-    Every code and scale counts as differing if the layouts have different arrays, or if the recipe does not have blocks
-    of 16 E2M1 elements.
+    In two cases, nothing is written or read, and every code and scale counts as differing: the layouts have different
+    arrays, or the recipe does not have blocks of 16 E2M1 elements.
 
     name: the name of the result.
     train, rollout: the names of the layout that is written and of the layout that is read.
     recipe: the recipe that quantizes keys and values.
     labels: the names of the two sides, for the text.
+    x: the keys x[0] and the values x[1], each (tokens, heads, head_dim).
     """
     total = x.size
     setting = f"kv_layout {train} in {labels[0]} and {rollout} in {labels[1]}; use one layout, or convert the pages"
@@ -77,6 +78,6 @@ def _compared(
 
 
 def _different_nibbles(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many 4-bit codes of two arrays of bytes differ."""
+    """Return the number of 4-bit codes that differ between two arrays of bytes, with two codes per byte."""
     differs = a ^ b
     return int(((differs & 15) != 0).sum() + ((differs >> 4) != 0).sum())

@@ -45,9 +45,10 @@ def rows_of(w: Weights, rows: np.ndarray) -> Weights:
 
 
 def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Return some rows of a 2-D Quantized, whose scales are linear and have one row per row of elements.
+    """Return some rows of a Quantized as a Quantized.
 
     Args:
+        q: a Quantized with two axes and linear block scales, which must have one row per row of elements.
         rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
     """
 
@@ -119,7 +120,14 @@ def _fits(part: Weights, r: Recipe) -> bool:
 
 
 def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
-    """Return whether quantizing x by `one` gives the codes and scales of `part` or, without codes, its values."""
+    """Return whether quantizing x with an Arithmetic reproduces every bit of the compared rows of a side.
+
+    Codes, block scales and tensor scales are compared. If the rows or the result have no codes, values are compared.
+
+    one: the recipe and the tensor amax.
+    x: these rows of the unquantized weight.
+    part: the compared rows.
+    """
     found = made(x, one.recipe, one.amax)
     if part.q is None or found.q is None:
         return _same(values_of(found, part), values_of(part, found))
@@ -172,9 +180,11 @@ def _amax(amax: Any) -> Amax:
 
 
 def values_of(one: Weights, other: Weights) -> np.ndarray:
-    """Return the values of one side in float32, or in the dtype of its array if this dtype is wider.
+    """Return the values of one side for a comparison with the other side.
 
-    Codes are decoded to the dtype of the other side's array if it has 16 bits or fewer, otherwise to float32.
+    - An array is returned as float32 if its dtype has fewer than 32 bits, otherwise unchanged.
+    - Codes are decoded and returned as float32. If the other side has an array of a dtype with fewer than 32 bits,
+      they are decoded to that dtype first.
     """
     if one.q is None:
         assert one.values is not None

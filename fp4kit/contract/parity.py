@@ -269,7 +269,9 @@ class _Check:
     def _half_quantized(
         self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
     ) -> LayerParity:
-        """Return the result for a layer that only one side quantizes.
+        """Return ``found`` with the step "quantization", and a text that says which side does not quantize the layer.
+
+        The text, in ``setting``, also says how to make the sides equal if the recipe of the other side is known.
 
         Args:
             found: the result so far.
@@ -293,7 +295,12 @@ class _Check:
         return side.weights_of(name, None if self.source is None else self.source[name])
 
     def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
-        """Compare tensors that are not matrices, such as logits of three axes, as one row of values."""
+        """Compare the values of two tensors that are not matrices, such as logits of three axes. Return what differs.
+
+        Args:
+            name: the name of the tensors.
+            wholes: the tensor of each side. Both are compared as one row.
+        """
         flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
         making = Making(None)
         sides = [ComparedRows(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
@@ -385,7 +392,10 @@ class _Check:
         return Making(None)
 
     def _group(self, side: Side, name: str) -> tuple[str, ...]:
-        """Return the layers that, by the contract of a side, share one tensor amax with a layer, itself included."""
+        """Return the names of the layers that share one tensor amax, including ``name``, by the contract of a side.
+
+        Return ``name`` alone if the side has no contract, or if the contract does not say which layers share an amax.
+        """
         if side.contract is None or "shared_amax" in side.contract.unknown:
             return (name,)
         names = self.source or {}
@@ -461,7 +471,10 @@ class _Check:
         return with_products(found, results[0], results[1], self._units(contracts) or _operands(compared), labels)
 
     def _units(self, contracts: Sequence[Contract | None]) -> str:
-        """Return the text about matrix units that differ; "" if they are equal or a contract has none."""
+        """Return a text that names the matrix units of both sides if they differ, and says to use one unit.
+
+        Return "" if the units are equal, or if a side has no contract or no unit.
+        """
         a, b = contracts
         if a is None or b is None or a.unit is None or b.unit is None or a.unit == b.unit:
             return ""
@@ -484,7 +497,9 @@ class _Check:
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
     def _of_inputs(self) -> Iterator[LayerParity]:
-        """Quantize inputs on both sides and yield the comparisons. The inputs are the caller's, or one random array.
+        """Quantize inputs on both sides, and yield one comparison per input.
+
+        The inputs are those of the caller. If the caller gave none, one random array is quantized.
 
         Yield nothing if both contracts leave activations unquantized, or if a side has no contract or does not know the
         setting activations.
@@ -582,15 +597,21 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
 
 
 def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
-    """Return whether rows are unquantized: values that equal x, or any values if x is None.
+    """Return whether the rows of a side are unquantized: whether they are values, not codes, and equal x.
 
-    x: these rows of the unquantized weight; None if it is not known.
+    part: the rows of the side.
+    x: these rows of the unquantized weight. If it is None (unknown), any values count as unquantized.
     """
     return part.values is not None and (x is None or _equal(part.values, x))
 
 
 def _operands(compared: Sequence[ComparedRows]) -> str:
-    """Return a note for a layer that one side multiplies as values and the other side as codes, otherwise ""."""
+    """Return a text that explains differing products if one side multiplies values and the other side codes.
+
+    Return "" if both sides multiply codes, or both multiply values.
+
+    compared: the compared rows of each side.
+    """
     a, b = compared
     if (a.part.q is None) == (b.part.q is None):
         return ""

@@ -27,7 +27,7 @@ def why_no_products(contract: Contract | None) -> str:
 
 
 def _decoded(one: Weights) -> np.ndarray:
-    """Return the values of a matrix. A Quantized is decoded to bfloat16; an array is returned unchanged."""
+    """Return the values of a matrix: decoded to bfloat16 if it has codes, otherwise its array, unchanged."""
     return np.asarray(one.values if one.q is None else dequantize(one.q, BFLOAT16))
 
 

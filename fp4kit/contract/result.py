@@ -152,7 +152,10 @@ class Parity:
 
     @property
     def verdict(self) -> str:
-        """The result in one sentence, such as "3 layers and 1 input are equal in every bit; compared ..."."""
+        """The result in one line: how many layers differ or are equal, how many one side lacks, and what was compared.
+
+        For example, it begins with "3 layers and 1 input are equal in every bit" or "1 of 3 layers differ".
+        """
         counts: dict[str, list[int]] = {}  # noun -> [differing, compared]
         for layer in self.layers:
             count = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
@@ -196,7 +199,7 @@ class Parity:
         )
 
     def _panel(self, title: str) -> Panel:
-        """Return the table of differing layers under a title."""
+        """Return a Panel (a table with a title) with one row per differing layer."""
         return Panel(title, columns=_COLUMNS, rows=self.rows())
 
 
@@ -209,7 +212,7 @@ def _s(count: int) -> str:
 
 
 def _joined(texts: list[str]) -> str:
-    """Return texts as a list in words: "a", "a and b", or "a, b and c"."""
+    """Return texts joined with commas and "and": "a", "a and b", or "a, b and c"; "" for []."""
     return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 

@@ -297,8 +297,8 @@ class Contract:
     def _quantizes_experts(self, recipe: Recipe | None) -> bool:
         """Return whether this contract quantizes routed experts by ``recipe``, and no other layers.
 
-        Five typical names of layers are looked up, not those of a real model. One of two names of experts must have
-        this recipe. An MLP, an attention layer and the output head must be unquantized.
+        No model is needed: five typical names of layers are looked up. At least one of two names of experts must have
+        this recipe. An MLP layer, an attention layer and the output head must be unquantized.
         """
         return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 

@@ -39,7 +39,11 @@ _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a d
 
 
 class Weights(NamedTuple):
-    """One matrix of one side: a Quantized, or an array of values if q is None."""
+    """One matrix of one side. One of the two fields is None.
+
+    q: the codes and scales, as a Quantized.
+    values: the values, as an array.
+    """
 
     q: Quantized | None
     values: np.ndarray | None
@@ -105,9 +109,11 @@ class Side:
         return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
 
     def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
-        """Return the stored tensors of a layer, or what the side's function returns. The side must have one of them.
+        """Return the matrix that the side stores for a layer, or the matrix that the side's function returns for it.
 
-        x: the unquantized weight, which is passed to the function. Errors of the function are not caught.
+        The side must have stored tensors or a function. Errors of the function are not caught.
+
+        x: the unquantized weight, which is passed to the function.
         """
         if self.stored is not None:
             return as_weights(f"{self.label}: {layer}", self.stored[layer])
@@ -172,10 +178,13 @@ class Side:
 
 
 def side_of(label: str, given: Any) -> Side:
-    """Return the Side that an argument of parity describes. Raise TypeError for anything else.
+    """Return the Side that the argument ``train`` or ``rollout`` of parity describes.
 
-    Raise ValueError for a pair whose second entry is a contract, too. Errors of fp4kit.checkpoint, which opens paths,
-    are not caught.
+    Raise TypeError if the argument has none of the types that parity accepts. Raise ValueError for a pair whose second
+    entry is also a contract. Errors of fp4kit.checkpoint, which opens paths, are not caught.
+
+    label: the name of the side, for error messages and results.
+    given: the argument.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Contract):
         side = side_of(label, given[1])
@@ -282,6 +291,9 @@ def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
 
 
 def largest(amaxes: Iterable[Amax]) -> Amax:
-    """Return the largest of the tensor amaxes of layers that share one, element by element; None if all are None."""
+    """Return the tensor amax that a group of layers shares: the largest of their own tensor amaxes.
+
+    Arrays with one amax per row are compared row by row. None is ignored; the result is None if all are None.
+    """
     found = [amax for amax in amaxes if amax is not None]
     return np.max(np.stack(found), axis=0) if found else None

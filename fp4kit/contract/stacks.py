@@ -13,11 +13,11 @@ from fp4kit.quantized.slicing import box_of
 
 
 def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
-    """Return the names of tensors in a dict that are Quantized with three axes.
+    """Return the names of the stacks in a dict of tensors. A stack is a Quantized with three axes.
 
-    Return an empty set for any other mapping, so that lazily loaded tensors are not read.
+    Return an empty set for None, and for a mapping that is not a dict, because its tensors may be loaded lazily.
 
-    arrays: True to return the names of other arrays of three axes too.
+    arrays: True to count other arrays with three axes as stacks too.
     """
     if not isinstance(tensors, dict):
         return set()

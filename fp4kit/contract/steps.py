@@ -101,7 +101,12 @@ class FirstStep(NamedTuple):
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """One recorded result, with one entry per element (m, k): its bits, their format and its numbers."""
+    """The result of one step of the arithmetic, with one entry per element (m, k).
+
+    bits: the bit patterns of the result.
+    format: the name of the format or dtype of the bits.
+    numbers: the numbers that the bits stand for, float64.
+    """
 
     bits: np.ndarray
     format: str
@@ -113,7 +118,7 @@ def first_step(
 ) -> FirstStep | None:
     """Return the earliest step that differs for the affected elements; None if no recorded step differs.
 
-    Only the first parts of x that hold affected elements are examined, at most eight of them.
+    The matrix is divided into parts. Only the first eight parts that hold affected elements are examined.
 
     x: the elements (m, k) of both sides.
     affected: bool (m, k), the elements whose codes or values differ.
@@ -163,9 +168,10 @@ def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice
 
 
 def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:
-    """Quantize and decode a part of x, and return the results of all steps in their order, as {name: result}.
+    """Quantize and decode a part of x, and return the result of each step in order, as {name of the result: result}.
 
-    Results without one entry per element, row, block or tensor are left out.
+    Each result is repeated to one entry per element of the part. A result whose entries do not belong to elements,
+    rows, blocks or the whole part is left out.
 
     x: the elements of a side.
     one: the arithmetic of the side.
@@ -188,8 +194,11 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
 
 
 def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
-    """Return a recorded result with one entry per element (m, k); None if its shape is none of those that occur.
+    """Repeat the entries of a recorded result, so that there is one entry per element, and return it as (m, k).
 
+    Return None if the number of entries does not fit.
+
+    result: one entry per element, block, row or tensor.
     shape: (m, k).
     r: the recipe, which determines the size of blocks.
     """
@@ -274,11 +283,11 @@ def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedSt
 def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:
     """Return a mask (m, k) of the elements for which a recorded result differs between the sides.
 
-    The result is the first of `names` that both sides recorded. Return None if there is none.
-
-    Bits are compared, or numbers if the formats differ; then two NaN are equal.
+    The first result in `names` that both sides recorded is compared. Return None if there is none. Bits are compared if
+    both sides have one format. Otherwise numbers are compared, and NaN equals NaN.
 
     a, b: {name: result} of both sides.
+    names: the names of the results to choose from.
     """
     name = next((name for name in names if name in a and name in b), None)
     if name is None:
@@ -290,7 +299,10 @@ def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tu
 
 
 def _step(name: str) -> str:
-    """Return the step to which a recorded result belongs; "" if it belongs to none."""
+    """Return the name of the step that gives a recorded result, such as "quotient"; "" if no step gives it.
+
+    name: the name of the result, such as "scaled element".
+    """
     return next((step for start, step in _STEPS if name.startswith(start)), "")
 
 

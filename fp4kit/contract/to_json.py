@@ -102,7 +102,11 @@ def save(path: Path, data: dict[str, Any]) -> None:
 
 
 def _recipe_data(r: Recipe) -> dict[str, Any]:
-    """Return a recipe as JSON data: id, versions and facts for a recipe of fp4kit's table, otherwise all fields."""
+    """Return a recipe as JSON data, from which _recipe_from makes the recipe again.
+
+    For a recipe in fp4kit's table, the data has its id, the versions of its producer and its facts (the fields that
+    determine bits). For any other recipe, it has all fields.
+    """
     if not is_listed(r):
         data = to_dict.as_data(r)
         assert isinstance(data, dict)

@@ -51,9 +51,11 @@ def shown(value: Any) -> str:
 def difference(a: Any, b: Any) -> str:
     """Return text that says how two unequal settings differ. The text names the value of ``a`` first.
 
-    For recipes, it lists the differing fields; for lists, the entries that only one of them has. If the lists differ
-    only in variants of recipes, it lists the differing fields of each pair. For units of one id, it lists the names of
-    the differing fields.
+    - For recipes, it lists the differing fields.
+    - For lists, it lists the entries that only one of them has. If the lists differ only in variants of recipes, it
+      lists the differing fields of each pair. If they differ only in order, it says so.
+    - For units of one id, it lists the names of the differing fields.
+    - For all other settings, it gives both values.
     """
     if isinstance(a, Recipe) and isinstance(b, Recipe):
         return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"

@@ -294,7 +294,7 @@ def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
 
 
 def _brief(value: Any) -> str:
-    """Return the value's repr for a message, cut to 80 characters."""
+    """Return the repr of a value for a message, shortened to 80 characters if it is longer."""
     text = shown(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -32,8 +32,8 @@ _LUCK = 0.01  # largest expected number of columns that random damage would leav
 class Fit:
     """A measure of how well the codes of a layer fit its source, given the stored scales.
 
-    far: the number of codes that are too far from the code of their source value: more than ``steps`` representable
-        values, an argument of fit_of.
+    far: the number of codes that are more than ``steps`` representable values (an argument of fit_of) away from the
+        code of their source value.
     sqnr_db: the signal-to-noise ratio of the decoded values in decibels, with the source as the signal.
     """
 
@@ -94,12 +94,14 @@ def fit_of(
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a layer that resembles its source look like GPTQ's, judged column by column.
 
-    The layer must be one for which fit_of does not return None.
+    Two conditions must hold:
 
-    With the stored scales, all codes of at least one column must be nearest to the source (the original weight). Random
-    damage must not explain such a column: if the wrong codes of the layer were spread at random, at most 0.01 columns
-    without one would be expected. A code counts as nearest if a quotient rounded to bfloat16 may have given it, because
-    tools compute quotients in bfloat16 or in float32.
+    - In at least one column, every code is nearest to the source (the original weight), given the stored scales. A code
+      also counts as nearest if a quotient rounded to bfloat16 may have given it, because some tools compute so.
+    - Random damage does not explain such a column: if the codes that are not nearest were spread at random over the
+      layer, at most 0.01 columns without such codes would be expected.
+
+    fit_of must not return None for the layer.
 
     x: the source (the original weight), of shape (N, K).
     """

@@ -111,24 +111,29 @@ class Reading(NamedTuple):
 
 
 def _as_stored(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return the codes of some rows and columns, read as they are stored, one code per byte."""
+    """Return the codes of some rows and columns of a layer in the stored order, one code per byte."""
     return unpacked(layer.codes[rows][:, _bytes(layer, columns)], layer.recipe.element.packing)
 
 
 def _bytes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return the codes of some rows and columns of the original matrix, from a layer with transposed packed bytes.
+    """Return codes of the original matrix from a layer whose codes were packed, and whose bytes were then transposed.
 
-    The transposition is undone. There is one code per byte.
+    The transposition is undone. The result has one code per byte.
+
+    layer: the layer with transposed bytes.
+    rows, columns: the rows and columns of the original matrix to return.
     """
     turned = layer.codes[_bytes(layer, columns)][:, rows].T
     return unpacked(np.ascontiguousarray(turned), layer.recipe.element.packing)
 
 
 def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return the codes of some rows and columns of the original matrix, from a layer with transposed codes.
+    """Return codes of the original matrix from a layer whose codes were transposed, and were then packed.
 
-    The codes of the layer were transposed one by one, and then packed. The transposition is undone. There is one code
-    per byte.
+    The transposition is undone. The result has one code per byte.
+
+    layer: the layer with transposed codes.
+    rows, columns: the rows and columns of the original matrix to return.
     """
     if layer.recipe.element.packing.codes == 1:
         return _bytes_transposed(layer, rows, columns)
@@ -310,7 +315,7 @@ def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Sca
 
 
 def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
-    """Yield the scales (N, B) with each of FlashInfer's shuffles of rows undone."""
+    """Yield the scales (N, B) once for each FlashInfer shuffle of rows that fits, with this shuffle undone."""
     for tile, order in _shuffles(len(stored)):
         back = np.empty_like(stored)
         back[order] = stored
@@ -318,7 +323,11 @@ def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
 
 
 def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (rows of the epilogue tile, order of rows) for each FlashInfer shuffle that this number of rows allows."""
+    """Yield (tile, order of rows) for each shuffle of FlashInfer that fits a number of rows.
+
+    FlashInfer shuffles rows for a tile of 128 rows if their number is a multiple of 32, and for a tile of 64 rows if it
+    is a multiple of 16. Yield nothing for 0 rows.
+    """
     for tile, multiple in ((128, 32), (64, 16)):
         if rows and not rows % multiple:
             yield tile, shuffle_rows(rows, tile)
@@ -422,9 +431,9 @@ def name_of_rows(index: np.ndarray) -> str:
 
 
 def within_ulps(a: Any, b: Any) -> bool:
-    """Return whether two float32 scales differ by at most ULPS (2) ulp; for arrays, whether all pairs do.
+    """Return whether two float32 scales are equal up to 2 ulp (ULPS). For arrays, return whether all pairs are.
 
-    NaN agrees only with NaN, and 0 does not agree with -0.
+    NaN equals only NaN. 0 and -0 are not equal.
     """
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))

@@ -251,10 +251,11 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the amaxes that a stored tensor scale implies if it is right, if it is inverted, and if it is the amax.
+    """Yield the amaxes from which a stored tensor scale may have been computed.
 
-    Only amaxes are yielded that are 2^-6 to 2^10 times the layer's own amax. Nothing is yielded if the scale is not
-    positive and finite, or differs between rows.
+    There are three cases: the scale is right, it is inverted, or it is the amax itself. Amaxes that are not 2^-6 to
+    2^10 times the layer's own amax are left out. Nothing is yielded if the scale is not positive and finite, or if it
+    differs between rows.
 
     stored: the stored tensor scale, one number or one per row.
     own: the layer's own amax.
@@ -272,10 +273,12 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
     """Yield the block scales of a layer in linear order: as declared, then once for each fault that may have happened.
 
-    Such a fault (mishap) is undone in the scales that are yielded. The mishaps are the wrong orders of
-    corruptions.scale_orders. For E8M0 scales, exponents that are off by one are mishaps too; these are tried on scales
-    in the declared order only. An order that does not fit the number of stored scales is left out, so that nothing is
-    yielded if none fits.
+    In the scales that are yielded, the fault (mishap) is undone. The faults are:
+
+    - the wrong orders of corruptions.scale_orders
+    - for E8M0 scales in the declared order, exponents that are off by one
+
+    An order that does not fit the number of stored scales is left out. Nothing is yielded if no order fits.
 
     layout: the layout in which the codes are read, which determines the shape (N, B) of the scales.
     """

@@ -229,10 +229,11 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """Advice to pass the right source (original model); None if at least one layer may be made from its source.
+        """Advice to pass another source (original model), if no layer can have been made from the given source.
 
-        A layer cannot be made from its source if the signs of its codes differ from the signs of the source's values in
-        every known order. All-zero layers are ignored. None too if there are no other layers.
+        A layer cannot have been made from it if the signs of codes and source differ in every known order. All-zero
+        layers are ignored. None if at least one other layer may have been made from the source, or if there are no
+        other layers.
         """
         unlike = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
         if not unlike or not all(unlike):
@@ -267,12 +268,13 @@ class CheckpointVerdict:
 
 
 def short_text(text: str, recipes: tuple[str, ...]) -> str:
-    """Return a sentence with the producers of its recipes, such as "nvfp4-te (Transformer Engine) made 2 layers".
+    """Add the names of producers to a sentence about recipes, and return it: "nvfp4-te (Transformer Engine) made ...".
 
-    If more than two recipes agree, only the first one and the number of the others are named. If there are no recipes,
-    return the text unchanged.
+    If there are more than two recipes, the sentence returned names only the first one, and the number of the others. If
+    there are no recipes, return the text unchanged.
 
-    recipes: the recipes, which the text names one after another, as ``either`` joins them.
+    text: the sentence, such as "nvfp4-te made 2 layers".
+    recipes: the ids of the recipes that the text names, in the order in which ``either`` joined them.
     """
     if not recipes:
         return text

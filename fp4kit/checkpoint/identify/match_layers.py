@@ -71,7 +71,7 @@ class Origin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors that hold the weight."""
+        """The names of all tensors from which the rows are read, such as codes and scales of a quantized weight."""
         weights = [rows.weight for rows in self.weight.members] or [self.weight]
         return tuple(part.entry.name for weight in weights for part in weight.parts.values())
 
@@ -273,10 +273,10 @@ class _Pairs:
             yield from (_name(weight, e) for e in range(weight.experts) if self._origin(weight, e) is None)
 
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
-        """Read one layer and its source, and return them with the further facts that explain it.
+        """Read one layer and its source, and return them with further facts, such as possible amaxes, as a LayerPair.
 
-        For a layer with a low-rank part (SVDQuant), the source is the rest of the weight, and only declared facts are
-        returned.
+        A layer with a low-rank part (SVDQuant) is paired with the weight minus this part. Its only further facts are
+        those that the checkpoint declares.
 
         weight: the weight of the checkpoint.
         expert: the number of the matrix in a stack of experts; 0 for a single layer.
@@ -363,11 +363,10 @@ class _Pairs:
 
 
 def _scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
-    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled its weights.
+    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled the columns of its weights.
 
-    Return "" if it declares neither or both.
-
-    AWQ is declared by factors per column in the file. llm-compressor's recipe.yaml names the modifiers of both.
+    A modifier in llm-compressor's recipe.yaml declares either method. Factors per column in the file declare AWQ.
+    Return "" if the checkpoint declares neither method, or both.
     """
     named = modifiers_of(stored.root / RECIPE_FILE)
     found = {method for method in ("AWQ", "SmoothQuant") if f"{method}Modifier" in named}

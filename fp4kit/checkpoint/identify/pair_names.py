@@ -52,10 +52,10 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 
 
 def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
-    """Yield (key, weight to read, range of rows) for each matrix that can be looked up in one expert of a weight.
+    """Yield (key, weight to read, range of rows) for each name under which other tools may store an expert's rows.
 
-    The key is a canonical name. A gate_up stack yields the whole matrix, then its halves gate and up. gate_first gives
-    the weight that comes with a half. Any other weight yields one matrix.
+    The key is a canonical name. The first entry is the whole matrix of the expert. A stack of gate_up matrices also
+    yields the half gate and the half up. For a half, the weight to read is the one that gate_first returns.
 
     expert: the number of the expert; 0 for a single layer.
     config: the content of config.json.

@@ -39,9 +39,10 @@ SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
     """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
 
-    A stored row is matched with the most similar source row among those with its signs. It may be any row of the source
-    or of the other half of a gated pair. An order of codes is left out if a row has no match, if two rows have the same
-    match, or if all rows are in place. Yield nothing if the layer has only one row, or more than 2^15 rows.
+    Each stored row is matched with a row of the source, or of the other half of a gated pair. Only rows are considered
+    that have the sign of at least 99% of the nonzero codes; the most similar one is the match. An order of codes is
+    left out if a row has no match, if two rows have the same match, or if all rows are in place. Yield nothing if the
+    layer has only one row, or more than 2^15 rows.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -69,10 +70,10 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 def _nearest_sources(
     evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Return, for each stored row, the number of the most similar source row among those with its signs.
+    """Return, for each stored row, the number of the most similar source row whose signs agree with the row's codes.
 
-    The result is -1 if no source row has the signs of the stored row. It is -2 - n if the codes of the stored row are
-    all zero, where n is the number of the most similar source row.
+    Signs agree if at least 99% of the nonzero codes have the sign of the source. If the signs of no source row agree,
+    the number is -1. If all codes of the stored row are zero, it is -2 - n, where n is the most similar source row.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -187,6 +188,8 @@ def _same_blocks(
     evidence: LayerEvidence, hypothesis: Hypothesis, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
 ) -> bool:
     """Return whether the stored blocks are a permutation of the blocks that a hypothesis predicts.
+
+    Return False also if the tensor scale does not agree with the hypothesis.
 
     evidence: the stored layer and its source (the original weight).
     stored: the stored block scales (N, B).

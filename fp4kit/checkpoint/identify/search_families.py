@@ -183,7 +183,7 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
 
 
 def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray[np.float64]:
-    """Return the element value nearest to each quotient. Quotients beyond the range become the largest of their sign.
+    """Return the value of the element format that is nearest to each quotient. Quotients beyond the range are clipped.
 
     r: the recipe whose element format is used.
     """
@@ -215,9 +215,10 @@ def _is_nvfp4(evidence: LayerEvidence) -> bool:
 
 
 def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
-    """Return the tensor scale that a recipe computes from a candidate amax and that is within 2 ulp of the stored one.
+    """Return the tensor scale that a recipe computes from one of the layer's candidate amaxes.
 
-    Return None if no candidate amax gives such a tensor scale, or if the layer is not NVFP4 with one tensor scale.
+    The first amax is used that gives the stored tensor scale up to 2 ulp. Return None if no amax gives it, or if the
+    layer is not NVFP4 with one tensor scale.
 
     evidence: the layer, with its candidate amaxes.
     r: the recipe that computes the tensor scale.
@@ -243,7 +244,11 @@ def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvide
 
 
 def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
-    """Yield all rows of a layer in parts. Codes are read in the layout ``plain``, and scales are in linear order."""
+    """Yield all rows of a layer, some rows at a time. Block scales must be in linear order.
+
+    evidence: the stored layer and its source (the original weight).
+    plain: the layout in which codes are read.
+    """
     yield from (_rows_of(evidence, plain, rows) for rows in chunks(plain, evidence.layer.recipe))
 
 

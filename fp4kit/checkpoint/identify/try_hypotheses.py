@@ -124,14 +124,14 @@ def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
 
 
 def same_rows(rows: int) -> CorruptedRows:
-    """Return the order of ``rows`` rows in which every row is in its place."""
+    """Return the right order of ``rows`` rows: every row is in its place."""
     return CorruptedRows(None, np.arange(rows))
 
 
 def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
-    """Return the share of nonzero codes that have the sign of their source value, or 1 if all codes are zero.
+    """Return the share of the nonzero codes, from 0 to 1, that have the sign of their source value.
 
-    Codes whose source value is NaN are not counted.
+    Codes whose source value is NaN are not counted. Return 1 if no code is counted.
 
     codes: codes in the format of ``r``, one per byte.
     values: the source values, in the shape of ``codes``.
@@ -186,9 +186,9 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
 
 
 def recipes_of(own: Recipe) -> Iterator[Recipe]:
-    """Yield the recipes that may have made a layer: all recipes of its format, and a variant without an id for MXFP8.
+    """Yield the recipes that may have made a layer: all recipes that have its format.
 
-    The variant has the scale search that auto-round uses by default (iters=0) for MXFP4 and MXFP8.
+    For MXFP8, also yield mxfp8-auto-round with a scale search, which auto-round uses by default (iters=0).
 
     own: a recipe of the layer's format.
     """

@@ -216,8 +216,8 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
     Three kinds of modules are left unquantized:
 
     - A layer that is not fused, if an entry of the list is a dotted path that occurs anywhere in its name.
-    - A fused layer, such as qkv_proj, if this is so for all of its parts. If it is so for only some, raise
-      PartsDisagree.
+    - A fused layer, such as qkv_proj, if all of its parts are left unquantized by the first rule. If this is so for
+      only some of its parts, PartsDisagree is raised.
     - A module with "experts" in its name, if its name occurs in any entry, such as the name of one of its experts.
 
     The function is in SGLang's quantization/utils.py.
@@ -424,9 +424,9 @@ def vllm_fp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves a container of experts of a DeepSeek-V4 checkpoint unquantized.
+    """Return whether vLLM leaves the experts of one layer of a DeepSeek-V4 checkpoint unquantized.
 
-    The container is excluded by a pattern that is or contains its name, such as the name of one expert.
+    It does so if a pattern in the list contains the name of their container, as the name of each expert does.
 
     module: the name of the container of experts.
     patterns: the exclusion list.

@@ -51,7 +51,9 @@ def _below(module: str, roots: Collection[str]) -> str | None:
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield the names of the fused layers that engines make of ``modules``, except those with a quantized part.
+    """Yield the names of the fused layers, such as "a.qkv_proj", that engines make of layers that stay unquantized.
+
+    Fused layers with a quantized part are left out.
 
     modules: names of layers that stay unquantized.
     converted: names of the quantized layers.
@@ -65,7 +67,7 @@ def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str
 
 
 def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
-    """Return the containers of experts (``...mlp.experts``) with copied experts in which no expert is quantized.
+    """Return the containers of experts (``...mlp.experts``) that contain copied experts, but no quantized expert.
 
     copied: names of layers that stay unquantized.
     converted: names of the quantized layers.
@@ -144,7 +146,9 @@ _IN_TRANSFORMERS = {
 
 
 def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[str]:
-    """Yield the names by which transformers looks up layers or subtrees if they differ from the checkpoint's names.
+    """Yield, for each name that transformers changes when it loads a checkpoint, the name that it looks up instead.
+
+    Yield nothing for names that transformers does not change.
 
     names: names of layers or prefixes of subtrees.
     roots: prefixes below which everything is excluded.

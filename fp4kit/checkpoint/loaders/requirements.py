@@ -96,10 +96,10 @@ _HALVES = ("BF16", "F16")  # dtypes of FP8 scales that engines convert to float3
 
 
 def _fp8(shape: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the tensors of an FP8 layer: codes, scales and scalars.
+    """Return what is required of the tensors of an FP8 layer: its codes, its scales, and scalars such as input scales.
 
     shape: the shape of the scales.
-    scalars: the suffixes of the scalars, such as the input scale.
+    scalars: the suffix of each scalar, such as ".input_scale".
     """
     scales = (Required(scalar, "F32", "", _HALVES) for scalar in scalars)
     return Required(".weight", *_CODES["bytes"]), Required(".weight_scale", "F32", shape, _HALVES), *scales
@@ -139,7 +139,10 @@ _INPUT_SCALES = {
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Split a tensor's name into (layer, suffix). Return None if no tensor of a quantized layer has such a suffix."""
+    """Split a tensor's name into (layer, suffix), such as ("mlp.up_proj", ".weight_scale").
+
+    Return None if the name does not end in a suffix of a quantized layer's tensors.
+    """
     match = _SUFFIX.fullmatch(name)
     return (match[1], match[2]) if match else None
 

@@ -69,7 +69,10 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return the cells of ``observations.RUNS`` by (container, family, engine). Later rows override earlier rows."""
+    """Return the observations in ``observations.RUNS`` as a dict: (container, family, engine) -> Cell.
+
+    If several rows are about one cell, the last row counts.
+    """
     table: dict[tuple[str, str, str], Cell] = {}
     for containers, families, engine, status, how, note in RUNS:
         for container_id in containers:

@@ -149,7 +149,9 @@ def compare_checkpoints(
 def _shared_layers(
     pairs: list[tuple[str, Origin, Origin]], differences: list[TensorDifference], readers: Readers
 ) -> list[LayerDifference]:
-    """Compare layers that a model directory and a GGUF file share, and return the differences of the quantized ones.
+    """Compare the layers that both a model directory and a GGUF file have.
+
+    Return one LayerDifference per layer that is quantized in at least one of them.
 
     pairs: the result of gguf_pairs.
     differences: the list of differing tensors, which is changed in place. Entries for tensors of layers in ``pairs``

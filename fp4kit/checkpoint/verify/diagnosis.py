@@ -47,7 +47,7 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
 
 
 def _group(check: Check, groups: Mapping[str, str]) -> str:
-    """Return the name of the group of layers that share a tensor scale, for a layer; "" if it is in no group.
+    """Return the name of the group with which a layer shares its tensor scale; "" if it is in no group.
 
     Args:
         check: the layer.

@@ -146,9 +146,9 @@ class Check:
 
     @property
     def needs_amax(self) -> bool:
-        """True if the source rows must be measured (amax, scale exponents) before the matrix can be re-encoded.
+        """True if the amax or scale exponents of the source rows are needed before the matrix can be re-encoded.
 
-        Such rows are read twice.
+        The source rows are then read twice.
         """
         job = self.job
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
@@ -222,10 +222,13 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 def checks_of_restored(
     stored: Iterable[Weight], layers: Iterable[SplitLayer | ExpertStack], settings: Settings
 ) -> Iterator[Check]:
-    """Yield a Check per part of every unquantized weight that was put together from several weights of the source.
+    """Yield Checks of the unquantized weights that a conversion put together from several weights of the source.
+
+    There is one Check per part of a weight, such as one expert of a stack.
 
     stored: the weights of the checkpoint, without those that are checked already.
-    layers: what can be put together from weights of the source.
+    layers: the layers that can be put together from weights of the source. Layers that are not in ``stored``, or that
+        have another shape there, are left out.
     settings: how the checkpoint was made.
     """
     found = {weight.name: weight for weight in stored if weight.container is None}

@@ -318,7 +318,7 @@ _SHAPES = (
 
 
 class _Mark(NamedTuple):
-    """How the lines of one kind of layer are drawn: color, dashes and shape of points.
+    """How the charts draw the line of one kind of layer: its color, its dashes, and the shape of its points.
 
     Dashes and shapes differ too, so that readers can tell lines apart without seeing colors.
     """
@@ -336,7 +336,11 @@ class _Mark(NamedTuple):
 
 
 def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
-    """Return the SVG of one line of a chart with its points. A point is (x, y, tooltip text), in pixels."""
+    """Return the SVG of one line of a chart, with its points.
+
+    points: (x, y, tooltip text) of each point. Positions are in pixels.
+    mark: the color, the dashes and the shape of the points.
+    """
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
         f'<path class="point" data-y="{y:.1f}" d="{mark.shape.format(x=x, y=y)}"><title>{_text(t)}</title></path>'
@@ -347,7 +351,10 @@ def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
 
 
 def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
-    """Return the mark of each kind of layer, by kind. Any 140 successive kinds have different marks."""
+    """Give each kind of layer a mark (color, dashes and shape of points), and return a dict: kind -> mark.
+
+    The first 140 kinds get different marks.
+    """
     return {
         kind: _Mark(_COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)], _SHAPES[i % len(_SHAPES)])
         for i, kind in enumerate(kinds)
@@ -355,7 +362,7 @@ def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
 
 
 def _decibels(value: float | None) -> str:
-    """Return a number of decibels as text, or "-" if it is unknown."""
+    """Return a number of decibels as text with two decimals, or "-" for None."""
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -408,7 +415,7 @@ def _columns(report: VerifyReport) -> tuple[_Column, ...]:
 
 
 def _labels(columns: Sequence[_Column]) -> str:
-    """Return the CSS that shows each cell's heading before the cell on pages that are too narrow for a table."""
+    """Return the CSS for narrow pages, which shows the heading of a column before the content of each of its cells."""
     rules = "".join(
         f'#layers td:nth-child({i + 1})::before{{content:"{column.name}"}}' for i, column in enumerate(columns) if i
     )
@@ -418,7 +425,7 @@ def _labels(columns: Sequence[_Column]) -> str:
 def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
     """Return the HTML table of layers, worst first, or an empty string if there are none.
 
-    Columns that are left out because all layers agree become a sentence.
+    The columns that ``columns`` lacks, because all layers agree in them, are listed in a sentence above the table.
     """
     if not report.layers:
         return ""

@@ -49,8 +49,8 @@ class SampledError:
 def sampled_error(destination: str | Path, source: Source) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each.
 
-    If there are more than 256 matrices, or if they are large, evenly spaced matrices are measured. Layers without a
-    counterpart in the source, and layers whose SQNR is infinite or undefined, are left out.
+    If there are more than 256 matrices, or if they are large, only some of them are measured, evenly spaced. Layers
+    without a counterpart in the source, and layers whose SQNR is infinite or undefined, are left out.
 
     destination: the quantized checkpoint.
     source: the model from which it was made.
@@ -87,16 +87,20 @@ def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, i
 
 
 def _elements(check: Check) -> int:
-    """Return how many elements must be read for one span of rows. A matrix that is stored transposed is read whole."""
+    """Return the number of elements that must be read to measure one span (range of rows) of a matrix.
+
+    These are all elements of the matrix if it or its source is stored transposed.
+    """
     rows, columns = check.stored.shape[-2:]
     is_turned = check.stored.transposed or (check.origin is not None and check.origin.weight.transposed)
     return columns * (rows if is_turned else min(rows, _ROWS))
 
 
 def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
-    """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or all rows if it has few.
+    """Return ``count`` evenly spaced spans (first row, end row) of a matrix.
 
-    Each span begins at a block of the matrix and of its source.
+    Each span begins where a block of the matrix and of its source begins. If ``count`` spans would cover all rows,
+    return one span of all rows.
     """
     rows, origin = check.stored.shape[-2], check.origin
     forms = (check.stored.container, None if origin is None else origin.weight.container)

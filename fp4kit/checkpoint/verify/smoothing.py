@@ -42,9 +42,10 @@ class Smoothing(NamedTuple):
 def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
     """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them.
 
-    Let f be source norm / stored norm, one factor per column. A layer counts if multiplying its source by f improves
-    the SQNR by at least 0.5 dB. A norm counts if one of its layers then comes within 1 dB of the usual SQNR of its
-    format.
+    Smoothing divides a norm by factors f, one per column, and multiplies the columns of the layers after it by f. So f
+    is source norm / stored norm. A layer counts as smoothed if multiplying its source by f improves its SQNR by at
+    least 0.5 dB. A norm counts as smoothed if one of its layers then comes within 1 dB of the usual SQNR of its format.
+    Layers of other norms are left out.
 
     changed: (stored, source) pairs of unquantized tensors whose bytes differ.
     checks: the matrices of the checkpoint, with their source rows.

@@ -300,10 +300,12 @@ def prepare(
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Check the items of the source. Return the names of its transform matrices, which a decoded checkpoint lacks.
+    """Check the items of the source. Return the names of its tensors that the checkpoint does not need.
 
-    Return an empty set if the checkpoint has quantized layers. Raise CheckpointError if an item is refused. Transforms
-    that decoding to BF16 undoes are refused only if the checkpoint has quantized layers.
+    These are the matrices of transforms that were undone when the source was decoded. If the checkpoint has quantized
+    layers, no transform was undone: the result is an empty set, and a source with transforms is refused.
+
+    Raise CheckpointError if an item is refused.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:
@@ -322,7 +324,10 @@ def _opened(root: Path) -> Checkpoint:
 
 
 def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
-    """Return the stored tensor scales and input scales of all layers except stacks, by tensor name."""
+    """Return the stored tensor scales and input scales, as a dict: tensor name -> number. Stacks are left out.
+
+    If a tensor has several numbers, its first number is returned.
+    """
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
     places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
@@ -424,10 +429,10 @@ def _recipe_of_file(model: Checkpoint) -> str | None:
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
-    """Return a warning for every file of the source whose size or header differs from the manifest's record of it.
+    """Return a warning for every file of the given source that is not the file from which the checkpoint was made.
 
-    A file that is recorded and missing, or present and not recorded, counts too. Return [] if the manifest records no
-    source.
+    The manifest records the size and header of each file of the source. A warning is returned for a file whose size or
+    header differs, that is missing, or that is not recorded. Return [] if the manifest records no source.
     """
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
