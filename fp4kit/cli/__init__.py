@@ -18,7 +18,7 @@ from fp4kit.cli.parser import SHELLS, GroupedHelp, Parser, PrintCompletion, Usag
 
 _EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
-    " SIGTERM, SIGPIPE (nobody reads the output)."
+    " SIGTERM, SIGPIPE (the reader of the output has ended)."
 )
 # heading in `fp4kit --help` -> {module of this package: {command that the module adds: its line in the help}}
 _GROUPS = {
@@ -26,7 +26,7 @@ _GROUPS = {
         "convert": {"convert": "quantize a model, or change its format"},
         "reconcile": {"reconcile": "give q/k/v and gate/up one tensor scale"},
         "delta": {
-            "diff": "write what changed between two versions to a patch",
+            "diff": "write the changes between two versions to a patch",
             "apply": "write the new version of a model from a patch",
         },
     },
@@ -107,7 +107,8 @@ def parser(arguments: Sequence[str] | None = None) -> Parser:
         arguments = None
     result = Parser(
         prog="fp4kit",
-        description="Bit-exact numerics of 4-bit floating point. `fp4kit COMMAND --help` lists a command's options.",
+        description="Quantize models to 4-bit floating point, bit for bit as other libraries do."
+        " `fp4kit COMMAND --help` lists a command's options.",
         epilog=_EXIT_CODES,
         formatter_class=GroupedHelp,
         examples=(

@@ -92,12 +92,12 @@ def register(subparsers: Any) -> None:
             ),
             (
                 "fp4kit convert Qwen3 Qwen3-FP8 --recipe fp8-transformers-block --format fp8",
-                "quantize to FP8 in blocks of 128x128, as Qwen3 releases have it",
+                "quantize to FP8 in blocks of 128x128, as in Qwen3 releases",
             ),
-            ("fp4kit convert Llama Llama-5-bits --bits 5.0", "assign NVFP4, FP8 or no recipe to every layer"),
+            ("fp4kit convert Llama Llama-5-bits --bits 5.0", "use NVFP4, FP8 or no quantization per layer"),
             (
                 "fp4kit convert Llama Llama-Rotated --format compressed-tensors --hadamard 32",
-                "rotate layers first, for engines that rotate their inputs",
+                "rotate layers first, for engines that also rotate the inputs",
             ),
             (
                 "fp4kit convert Llama Llama-W4A4 --activations act.safetensors",
@@ -156,13 +156,13 @@ def add_scale_search(parser: Any) -> None:
     )
     parser.add_argument("--scale-search", metavar="ERROR", help=text)
     text = (
-        "weight the error per column. FILE is a safetensors file with one float32 vector per layer, which has the name"
-        " of the layer's weight or module"
+        "weight the error per column. FILE is a safetensors file with one float32 vector per layer, named after the"
+        " layer's weight or module"
     )
     parser.add_argument("--column-weights", metavar="FILE", help=text)
     text = (
-        "weight the error per column by an importance matrix of llama.cpp, which holds the mean square of each input"
-        " channel, per expert. FILE is a legacy (.dat) or GGUF file"
+        "weight the error per column by an importance matrix of llama.cpp: the mean square of each input channel,"
+        " separately for each expert. FILE is a legacy (.dat) or GGUF file"
     )
     parser.add_argument("--imatrix", metavar="FILE", help=text)
 
@@ -174,8 +174,9 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "--bits",
         type=float,
         metavar="B",
-        help="assign recipes to layers so that the error is smallest within B bits per weight, such as 5.0. The error"
-        " is the sum of the noise-to-signal ratios of all linear operators. --column-weights or --imatrix weight it",
+        help="assign recipes to layers so that the error is the smallest that B bits per weight allow, such as 5.0. The"
+        " error is the sum of the noise-to-signal ratios of all linear operators. --column-weights or --imatrix weight"
+        " the error",
     )
     group.add_argument(
         "--candidates",
@@ -229,13 +230,13 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="SIZE",
         help="rotate every layer by a Hadamard transform of SIZE columns (16 to 512) before it is quantized, and"
-        " declare that engines rotate its inputs. For --format compressed-tensors",
+        " declare in the config that engines must rotate its inputs. For --format compressed-tensors",
     )
     group.add_argument(
         "--hadamard-seed",
         type=int,
         metavar="SEED",
-        help="also change the signs of columns before the Hadamard transform, drawn at random for this seed",
+        help="before the Hadamard transform, multiply columns by random signs, drawn from this seed",
     )
     group.add_argument(
         "--hadamard-only",
@@ -249,7 +250,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         "--input-scale",
         type=float,
         metavar="X",
-        help="write this input scale, such as 1.0, for every layer, uncalibrated; engines then quantize activations"
+        help="write this uncalibrated input scale, such as 1.0, for every layer. Engines then quantize activations"
         " too (NVFP4 instead of W4A16_NVFP4)",
     )
 

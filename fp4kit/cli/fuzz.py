@@ -59,7 +59,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--changes", type=int, default=3, metavar="N", help="change at most N fields per variant (default: 3)"
     )
-    parser.add_argument("--host", action="store_true", help="use the processor even if there is a GPU")
+    parser.add_argument("--host", action="store_true", help="compare the CPU engine even if there is a GPU")
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:

@@ -24,7 +24,7 @@ def register(subparsers: Any) -> None:
         examples=(
             ("fp4kit identify Llama-NVFP4 --source Llama", "name the recipe that made a checkpoint of Llama"),
             ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer and every recipe"),
-            ("fp4kit identify Llama-NVFP4", "print what the checkpoint tells without its source"),
+            ("fp4kit identify Llama-NVFP4", "report what the checkpoint reveals without its source"),
         ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
         " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained by a recipe, or recognized as the"
@@ -34,8 +34,8 @@ def register(subparsers: Any) -> None:
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     text = (
-        "directory or GGUF file of the unquantized model that DST was made from (default: none; then only what names,"
-        " configs, metadata and scales of DST tell is printed)"
+        "directory or GGUF file of the unquantized model that DST was made from (default: none. The command"
+        " then reports only what names, configs, metadata and scales of DST reveal)"
     )
     parser.add_argument("--source", metavar="SRC", help=text)
     add_ignore(parser)

@@ -183,9 +183,7 @@ def add_command(
     help = subparsers.helps[name]
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument(
-        "--quiet", action="store_true", help="print no text, notes or progress; the exit code is the answer"
-    )
+    parser.add_argument("--quiet", action="store_true", help="print no text, notes or progress; only set the exit code")
     parser.set_defaults(func=command, writes=writes)
     return parser
 

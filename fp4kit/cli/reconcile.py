@@ -27,7 +27,7 @@ def register(subparsers: Any) -> None:
             ("fp4kit reconcile Llama-NVFP4 Llama-repaired", "write the repaired model"),
         ),
         description="Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up) have different"
-        " tensor scales: give all parts the largest of them, and change their block scales accordingly.",
+        " tensor scales: give all parts the largest of these scales, and change their block scales accordingly.",
         writes=lambda args: Path(args.destination) if args.destination else None,
         usage="fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC",
     )

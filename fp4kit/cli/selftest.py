@@ -43,7 +43,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="check less, in at most a minute: eight recipes, smaller tensors, every 61st float32",
+        help="check less, which takes at most a minute: eight recipes, smaller tensors, every 61st float32",
     )
     parser.add_argument("--golden", metavar="DIR", help="directory of recorded outputs (default: those of the package)")
 

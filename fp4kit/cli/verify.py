@@ -37,8 +37,8 @@ def register(subparsers: Any) -> None:
         ),
         description="Check the files of a checkpoint against its manifest, and its scales and configs against what"
         " engines require. With --source, quantize the source again and compare every byte.",
-        epilog="Exit codes: 0 no errors, perhaps warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot"
-        " be read.",
+        epilog="Exit codes: 0 no errors, but there may be warnings; 1 errors, such as bytes that differ; 2 the"
+        " checkpoint cannot be read.",
     )
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
