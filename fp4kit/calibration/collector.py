@@ -143,7 +143,7 @@ class Collector:
         Raises ValueError in two cases:
 
         - An input on a GPU was NaN or infinite.
-        - A layer was collected both with and without ``expert=``, with different numbers of columns.
+        - An expert was collected both under its own name and with ``expert=``, with different numbers of columns.
         """
         return {name: entry.columns for name, entry in self._entries("columns").items()}
 
@@ -400,8 +400,10 @@ class Collector:
     def _include(self, entries: Mapping[str, CollectedInputs], op: str) -> None:
         """Add the entries of another collector or of a saved file to this collector.
 
-        entries: {layer: CollectedInputs}. They have histograms if this collector has them.
-        op: the beginning of the error message if a layer has another number of columns here.
+        Raises ValueError if a layer has another number of columns in this collector.
+
+        entries: {layer: CollectedInputs}. They must have histograms if this collector has histograms.
+        op: the beginning of the error message.
         """
         for name, entry in entries.items():
             places = self._totals[self._key(op, name, entry.columns, None)]
@@ -443,13 +445,13 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
 
 
 def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
-    """Return the error message for layers without an amax, with what to do.
+    """Return the error message for layers that saw no nonzero input. It says how to get an amax for them.
 
     Args:
         op: the beginning of the message.
         missing: the names of these layers.
-        unseen: the policy that was asked for. If it was "error" and an expert is missing, the message names the policy
-            "layer".
+        unseen: the policy that was asked for. If it was "error" and one of the layers is an expert, the message also
+            suggests unseen="layer".
     """
     fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
     more = fill if unseen == "error" and any(map(expert_of, missing)) else ""

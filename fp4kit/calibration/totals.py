@@ -19,7 +19,7 @@ LARGEST = np.finfo(np.float32).max.view(np.uint32)  # the bit pattern of the lar
 
 
 def _library(array: Any) -> Any:
-    """Return the library of an array: numpy or cupy."""
+    """Return the module that an array belongs to: cupy for an array on a GPU, otherwise numpy."""
     return imports.cupy() if imports.on_device(array) else np
 
 
@@ -50,11 +50,11 @@ class Totals:
         return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
 
     def include(self, blocks: Any, expert: Any) -> None:
-        """Include the inputs of one call, in place. Does nothing if there are no tokens.
+        """Add the inputs of one call of the layer to these totals, in place. Does nothing if there are no tokens.
 
         blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
-        expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens. Numbers must be in
-        range.
+        expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens. These numbers must be
+            from 0 to the number of experts - 1.
         """
         xp, tokens = _library(blocks), len(blocks)
         if not tokens:
@@ -95,6 +95,6 @@ class Totals:
             self.histogram += other.histogram
 
     def on_host(self) -> Totals:
-        """Return a copy with NumPy arrays."""
+        """Return a copy of these totals in host memory, as NumPy arrays."""
         parts = (self.amax, self.tokens, self.histogram)
         return Totals(*(None if part is None else np.array(imports.to_host(part)) for part in parts))

@@ -199,9 +199,10 @@ def _recipe_line(plan: Plan) -> str:
 
 
 def _error_lines(error: SampledError) -> Iterator[str]:
-    """Yield the line about the error. If layers are at least 3 dB below the median, also yield advice to keep them.
+    """Yield the line about the error of a conversion: the median and the worst SQNR of the measured layers.
 
-    The advice names at most three layers, the worst first.
+    If layers are at least 3 dB below the median, also yield advice to leave them unquantized (--keep). The advice names
+    at most three layers, the worst first.
     """
     (worst, db), count = error.layers[0], len(error.layers)
     of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"

@@ -106,10 +106,13 @@ def _explained(
     affected: np.ndarray,
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
-    """Return ``found`` with the first step that differs, the setting that causes it, and the steps of one element.
+    """Explain a difference: return a copy of ``found`` that also has the first step that differs and its cause.
+
+    The cause is a setting that differs, a wrong order of stored bytes, or another reason, as text. The copy also has
+    one differing element, and if known, the steps by which each side computes this element.
 
     Args:
-        found: the counts of the differences. It is not changed.
+        found: the counts of the differences.
         sides: the two sides.
         rows: the indices of the compared rows in the layer.
         affected: a mask of the elements whose codes, scales or values differ. At least one must be True.
@@ -155,7 +158,7 @@ def _explained(
 
 
 def _first(mask: np.ndarray) -> tuple[int, int]:
-    """Return the index of the first True of a matrix, which must have one."""
+    """Return (row, column) of the first True in a mask, row by row. At least one entry must be True."""
     i, j = np.unravel_index(int(mask.argmax()), mask.shape)
     return int(i), int(j)
 
@@ -183,10 +186,11 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
     """Return one text per setting in which the arithmetic of two sides differs: recipe, transform and tensor amax.
 
     Each text ends with advice on how to make the sides equal. Tensor amaxes are compared only if both are known and the
-    transforms are equal.
+    transforms are equal. Return [] if nothing differs.
 
     Args:
         label_a, label_b: the names of the sides, for the texts.
+        a, b: the arithmetic of each side.
     """
     texts = []
     if a.recipe != b.recipe:

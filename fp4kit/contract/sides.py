@@ -122,7 +122,10 @@ class Side:
 
     @property
     def transform(self) -> str:
-        """The Hadamard transform of the contract in words, such as "32 without signs"; "" for none."""
+        """The size and the signs of the contract's Hadamard transform in words, such as "32 without signs".
+
+        "" if there is no contract or no transform.
+        """
         contract = self.contract
         if contract is None or contract.hadamard is None:
             return ""

@@ -69,8 +69,8 @@ class Arithmetic(NamedTuple):
     """Everything that determines the codes of a layer: recipe, tensor amaxes and transform.
 
     recipe: the recipe.
-    amax: the tensor amaxes: (), or one per row; None if the recipe needs none.
-    layers: the layers whose largest amax is used; () if the amax was derived from stored scales.
+    amax: the tensor amaxes, of shape () for one amax or (N,) for one per row; None if the recipe needs none.
+    layers: the layers of whose amaxes ``amax`` is the largest; () if it was derived from stored scales.
     transform: the Hadamard transform that was applied before, in words; "" for none.
     """
 

@@ -70,8 +70,11 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 class SafetensorsWriter:
     """Write a new safetensors file with the tensors of ``specs``. Use it in a ``with`` statement.
 
-    ``write`` fills the tensors; ``finish`` checks that every tensor is complete. If a file or link exists at ``path``,
-    FileExistsError is raised.
+    Call ``write`` to fill the tensors, and ``finish`` at the end, to check that every tensor is complete.
+
+    path: the file to create. FileExistsError is raised if a file or link exists there.
+    specs: the name, dtype and shape of each tensor.
+    metadata: the entry __metadata__ of the header.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:

@@ -49,10 +49,11 @@ class ScaledRows:
 
 
 def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
-    """Return the first rows of a layer with estimated factors, or None if the layer does not look scaled per column.
+    """Estimate the factors by which the columns of a layer were multiplied, from its first rows.
 
-    A layer looks scaled per column if the factors raise the SQNR to at least 12 dB, and improve it by at least 0.5 dB
-    over one common factor. Return None also in these cases:
+    Return these rows with the factors, or None if the layer does not look scaled per column. It looks so if the factors
+    raise the SQNR to at least 12 dB, and to at least 0.5 dB more than the best common factor of all columns. Return
+    None also in these cases:
 
     - The layer has fewer than 32 rows.
     - The source or the decoded values contain NaN or infinity, or a factor is not positive.

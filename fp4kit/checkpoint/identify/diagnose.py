@@ -121,7 +121,10 @@ class Diagnosis:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if ``cause`` describes the layer, but no recipe, rule or calibration method is recognized."""
+        """True if there is a ``cause``, a description of the layer, although nothing is known to have made the layer.
+
+        That is, no recipe or rule reproduces every byte, and no calibration method is recognized.
+        """
         return self.cause is not None and self.method is None and not self.explained
 
     @property
@@ -421,7 +424,7 @@ def _other_codes_under_scales(
     If the codes were rounded stochastically, the explanation says so instead. Return None in these cases:
 
     - No recipe reproduces all scales.
-    - A recipe reproduces more than 95% of the bytes, so that the others count as damaged.
+    - A recipe reproduces more than 95% of the bytes, so that the other bytes count as damaged.
     - Fewer than 90% of the nonzero codes in a sample have the sign of the source.
 
     evidence: the stored layer and its source (the original weight).

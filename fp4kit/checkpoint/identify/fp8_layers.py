@@ -141,7 +141,7 @@ def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
 
 
 def _rule(name: str, scales: str, quotient: str) -> str:
-    """Return the description of a rule by which tools quantize to FP8.
+    """Return a text that describes one rule by which tools quantize to FP8, for a Diagnosis.
 
     name: the format, such as "FP8 per row".
     scales: the dtype to which scales are rounded.

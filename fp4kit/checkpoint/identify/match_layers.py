@@ -179,7 +179,7 @@ def _nothing_matches(weights: list[Weight], destination: str | Path, source: str
 
 
 class Counterparts:
-    """Find the rows of a source from which a stored layer was made, whatever names the tools use.
+    """Find the rows of a source from which a stored layer was made, even if tools renamed or split its layers.
 
     source: the model with the original weights.
     """
@@ -253,9 +253,13 @@ class _Pairs:
                     self.members[self.groups[weight.name], expert].append(origin)
 
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows of the source from which a matrix of a weight was made, rotated if the weight is rotated.
+        """Return the rows of the source from which a matrix of a weight was made, or None if the source lacks them.
 
-        Return None if the source has none. The arguments are those of ``Counterparts.of``.
+        If the weight is rotated, the rows are rotated in the same way when they are read.
+
+        weight: the weight of the checkpoint.
+        expert: the number of the matrix in a stack of experts; 0 for a single layer.
+        name: the layer name to look up in place of the weight's own name.
         """
         found = self._counterparts.of(weight, expert, name)
         return None if found is None else found.rotated(self._rotations.get(weight.name))

@@ -66,7 +66,7 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 def _codes_match(
     evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
 ) -> bool:
-    """Return whether a recipe reproduces all codes of some stored rows with their block scales and a tensor scale.
+    """Return whether a recipe reproduces all codes of some rows, given their stored block scales and a tensor scale.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.

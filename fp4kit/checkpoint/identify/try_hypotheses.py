@@ -102,10 +102,10 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
 
 
 def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
-    """Yield a Layout for each combination of a way to read the codes and an order of rows.
+    """Yield a Layout for each combination of a way to read the codes and an order of rows that may have happened.
 
-    If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. For a
-    transposed source, rows are tried only in place. Nothing is yielded if no shape fits.
+    If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. If the
+    source was transposed before it was quantized, rows are tried only in place. Nothing is yielded if no shape fits.
 
     evidence: the stored layer and its source (the original weight).
     """
@@ -165,8 +165,9 @@ def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
     """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one layout.
 
-    If the rows of the layout were moved and blocks span several rows, two variants are compared: rows that were moved
-    before they were quantized, and rows that were moved afterwards.
+    If the layout says that rows were moved, and blocks span several rows, both possibilities are tried: the rows were
+    moved before they were quantized, or afterwards. The second one is left out if the two halves of a gated pair would
+    share a block.
 
     evidence: the stored layer and its source (the original weight).
     layout: how the codes are read, and from which source rows the stored rows were made.

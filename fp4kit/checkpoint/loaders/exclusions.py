@@ -272,7 +272,7 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
-    """Return " by PATTERN" for a message, with the first pattern that excludes the module ``name`` on its own.
+    """Return the text " by PATTERN" for a message, with the first pattern that alone excludes the module ``name``.
 
     Return "" if there is no such pattern, or if the engine excludes the module even with an empty list. Patterns on
     which the engine fails are skipped.

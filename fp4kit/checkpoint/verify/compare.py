@@ -300,12 +300,12 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
 def _different(
     format_a: Any, format_b: Any, x: Any, y: Any, total: int, a: Origin | None = None, b: Origin | None = None
 ) -> int:
-    """Return the number of codes or block scales that differ between the arrays x and y.
+    """Return the number of codes, or of block scales, that differ between two layers.
 
-    If their formats or shapes differ, all of them count as different.
+    If the formats or the shapes of the arrays differ, all codes or scales of the first layer count as different.
 
     format_a, format_b: the formats of codes or scales, such as E4M3.
-    x, y: packed codes, or the codes of block scales.
+    x, y: the packed codes of each layer, or the codes of its block scales.
     total: the number of codes of x; 0 for block scales, for which the size of x is used.
     a, b: the layers that the codes belong to, which determine how codes are packed; None for block scales.
     """

@@ -20,7 +20,8 @@ METADATA = "__metadata__"
 class ConfigDifference:
     """One entry of a config or of metadata that differs between checkpoints a and b.
 
-    place: the name of the config file. For metadata, it is ``__metadata__``, with file names if compared by file.
+    place: the name of the config file. For metadata, it is ``__metadata__``, followed by the files that differ. The
+        files are left out if the names of the files differ between a and b.
     key: the key of the entry; ``outer.inner`` in nested objects; "" if the whole file is missing.
     kind: "missing" (only in a), "extra" (only in b) or "value".
     a, b: the values of the entry; None where it does not exist.
@@ -34,7 +35,11 @@ class ConfigDifference:
 
     @property
     def detail(self) -> str:
-        """A short text with the two values, the differing entries of two lists, or the only value."""
+        """A short text that says what differs.
+
+        It gives both values; for two lists, the entries that only one of them has. If the entry is in only one
+        checkpoint, it gives the value there.
+        """
         if self.kind != "value":
             return _brief(self.a if self.kind == "missing" else self.b)
         if isinstance(self.a, list) and isinstance(self.b, list):

@@ -162,11 +162,11 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it.
 
     The engine is llama.cpp for GGUF, mlx-lm for MLX and ComfyUI for its format. For all other formats, the requirements
-    in loaders/ are checked. In these cases, a warning is returned instead:
+    in loaders/ are checked. In these cases, a warning takes the place of the check:
 
     - The model is a Diffusers model or a single file.
     - No layer has a known format, but a tensor is refused.
-    - The requirements of a layer's format are unknown. Only this layer is not checked.
+    - The requirements of a layer's format are unknown. All other layers are still checked.
 
     If a config declares quantized layers, but there are none, the only issue is an error that says so.
 

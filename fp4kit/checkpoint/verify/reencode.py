@@ -76,9 +76,9 @@ def origins_of(
 
 
 def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
-    """Find the quantized weights that store source tensors transposed. Return weight name -> source tensor names.
+    """Find the quantized weights that store tensors of the source transposed. They are not compared with the source.
 
-    Such weights are not compared with the source. mlx-lm stores a part of DeepSeek's kv_b_proj in this way.
+    Return a dict: weight name -> names of these source tensors. mlx-lm stores a part of DeepSeek's kv_b_proj so.
 
     stored: the weights of the checkpoint.
     original: the source.
@@ -114,7 +114,9 @@ class Settings:
     def recipe_of(self, original: str) -> Recipe | None:
         """Return the recipe of a layer, or None if the recipe is unknown.
 
-        original: the name of the source's layer that the layer is made from.
+        The first pattern that matches decides. If none matches, it is the recipe of the checkpoint.
+
+        original: the name that the layer has in the source.
         """
         found = first_match((pattern for pattern, _ in self.patterns), original)
         return self.recipe if found is None else self.patterns[found][1]

@@ -129,11 +129,13 @@ class _Point(NamedTuple):
 
 
 def _points(layers: Iterable[LayerReport]) -> tuple[list[_Point], int | None]:
-    """Return (the points of the charts, sorted by layer number, the number that stands for layers without a number).
+    """Return the points of the charts, sorted by layer number, and the number that stands for layers without one.
 
-    A layer's number is the first number in its name. Its kind is its name without numbers and without the prefix that
-    all names share. Layers without a number get the number after the last one. The second result is None if there are
-    no such layers. Layers without counted elements have no point. If no layer has a number, there are no points.
+    - A layer's number is the first part of its name that is a number of at most six digits. Its kind is its name
+      without numbers, and without the prefix that the names of all numbered layers share.
+    - Layers without a number get the number after the largest, and their name as kind. If there are no such layers, the
+      second result is None.
+    - Layers without counted elements have no point. If no layer has a number, return ([], None).
     """
     found: dict[tuple[int | None, str], list[StoredCounts]] = defaultdict(list)
     for layer in layers:

@@ -102,7 +102,7 @@ class LayerReport:
         return self.codes[1] + self.scales[1] + self.others[1]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report on the layer as a dict for JSON."""
+        """Return this report as a dict for JSON, with the fields of the class, the differing bytes and the SQNR."""
         parts = {"codes": self.codes, "scales": self.scales, "others": self.others}
         counts = {name: {"differing": differing, "compared": compared} for name, (differing, compared) in parts.items()}
         return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
@@ -651,7 +651,11 @@ _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4k
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
-    """Combine the results of the matrices of one layer (several for a stack of experts) into a report."""
+    """Return the report on one layer or one stack of experts.
+
+    members: the results of its matrices: one for a layer, one per expert for a stack.
+    readers: where to read the tensor scale from.
+    """
     weight = members[0].check.stored
     compared, differing = Counter[str](), Counter[str]()
     for one in members:
