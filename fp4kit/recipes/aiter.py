@@ -47,12 +47,12 @@ def recipes() -> Iterator[Recipe]:
 def aliases() -> Iterator[Alias]:
     """Yield the aliases for aiter's modes RoundDown and Even, and for its Triton kernels, which equal other recipes."""
     for name, of, mode in (("down", "mxfp4-ocp", "RoundDown"), ("even", "mxfp4-torchao-even", "Even")):
-        yield Alias(f"mxfp4-aiter-{name}", of, source=_SOURCE, exact=f"has its codes and scales with mode {mode}")
+        yield Alias(f"mxfp4-aiter-{name}", of, source=_SOURCE, exact=f"gives aiter's codes and scales with mode {mode}")
     yield Alias(
         "mxfp4-aiter-triton",
         "mxfp4-torchao-even",
         source=f"{_TRITON} _mxfp4_quant_op",
-        exact="has the codes of its Triton kernel on an H100, except for blocks with an amax from 1.75 * 2^127 on, an "
-        "infinity or NaN. Scales below 1 were recorded as 1 there, because the kernel casts a negative number to "
-        "uint8",
+        exact="gives the codes of aiter's Triton kernel on an H100, except for blocks with an amax from 1.75 * 2^127 "
+        "on, an infinity or NaN. Scales below 1 were recorded as 1 there, because the kernel casts a negative number "
+        "to uint8",
     )

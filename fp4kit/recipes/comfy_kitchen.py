@@ -58,7 +58,8 @@ def recipes() -> Iterator[Recipe]:
         block_rule="comfyui_cuda",
         stochastic="comfyui_nvfp4_cuda",
         exact="codes, scales and decoded values of stochastic rounding by PyTorch on a GPU (H200), for given random "
-        "numbers. Recorded with the PyTorch calls of ComfyUI's function, not with ComfyUI itself. In bfloat16, about 1% of the codes differ from those of nvfp4-comfy-kitchen-stochastic. In float32, "
+        "numbers. Recorded with the PyTorch calls of ComfyUI's function, not with ComfyUI itself. In bfloat16, about "
+        "1% of the codes differ from those of nvfp4-comfy-kitchen-stochastic. In float32, "
         "scales differ, because PyTorch multiplies by rounded reciprocals. No producer uses this recipe with rounding "
         "to nearest",
     )

@@ -48,8 +48,8 @@ def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
         round_scaled=True,
         amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams",
-        exact=f"codes and scales{zero_points}. Except for blocks with inf, NaN or an amax of at least {top} * 2^127 "
-        f"(float16: {top} * 2^15): there the producer's scale byte is an undefined cast (127 on x86, with codes of 0), "
-        "and the recipe follows OCP",
+        exact=f"codes and scales{zero_points}, except for blocks with inf, NaN or an amax of at least {top} * 2^127 "
+        f"(float16: {top} * 2^15). There, the producer's scale byte is an undefined cast (127 on x86, with codes of "
+        "0), and the recipe follows OCP",
         **fields,
     )

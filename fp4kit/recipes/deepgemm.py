@@ -49,5 +49,6 @@ def recipes() -> Iterator[Recipe]:
         source=f"{_SOURCE} per_block_cast_to_fp8",
         exact="codes and scales of per_block_cast_to_fp8 without UE8M0 on a CPU; its scales are every 128th row of "
         "tensor_scale. On a GPU, where PyTorch multiplies by float32(1 / 448) instead of dividing by 448, use "
-        "tensor_rule='fp8_deepseek'. An amax below 1e-4 counts as 1e-4; read from its source, not recorded",
+        "tensor_rule='fp8_deepseek'. An amax below 1e-4 is replaced by 1e-4. Derived from the source code, not "
+        "recorded",
     )

@@ -9,7 +9,7 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("V4", "V4")
-_READ = "except for blocks with infinities or NaN; read from its source, not recorded"
+_READ = "except for blocks with infinities or NaN; derived from its source code, not recorded"
 
 
 def recipes() -> Iterator[Recipe]:
@@ -19,8 +19,8 @@ def recipes() -> Iterator[Recipe]:
         "mxfp4-deepseek-v4",
         block_rule="e8m0_deepseek",
         source="DeepSeek-V4 inference/kernel.py fp4_act_quant",
-        exact="the TileLang kernel, except for blocks with infinities or NaN; read from its source, not recorded. Same "
-        "as mxfp4-torchao-rceil except for these blocks and for amaxes below 2^-124",
+        exact="the TileLang kernel, except for blocks with infinities or NaN; derived from its source code, not "
+        "recorded. Same as mxfp4-torchao-rceil except for these blocks and for amaxes below 2^-124",
     )
     yield of_format(
         NVFP4,

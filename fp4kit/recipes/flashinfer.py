@@ -42,7 +42,7 @@ def recipes() -> Iterator[Recipe]:
         tensor_rule="divided",
         source="FlashInfer fb28d72 nvfp4_quantize with the global scale 1 / input_scale, as engines call it",
         exact="activations under Model-Optimizer's input_scale, which is tensor_amax / 2688, with the approximate "
-        "reciprocals of sm_90; the call is read from the source of the engines, not recorded",
+        "reciprocals of sm_90; derived from the engines' source code, not recorded",
     )
     yield from _token(fast, precise)
     yield from _kv()
@@ -77,8 +77,8 @@ def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
     """
     kernel = "FlashInfer fb28d72 nvfp4_quantize with per_token_activation=True"
     read = (
-        "read from its source, not recorded. For a row of zeros, the scale of the row is 0, as in the CuTe-DSL kernel. "
-        "Except for blocks whose scale underflows to 0, where FlashInfer's two kernels differ"
+        "derived from its source code, not recorded. For a row of zeros, the scale of the row is 0, as in the CuTe-DSL "
+        "kernel. Not equal for blocks whose scale underflows to 0, because FlashInfer's two kernels differ there"
     )
     yield replace(
         fast,
@@ -131,8 +131,8 @@ def _kv() -> Iterator[Recipe]:
         decode_rule="flashinfer_kv",
         flush=True,
         source="FlashInfer fb28d72 csrc/fp4_kv_quantization.cu nvfp4_kv_quant and nvfp4_kv_dequantize",
-        exact="nvfp4_kv_quant, except for blocks with NaN; read from its source, not recorded. The tensor scale is its "
-        "global_scale",
+        exact="nvfp4_kv_quant, except for blocks with NaN; derived from its source code, not recorded. The tensor "
+        "scale is its global_scale",
     )
     yield kv
     yield replace(
@@ -142,7 +142,7 @@ def _kv() -> Iterator[Recipe]:
         flush=False,
         nan_code=0,
         source="FlashInfer fb28d72 include/flashinfer/page.cuh nvfp4_quantize_append_paged_kv_cache",
-        exact="nvfp4_quantize_append_paged_kv_cache with exact divisions; read from its source, not recorded. "
+        exact="nvfp4_quantize_append_paged_kv_cache with exact divisions; derived from its source code, not recorded. "
         "FlashInfer compiles it with -use_fast_math, so that a quotient may be off by some ulp. The tensor scale is "
         "its k_scale or v_scale",
     )

@@ -14,9 +14,9 @@ VERSIONS = Versions("1.0.5", "1.0.5")
 _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
 _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 _BEYOND = (
-    "Except for elements of 127 or more times their scale, which exist only if tensor_amax is too small: their codes "
-    "overflow into the neighboring code. Needs torch 2.13 or later, because earlier versions turn scales that "
-    "overflow into NaN"
+    "Not equal for elements that are at least 127 times their scale, whose codes overflow into the neighboring code. "
+    "Such elements exist only if tensor_amax is too small. Needs torch 2.13 or later, because earlier versions turn "
+    "scales that overflow into NaN"
 )
 
 
@@ -60,8 +60,8 @@ def recipes() -> Iterator[Recipe]:
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
         exact="codes with scale rule mse, the default, also in blocks of 16x16; and the decoded values, which "
-        "overflow from 2^128 / 1536 on. Same codes as nvfp4-te-4over6-mse-256 except for scales of 0 and elements of "
-        f"7 or more times their scale. {_BEYOND}",
+        "overflow from 2^128 / 1536 on. Same codes as nvfp4-te-4over6-mse-256 except for scales of 0 and elements that "
+        f"are at least 7 times their scale. {_BEYOND}",
     )
     yield mse
     mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact=f"codes with scale rule mae. {_BEYOND}")
@@ -97,7 +97,7 @@ def recipes() -> Iterator[Recipe]:
             nan_code=0xF,
             source=_TRITON,
             exact=f"codes of the Triton kernels on an H200{blocks}. Same as {cpu.id} except for tensors whose amax is "
-            "about 2^-126 or less, and for elements of 7 or more times their scale, which become 6",
+            "about 2^-126 or less, and for elements that are at least 7 times their scale, which become 6",
         )
     yield replace(
         six,

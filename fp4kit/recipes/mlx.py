@@ -39,8 +39,8 @@ def aliases() -> Iterator[Alias]:
             f"{name}-mlx-metal",
             of,
             METAL.format("0.32.4"),
-            exact="equals it except for blocks with inf or NaN (compared with the conversions in MLX's Metal headers, "
-            "compiled for a CPU)",
+            exact="equals this recipe except for blocks with inf or NaN (compared with the conversions in MLX's Metal "
+            "headers, compiled for a CPU)",
         )
 
 

@@ -56,7 +56,8 @@ def aliases() -> Iterator[Alias]:
         "mxfp4-mslk-floor",
         "mxfp4-ocp",
         source=_MX4,
-        exact="equals it except for blocks with inf or NaN, whose scale is 2^125 or that of the other elements",
+        exact="equals this recipe except for blocks with inf or NaN, whose scale is 2^125 or that of the other "
+        "elements",
     )
 
 
@@ -72,7 +73,7 @@ def _nvfp4() -> Iterator[Recipe]:
         amax_nan="propagate",
         source="MSLK 2a3c897 quantize_kernels/nvfp4.py",
         exact=f"codes and scales of the Triton kernel {on_h100}, with 2688 / amax as global scale, {given}. Scales are "
-        "at least 2^-9, also those of zero blocks",
+        "at least 2^-9, including those of zero blocks",
     )
     yield precise
     yield replace(
@@ -85,7 +86,7 @@ def _nvfp4() -> Iterator[Recipe]:
         precise,
         id="nvfp4-mslk-power",
         block_rule="mslk_power",
-        exact=f"codes and scales of the Triton kernel with power-of-two scales {on_h100}, {given}. It holds with "
+        exact=f"codes and scales of the Triton kernel with power-of-two scales {on_h100}, {given}. Equal with "
         "and without fast math",
     )
     yield replace(

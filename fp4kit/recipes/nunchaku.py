@@ -21,6 +21,6 @@ def recipes() -> Iterator[Recipe]:
         nan_code=7,
         source="Nunchaku 3fbb6c1 src/kernels/zgemm/gemm_w4a4.cuh quantize_w4a4_fp4_from_fpsum_warp",
         exact="codes and scales of bfloat16 and float16 activations, before they are ordered for the tensor cores; "
-        "except for blocks of NaN alone. Elements are multiplied by the reciprocal of the scale before it is rounded "
-        "to E4M3, so zeros of a zero block become 6. Read from its source, not recorded",
+        "except for blocks of only NaN. Elements are multiplied by the reciprocal of the scale before it is rounded "
+        "to E4M3, so zeros of a zero block become 6. Derived from its source code, not recorded",
     )

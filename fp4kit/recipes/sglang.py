@@ -27,8 +27,8 @@ def recipes() -> Iterator[Recipe]:
         flush=True,
         source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4",
         exact="weights of one expert by --quantization nvfp4_online, without 4over6, whose w1 and w3 share an amax. "
-        "Except for tensors with inf or NaN, and for blocks whose scale underflows to 0; read from its source, not "
-        "recorded. Activations: nvfp4-sglang-token",
+        "Not equal for tensors with inf or NaN, and for blocks whose scale underflows to 0. Derived from the source "
+        "code, not recorded. Activations: nvfp4-sglang-token",
         versions=Versions("a022252", "a022252"),
     )
     util = of_format(
@@ -63,5 +63,5 @@ def aliases() -> Iterator[Alias]:
         "nvfp4-sglang-token",
         "nvfp4-flashinfer-token",
         source="SGLang a022252 layers/quantization/nvfp4_online.py, which calls FlashInfer",
-        exact="is the recipe of activations by --quantization nvfp4_online; read from its source, not recorded",
+        exact="gives the activations of SGLang --quantization nvfp4_online; derived from its source code, not recorded",
     )

@@ -40,8 +40,7 @@ def recipes() -> Iterator[Recipe]:
         rounding="rn",
         source="triton_kernels main 018a674 (3.8) mxfp.py downcast_to_mxfp",
         versions=Versions("018a674", "018a674"),
-        exact="not compared with recorded outputs: written from the source, which rounds ties to even since this "
-        "commit",
+        exact="derived from the source code, not recorded. The source code rounds ties to even since this commit",
     )
     for fmt, suffix in ((MXFP8_E4M3, ""), (MXFP8_E5M2, "-e5m2")):
         up = replace(

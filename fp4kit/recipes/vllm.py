@@ -28,8 +28,8 @@ def recipes() -> Iterator[Recipe]:
         sign="negative",
         amax_nan="propagate",
         source="vLLM 0.33 utils/nvfp4_emulation_utils.py ref_nvfp4_quant",
-        exact="codes of the emulation on a CPU and a GPU, and the decoded values on a CPU. Except for blocks of "
-        "a tensor with inf or NaN, for which vLLM has no codes",
+        exact="codes of the emulation on a CPU and a GPU, and the decoded values on a CPU. Not equal for "
+        "blocks of a tensor with inf or NaN, for which vLLM has no codes",
     )
     yield nvfp4
     yield replace(
@@ -47,8 +47,8 @@ def recipes() -> Iterator[Recipe]:
         block_rule="vllm_kv",
         decode_rule="flashinfer_kv",
         source="vLLM 0cd789b csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu, without 4over6",
-        exact="the KV cache kernel, except for blocks of NaN alone; read from its source, not recorded. The tensor "
-        "scale is the checkpoint's k_scale or v_scale. Decodes as FlashInfer's nvfp4_kv_dequantize",
+        exact="the KV cache kernel, except for blocks of only NaN; derived from its source code, not recorded. The "
+        "tensor scale is the checkpoint's k_scale or v_scale. Decodes as FlashInfer's nvfp4_kv_dequantize",
         versions=Versions("0cd789b", "0cd789b"),
     )
     yield kv
@@ -59,8 +59,8 @@ def recipes() -> Iterator[Recipe]:
         decode_rule="product",
         source=_ACTIVATIONS,
         exact="activations under compressed-tensors' input_global_scale, which is 2688 * (1 / tensor_amax) in float32 "
-        "and divides on decode. Except for a tensor_amax below 1e-8 and for blocks of NaN alone; read from its source, "
-        "not recorded",
+        "and divides on decode. Not equal for a tensor_amax below 1e-8 and for blocks of only NaN. Derived from the "
+        "source code, not recorded",
         versions=VERSIONS,
     )
     yield of_format(
@@ -72,7 +72,7 @@ def recipes() -> Iterator[Recipe]:
         flush=True,
         source="vLLM 0136201 layers/quantization/online/nvfp4.py _quantize_moe_weight_to_nvfp4",
         exact="the weights of one expert by --quantization nvfp4_per_token, without 4over6, with the approximate "
-        "reciprocals of sm_90; read from its source, not recorded. Activations: nvfp4-vllm-token",
+        "reciprocals of sm_90; derived from its source code, not recorded. Activations: nvfp4-vllm-token",
         versions=Versions("0136201", "0136201"),
     )
     mxfp4 = of_format(
@@ -97,17 +97,18 @@ def aliases() -> Iterator[Alias]:
         "mxfp8-vllm",
         "mxfp8-modelopt",
         source="vLLM 0.33 utils/mxfp8_utils.py _mxfp8_e4m3_quantize_torch",
-        exact="equals it except for blocks with an infinity, whose elements are 0 there",
+        exact="equals this recipe except for blocks with an infinity, whose elements are 0 there",
     )
     yield Alias(
         "nvfp4-vllm-static",
         "nvfp4-vllm-kv",
         source=_ACTIVATIONS,
-        exact="has its codes and scales for activations under Model-Optimizer's input_scale, tensor_amax / 2688",
+        exact="gives vLLM's codes and scales for activations under Model-Optimizer's input_scale, tensor_amax / 2688",
     )
     yield Alias(
         "nvfp4-vllm-token",
         "nvfp4-flashinfer-token",
         source="vLLM 0136201 layers/quantization/online/nvfp4.py, which calls FlashInfer",
-        exact="is the recipe of activations by --quantization nvfp4_per_token; read from its source, not recorded",
+        exact="gives the activations of vLLM --quantization nvfp4_per_token; derived from its source code, not "
+        "recorded",
     )
