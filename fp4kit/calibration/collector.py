@@ -306,9 +306,8 @@ class Collector:
 
         Raises:
             TypeError: if an argument is not a path.
-            ValueError: if there is no path, if a path does not end with the name of a file, or in a case in which merge
-                raises it.
-            ValueError: if a file is not one that save writes.
+            ValueError: if there is no path, if a path does not end with the name of a file, if save did not write one
+                of the files, or in a case in which merge raises it.
             OSError: if a file cannot be read.
         """
         if not paths:

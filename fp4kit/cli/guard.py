@@ -53,9 +53,13 @@ class GuardedCommand:
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """Return a clause for the last line that says what became of the destination; "" if there is nothing to say.
+        """Return a clause for the last line that says what became of the destination of a command that ended early.
 
-        The text says that the destination is complete, that nothing was written, or that a partial directory is left.
+        - If the destination is complete, the clause says so.
+        - Otherwise, if a signal ended the command, it says that nothing was written there.
+        - If a partial directory is left, it also says where, and how to go on.
+
+        Return "" in all other cases, such as a command without a destination.
 
         stopped: True if a signal ended the command, False if an error ended it.
         """

@@ -77,7 +77,9 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _stored(args: argparse.Namespace, out: Output) -> int:
-    """Print what a checkpoint tells without its source. Return 0 if nothing is odd about it, otherwise 1.
+    """Print what can be said about a checkpoint without its source: what is odd, and hints at the tool that made it.
+
+    Return 0 if nothing is odd, otherwise 1.
 
     Raise CheckpointError for --all, which needs a source.
     """

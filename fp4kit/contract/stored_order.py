@@ -31,9 +31,10 @@ def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
 
 
 def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
-    """Yield (what is wrong, Quantized in the right order) for scales in a layout other than q.scale_layout.
+    """Yield (what is wrong, Quantized in the right order) for each wrong order that the block scales of q may have.
 
-    Only layouts that need no padding for these scales are tried. Yield nothing if q has no block scales.
+    There are two orders per layout: the scales are in this layout and are read as linear, or the reverse. Only layouts
+    that need no padding for these scales are tried. Yield nothing if q has no block scales.
     """
     stored = q.block_scale
     if stored is None:

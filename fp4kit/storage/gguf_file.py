@@ -162,7 +162,10 @@ class _HeaderReader:
         return version, tensors, keys
 
     def _unusable(self, why: str) -> CheckpointError:
-        """Return the CheckpointError for a file that is not a usable GGUF file. ``why`` is the reason in it."""
+        """Return the CheckpointError that says that the file is not a usable GGUF file, and why.
+
+        why: the reason. If the file does not begin as GGUF files do, the message says what it is instead, if known.
+        """
         problem = other_file(self._path) if why == _NO_MAGIC else None
         return CheckpointError(
             f"{shown(self._name)}: not a usable GGUF file: {problem or f'{why}; download or copy it again'}"

@@ -25,9 +25,9 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3}
 
 
 def bytes_of_text(text: str) -> int:
-    """Return the number of bytes that a size such as "5G" means: K, M and G are powers of 1000, as in llama.cpp.
+    """Return the number of bytes that a size such as "5G", "500M" or "4096" means.
 
-    Raises CheckpointError for any other text.
+    K, M and G are powers of 1000, as in llama.cpp. Raises CheckpointError for any other text, also for "0".
     """
     match = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
     if match is None:

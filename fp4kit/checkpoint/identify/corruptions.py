@@ -275,7 +275,7 @@ def _in_layout(
     """Yield the scales in linear order for each way in which the stored bytes may be in ``layout``.
 
     The bytes may be complete, or their padding may be cut off. If ``layout`` is linear, they may also include the
-    padding of the declared layout. Yield nothing if the number of bytes fits none of these cases.
+    padding of the declared layout, in its place or at the end. Yield nothing if the number of bytes fits no case.
 
     stored: the bytes of the block scales, of any shape.
     layout: the layout to try, one of SCALE_LAYOUTS.

@@ -76,7 +76,7 @@ class Origin:
         return tuple(part.entry.name for weight in weights for part in weight.parts.values())
 
     def slab(self, readers: Readers, rows: slice) -> Slab:
-        """Read some of the rows as one Slab of stored parts.
+        """Read some of the rows without decoding them, as one Slab (codes and scales, or unquantized values).
 
         readers: where to read the rows from.
         rows: the range of rows, counted from the first row of ``span``.
@@ -320,10 +320,10 @@ class _Pairs:
         return "auto-round" if provider == "auto-round" else weight.container.producer
 
     def _rest(self, weight: Weight, origin: Origin) -> np.ndarray:
-        """Return approximately what the codes of an SVDQuant layer store: the source without factors and low-rank part.
+        """Return the values that the codes of an SVDQuant layer store, approximately.
 
-        The source is divided by the factors per column, and the low-rank part is subtracted. The tool rounds this rest
-        to the dtype of the model several times, so that the result may differ in the last bits.
+        These are the rows of the source, divided by the factors per column, minus the low-rank part. The tool rounded
+        them to the dtype of the model several times, so that the result may differ in the last bits.
         """
         x = origin.values(self.readers)
         slab = next(slabs(self.readers, weight, max_bytes=1 << 40))

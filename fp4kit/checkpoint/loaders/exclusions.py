@@ -392,7 +392,9 @@ def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str
 def _check(
     container: str, listed: Sequence[str], modules: Iterable[str], converted: Collection[str], roots: Collection[str]
 ) -> Iterator[Finding]:
-    """Yield the findings of ``check`` for every engine that reads ``container``.
+    """Yield an error for each module that an engine would load wrongly, for every engine that reads ``container``.
+
+    An engine loads a module wrongly if the module is quantized and excluded, or neither, or quantized only in part.
 
     listed: the exclusion list.
     modules: names of all layers, copied or quantized.

@@ -198,8 +198,8 @@ def _described(entry: TensorEntry) -> str:
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
     """Return a difference with the number of bytes that differ in a tensor, or None if all bytes are equal.
 
-    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If both checkpoints store the tensor in
-    one file at one position, its bytes are not read.
+    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If both checkpoints share the bytes (one
+    file and one position), the bytes are equal and are not read.
 
     Args:
         left, right: the checkpoints a and b.

@@ -65,7 +65,7 @@ class Issue:
 def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
     """Yield one error, for the first tensor whose name has a part that a wrapper of PyTorch adds, such as "_orig_mod".
 
-    Engines do not find tensors under such names.
+    Engines do not find tensors under such names. Yield nothing if there is no such tensor.
     """
     name, why = wrapper_names.trouble(model.tensors)
     if why:
