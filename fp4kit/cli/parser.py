@@ -171,8 +171,8 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command with the options --json and --quiet, and return its parser, to which options can be added.
 
-    subparsers: the subparsers action of the command line, to which the command is added. Its attribute ``helps`` has
-        the line of each command in the list of commands.
+    subparsers: the subparsers action of the command line, to which the command is added. Its attribute ``helps``
+        is a dict: name of the command -> its line in the list of commands.
     name: the name of the command.
     command: a function of the parsed arguments and an Output. It prints through the Output only and returns the exit
         code.

@@ -187,7 +187,8 @@ def explain(
 
     Returns:
         A Diagnosis. Its ``recipe`` is None if no recipe reproduces every byte, for example because the number of block
-        scales fits no layout. If a rule gives them that is no recipe, such as FOUR_OVER_SIX, ``rules`` names it.
+        scales fits no layout. If a rule without a recipe reproduces every byte, such as FOUR_OVER_SIX, ``rules`` names
+        it.
 
     Raises:
         ValueError: x is not a matrix.

@@ -90,7 +90,10 @@ class Layout:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The names of the mishaps (faults) that the reading and the order of rows correct; () if there are none."""
+        """The names of the mishaps (faults) that this layout undoes: in the codes, then in the order of rows.
+
+        () if there are none.
+        """
         return tuple(filter(None, (self.reading.mishap, self.rows.mishap)))
 
 

@@ -93,7 +93,7 @@ class Origin:
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Find the source rows of every layer that a conversion would write, by (layer name, expert number).
+    """Find the source rows of every layer that a conversion would write. Return a dict: (name, expert number) -> rows.
 
     Layers are named and split as the container ``form`` needs. The expert number is 0 unless the container stores
     stacks of experts. Transforms that can be undone are undone when the rows are decoded.

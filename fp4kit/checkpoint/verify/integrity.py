@@ -273,10 +273,10 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
 
 
 def _is_checked_with(form: Container | None, name: str) -> bool:
-    """Return whether layers of the container ``name`` are checked with the requirements for the container ``form``.
+    """Return whether the requirements for the container ``form`` also hold for layers in another container, ``name``.
 
-    True only if ``form`` is Model-Optimizer's NVFP4 for single layers and ``name`` is its container for stacks of
-    experts.
+    This is so only if ``form`` is Model-Optimizer's NVFP4 for single layers, and ``name`` is Model-Optimizer's
+    container for stacks of experts.
     """
     return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 
