@@ -132,7 +132,7 @@ def not_encoded(r: Recipe) -> str | None:
 @lru_cache(256)
 def not_faked(r: Recipe) -> str | None:
     """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
-    return "a fake_rule, which is a formula of its own for the values" if r.fake_rule is not None else not_encoded(r)
+    return "a fake_rule, which is a separate formula for the values" if r.fake_rule is not None else not_encoded(r)
 
 
 FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supports
@@ -152,7 +152,7 @@ def not_encoded_under_scales(r: Recipe) -> str | None:
 
     Return None if it can.
     """
-    return "elements IF4, whose given scales may select INT4" if isinstance(r.element, IntegerOrFloat) else None
+    return "in IF4, a given scale may select INT4 elements" if isinstance(r.element, IntegerOrFloat) else None
 
 
 COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
