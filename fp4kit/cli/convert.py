@@ -300,8 +300,9 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: Any) -> None:
     """Add the options --workers, --dask and --device, which tell convert and verify where work is done."""
     text = (
-        "number of workers (default: depends on the machine). Workers are threads. They are processes if verify runs on"
-        " the CPU, if there is no compiled engine, or if 4 or more workers convert a large model on the CPU"
+        "number of workers (default: depends on the machine). Workers are threads, except in three cases: verify on"
+        " the CPU, no compiled engine, and 4 or more workers that convert a large model on the CPU. They are processes"
+        " then"
     )
     parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument(
