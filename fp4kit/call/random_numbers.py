@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.arguments import as_index
@@ -19,13 +20,12 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
 
     - For Recipe.stochastic "te": the seed as an int, or the caller's random bytes (uint8).
     - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
-    - "comfyui_nvfp4": numbers from 0 to 1 (float32), in host memory. A seed gives those of torch.rand on a CPU, in
+    - "comfyui_nvfp4": numbers from 0 to 1 (float32), in the memory of x. A seed gives those of torch.rand on a CPU, in
       PyTorch 2.13. PyTorch 2.11 draws other numbers in float16 and bfloat16.
-    - "comfyui_nvfp4_cuda": numbers from 0 to 1 (float32), in host memory. A seed is not accepted.
+    - "comfyui_nvfp4_cuda": numbers from 0 to 1 (float32), in the memory of x. A seed is not accepted.
     - "mslk": the seed as an int.
 
-    If x is an AbstractArray, the seed is only checked. If x is on a GPU, a seed for "comfyui_nvfp4" stays an int,
-    because no kernel computes this rounding.
+    If x is an AbstractArray, the seed is only checked.
 
     op: the public function that error messages begin with. seed: the argument as the caller passed it, not None.
 
@@ -44,16 +44,14 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
             f"{op}: seed is {number}; {recipe.id} needs the numbers that torch.rand gives, because those of a seed"
             " depend on the GPU"
         )
-    on_device = not isinstance(x, (np.ndarray, AbstractArray))
-    if recipe.stochastic in ("te", "mslk") or isinstance(x, AbstractArray) or (as_numbers and on_device):
+    if recipe.stochastic in ("te", "mslk") or isinstance(x, AbstractArray):
         return number
     words = torch_words(number, x.size).reshape(x.shape)
-    if as_numbers:
-        return (words & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)
-    if not on_device:
-        return words.astype(np.uint8)
+    numbers = (words & 0xFFFFFF).astype(np.float32) * np.float32(2**-24) if as_numbers else words.astype(np.uint8)
+    if isinstance(x, np.ndarray):
+        return numbers
     with imports.making_current(x.device.id):
-        return imports.to_device(words.astype(np.uint8))
+        return imports.to_device(numbers)
 
 
 def torch_words(seed: int, count: int) -> np.ndarray:
@@ -62,6 +60,14 @@ def torch_words(seed: int, count: int) -> np.ndarray:
     The generator is MT19937. It uses only the low 32 bits of the seed.
     """
     return np.frombuffer(np.random.RandomState(seed & 0xFFFFFFFF).bytes(4 * count), "<u4")
+
+
+def _widened(a: Any) -> Any:
+    """Return a CuPy array of float32, float16 or bfloat16 as float32."""
+    with imports.making_current(a.device.id):
+        if a.dtype == ml_dtypes.bfloat16:  # CuPy does not convert it
+            return (a.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return a if a.dtype == np.float32 else a.astype(np.float32)
 
 
 def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
@@ -83,7 +89,7 @@ def _bytes(op: str, seed: Any, x: Any) -> Any:
 
 @ieee("quantize")
 def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
-    """Check the random numbers that a caller passed, and return them: a NumPy array as float32, other arrays unchanged.
+    """Check the random numbers that a caller passed, and return them as float32. An AbstractArray stays unchanged.
 
     Raise ValueError unless the numbers have the shape of x, are float32 or have the dtype of x, and are at least 0 and
     less than 1. Values on a GPU, and those of an AbstractArray, are not checked.
@@ -93,8 +99,10 @@ def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
             f"{op}: seed is {seed.dtype} {seed.shape}; {recipe.id} needs numbers as torch.rand gives them, {x.dtype}"
             f" {x.shape}" + ", or an int" * (recipe.stochastic == "comfyui_nvfp4")
         )
-    if not isinstance(seed, np.ndarray):
+    if isinstance(seed, AbstractArray):
         return seed
+    if not isinstance(seed, np.ndarray):
+        return _widened(seed)
     numbers = seed.astype(np.float32)
     bad = int(np.count_nonzero(~((numbers >= 0) & (numbers < 1))))
     if bad:

@@ -24,7 +24,7 @@ from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
+from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking
 from fp4kit.reference.matrices import stack
 
@@ -96,7 +96,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
         raise Declined("the specification is as fast for so few elements")
     if encode.kernels_of(call.recipe).own is not None and call.random is not None:
         raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
-    if call.recipe.stochastic in SPECIFIED_STOCHASTICS and call.random is not None:
+    if call.recipe.stochastic in NOISE_STOCHASTICS and call.random is not None:
         raise Declined(f"the CPU engine has no stochastic rounding for {call.recipe.id}")
     encode.check_array(call.x)
 

@@ -28,7 +28,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import NEVER_NAN
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
+from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.types import Hadamard
 
@@ -366,7 +366,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
             if not stochastic and not hadamard:
                 continue
             for r in fitting:
-                by_bytes = not (r.element.is_integer or r.four_over_six or r.stochastic in SPECIFIED_STOCHASTICS)
+                by_bytes = not (r.element.is_integer or r.four_over_six or r.stochastic in NOISE_STOCHASTICS)
                 if stochastic and not by_bytes:
                     continue
                 if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(q, x, r, hadamard, stochastic):

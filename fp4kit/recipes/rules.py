@@ -18,9 +18,10 @@ APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
 STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
-# These are computed by the specification alone. Their random numbers are not bytes.
-SPECIFIED_STOCHASTICS = ("comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
-COMFYUI_STOCHASTICS = SPECIFIED_STOCHASTICS[:2]
+# These add noise to the scaled elements, and round the sums to nearest. Their random numbers are not bytes. The compiled
+# engine does not compute them.
+NOISE_STOCHASTICS = ("comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
+COMFYUI_STOCHASTICS = NOISE_STOCHASTICS[:2]
 
 
 # The scale format of the amax rules, which belong to no producer. They write block scales in every float format, and

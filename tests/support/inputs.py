@@ -12,7 +12,7 @@ from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, IF4, INT4
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
+from fp4kit.recipes.rules import NOISE_STOCHASTICS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ML_DTYPES = {  # element format -> the same format in ml_dtypes
@@ -29,7 +29,7 @@ STOCHASTIC = [
     for name in NAMES
     if not RECIPES[name].element.is_integer
     and not RECIPES[name].four_over_six
-    and RECIPES[name].stochastic not in SPECIFIED_STOCHASTICS
+    and RECIPES[name].stochastic not in NOISE_STOCHASTICS
 ]
 
 

@@ -26,7 +26,7 @@ from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
+from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.storage.errors import CheckpointError, shown
 
 UNQUANTIZED = "bf16"
@@ -107,7 +107,7 @@ class Request:
                 raise CheckpointError(
                     f"recipe {one.id}: differs from fp4kit's recipe of this id; give it an id of its own"
                 )
-            if one.stochastic in SPECIFIED_STOCHASTICS and not self.codes:
+            if one.stochastic in NOISE_STOCHASTICS and not self.codes:
                 plain = one.id.partition("-stochastic")[0]
                 raise CheckpointError(
                     f"recipe {one.id}: is for stochastic rounding, but convert rounds to nearest; use"

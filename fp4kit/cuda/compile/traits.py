@@ -20,7 +20,7 @@ from fp4kit.formats import (
     is_same,
 )
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import BLOCK_RULES
+from fp4kit.recipes.rules import BLOCK_RULES, NOISE_STOCHASTICS
 from fp4kit.recipes.schema import then_encodes
 
 # The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
@@ -162,6 +162,9 @@ def recipe_struct(
         "bool kFindsRows": finds_rows,
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
+    if stochastic and r.stochastic in NOISE_STOCHASTICS:  # read by quantize_stochastic.cu alone
+        facts["bool kMslkNoise"] = r.stochastic == "mslk"
+        facts["bool kComfyuiOnGpu"] = r.stochastic == "comfyui_nvfp4_cuda"
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]
     if isinstance(r.element, IntegerOrFloat):
         formats.append(format_struct(E2M1, "FloatFormat"))

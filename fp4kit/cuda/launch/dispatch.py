@@ -23,7 +23,7 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.formats import Codebook
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import SPECIFIED_STOCHASTICS
+from fp4kit.recipes.rules import NOISE_STOCHASTICS
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -45,6 +45,7 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
+NOISE_RUN = 16  # elements that a thread of quantize_stochastic loads at a time
 # quantize_columns processes tiles in bands of at most 2^BAND_SHIFT rows of tiles. With bands, writing codes along rows
 # and columns takes 4% less time than without; bands of 2^4 rows are equally fast (H200, 2026-11-21).
 BAND_SHIFT = 3
@@ -177,9 +178,9 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
     return request.values and request.recipe.fake_rule is not None
 
 
-def rounds_on_host(request: LaunchRequest) -> bool:
-    """Return True if a request is for a kind of stochastic rounding that only the specification computes."""
-    return request.stochastic and request.recipe.stochastic in SPECIFIED_STOCHASTICS
+def adds_noise(request: LaunchRequest) -> bool:
+    """Return True if a request is for stochastic rounding that only the kernel quantize_stochastic computes."""
+    return request.stochastic and request.recipe.stochastic in NOISE_STOCHASTICS
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
@@ -190,6 +191,17 @@ def _takes_fake(request: LaunchRequest) -> bool:
     """
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return uses_fake_rule(request) and rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
+
+
+def _takes_noise(request: LaunchRequest) -> bool:
+    """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise.
+
+    Blocks must have one row, and a multiple of NOISE_RUN (16) columns. The caller must not pass scales, and the request
+    must be neither for a group nor for values by a fake_rule.
+    """
+    rows, columns = request.recipe.block or (0, 0)
+    plain = _by_rows(request) and not request.grouped
+    return adds_noise(request) and plain and rows == 1 and columns % NOISE_RUN == 0
 
 
 def has_patch_kernel(r: Recipe) -> bool:
@@ -281,7 +293,8 @@ def _takes_rows(request: LaunchRequest) -> bool:
     """
     r = request.recipe
     rows, columns = r.block or (0, 0)
-    return _by_rows(request) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
+    plain = _by_rows(request) and not adds_noise(request)
+    return plain and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
 
 
 def finds_rows(request: LaunchRequest) -> bool:
@@ -417,9 +430,17 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
 
+def _noise_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of quantize_stochastic: one thread per block of elements."""
+    rows, columns = request.shape
+    return grid(-(-rows * (columns // request.recipe.block_size) // THREADS), device, UNLIMITED)
+
+
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
+    # For stochastic rounding by noise (ComfyUI, MSLK), which no other kernel computes.
+    KernelChoice("quantize_stochastic", _takes_noise, _noise_grid),
     # For fake-quantized values by a fake_rule (the producer's own fake quantizer), which needs no codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
     # For codes under scales that the caller passes. No amax is needed; each thread computes the factor of its elements.
@@ -446,10 +467,9 @@ KERNEL_CHOICES = (
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does.
 
-    Also return None if kernels do not support the recipe (unsupported) or its stochastic rounding (rounds_on_host), or
-    if a search must run first (needs_search).
+    Also return None if kernels do not support the recipe (unsupported), or if a search must run first (needs_search).
     """
-    if unsupported(request.recipe) or needs_search(request) or rounds_on_host(request):
+    if unsupported(request.recipe) or needs_search(request) or (adds_noise(request) and not _takes_noise(request)):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
 
@@ -475,8 +495,14 @@ def why_declined(request: LaunchRequest) -> str:
             f"{r.id} has search={r.search!r}: a separate kernel chooses the block amaxes; call quantize, which launches"
             " both"
         )
-    if rounds_on_host(request):
-        return f"stochastic rounding of {r.id} has no CUDA kernel; compute on the CPU with cupy.asnumpy(x)"
+    if adds_noise(request):
+        if request.grouped:
+            return f"stochastic rounding of {r.id} in a group has no CUDA kernel; call quantize for each array"
+        what = "under given scales" if request.scaled else f"in blocks of {rows}x{columns}"
+        return (
+            f"stochastic rounding of {r.id} {what} has no CUDA kernel; needs scales computed from x, and blocks of one"
+            f" row and a multiple of {NOISE_RUN} columns; compute on the CPU with cupy.asnumpy(x)"
+        )
     if uses_fake_rule(request):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"

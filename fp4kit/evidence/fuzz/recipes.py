@@ -113,7 +113,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
     """
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
-    if r.scale == E4M3 or r.nan_code or r.rounding == "rnw" or r.stochastic in rules.SPECIFIED_STOCHASTICS:
+    if r.scale == E4M3 or r.nan_code or r.rounding == "rnw" or r.stochastic in rules.NOISE_STOCHASTICS:
         return {}
     return {"element": _pick(rng, FLOAT_ELEMENTS[:5] if rng.random() < 0.8 else FLOAT_ELEMENTS)}
 

@@ -1,0 +1,90 @@
+// Stochastic rounding by noise: noise is added to a scaled element, which is then rounded to nearest even. ComfyUI does
+// this for NVFP4, and MSLK for MXFP4. All elements have the format E2M1. The functions give the same results as
+// reference/stochastic.py.
+#pragma once
+
+#include "codec.cuh"
+
+// Return the random word that Triton's tl.randint gives with 7 rounds: the first word of Philox4x32-7 for a counter.
+FP4KIT_DEVICE u32 triton_word(u64 seed, u32 counter) {
+  u32 c0 = counter, c1 = 0u, c2 = 0u, c3 = 0u, k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
+#pragma unroll 1
+  for (int round = 0; round < 7; ++round) {
+    const u64 p0 = mul_wide(c0, 0xD2511F53u), p1 = mul_wide(c2, 0xCD9E8D57u);
+    c0 = static_cast<u32>(p1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<u32>(p1);
+    c2 = static_cast<u32>(p0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<u32>(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return c0;
+}
+
+constexpr u32 kMslkBits = 0x3FFFFFu;  // MSLK adds 22 random bits, those below the first mantissa bit
+
+// Return the power of two to which MSLK rounds a block amax with a random word.
+FP4KIT_DEVICE float mslk_amax(float amax, u32 word) {
+  if (is_nan(amax)) return amax;
+  return float_of((bits_of(amax == 0.0f ? kFltMin : amax) + (word & kMslkBits)) & kInfinityBits);
+}
+
+// Return the code of a scaled element y in MSLK's rounding with a random word.
+template <class R>
+FP4KIT_DEVICE u32 mslk_code(float y, u32 word) {
+  const u32 bits = is_nan(y) ? 0x7FFFFFFFu : bits_of(y), noise = (word & kMslkBits) - (kMslkBits >> 1);
+  return encode<typename R::Element, Rounding::rn, Sign::signbit, R::Element::kMaxCode>(float_of(bits + noise));
+}
+
+// Return how many of three thresholds a number reaches.
+FP4KIT_DEVICE int reached(float a, float one, float two, float three) {
+  return (a >= one) + (a >= two) + (a >= three);
+}
+
+// Return clamp(floor(log2(a) + c), 0, 3) for a >= 0, where log2 and the sum round to In. c is 1, or 1.1925 if kOffset.
+// On a CPU (if not kOnGpu), 1.1925 is rounded to In, too. Because the sum never falls if a rises, it suffices to
+// compare `a` with the smallest float32 numbers for which the result is 1, 2 and 3. tests/cuda/test_gpu_stochastic.py
+// checks these numbers.
+template <class In, bool kOffset, bool kOnGpu>
+FP4KIT_DEVICE int comfyui_exponent(float a) {
+  if constexpr (In::kIsBfloat16) {
+    if constexpr (!kOffset) return reached(a, 0x1.ff4dfcp-1f, 0x1.fdeccp0f, 0x1.fbdba6p1f);
+    if constexpr (kOnGpu) return reached(a, 0x1.bf52e8p-1f, 0x1.be9146p0f, 0x1.bdf69ep1f);
+    return reached(a, 0x1.be6a98p-1f, 0x1.bd5c2ap0f, 0x1.bb8e0cp1f);
+  } else if constexpr (sizeof(typename In::Bits) == 2) {
+    if constexpr (!kOffset) return reached(a, 0x1.ffe9dp-1f, 0x1.ffbd7cp0f, 0x1.ff7afep1f);
+    return reached(a, 0x1.bffc98p-1f, 0x1.bfdaa4p0f, 0x1.bfa07p1f);
+  } else {
+    if constexpr (!kOffset) return reached(a, 1.0f, 0x1.fffffep0f, 0x1.fffffcp1f);
+    return reached(a, 0x1.c00b88p-1f, 0x1.c00b88p0f, 0x1.c00b86p1f);
+  }
+}
+
+// Return the largest number of the type In.
+template <class In>
+FP4KIT_DEVICE float largest_number() {
+  if constexpr (In::kIsBfloat16) return 0x1.fep127f;
+  return sizeof(typename In::Bits) == 2 ? 65504.0f : kFltMax;
+}
+
+// Return 2^exponent, for exponents of normal numbers.
+FP4KIT_DEVICE float two_to(int exponent) {
+  return float_of(static_cast<u32>(exponent + 127) << 23);
+}
+
+// Return the code of a scaled element y in ComfyUI's rounding with a random number from 0 to 1. Codes above 15 also
+// change the code of the element before.
+template <class R, class In>
+FP4KIT_DEVICE u32 comfyui_code(float y, float random) {
+  constexpr bool kOnGpu = R::kComfyuiOnGpu;
+  const float number = round_to<In>(random), centered = round_to<In>((number == 1.0f ? 0.0f : number) - 0.5f);
+  const float limited = is_nan(y) ? 0.0f : fminf(fmaxf(y, -largest_number<In>()), largest_number<In>());
+  int e = comfyui_exponent<In, false, kOnGpu>(magnitude_of(limited));
+  const float noise = round_to<In>(round_to<In>(centered * two_to(e - 2)) * 1.25f);
+  const float a = magnitude_of(round_to<In>(limited + noise));
+  e = comfyui_exponent<In, true, kOnGpu>(a);
+  const float mantissa = round_to<In>(round_to<In>(a * two_to(1 - e)) - 1.0f);
+  const float n = rintf(round_to<In>((e > 0 ? mantissa : a) * 2.0f));
+  const u32 byte = n < 0x1p63f ? static_cast<u32>(static_cast<u64>(n)) & 0xFFu : kOnGpu ? 0xFFu : 0u;
+  return byte | static_cast<u32>(e) << 1 | sign_of(limited) << 3;
+}

@@ -1,0 +1,205 @@
+"""Test stochastic rounding by noise (ComfyUI, MSLK) on a GPU, or on the simulated one: CuPy arrays get the bits of
+NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inputs import BF16
+from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+
+import fp4kit
+from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.stochastic import _comfyui_exponent
+from fp4kit.reference.tensor_rules import round_to
+
+pytestmark = ON_GPU
+COMFYUI, ON_CUDA, MSLK = RECIPES_ADDING_NOISE = (
+    "nvfp4-comfy-kitchen-stochastic",
+    "nvfp4-comfy-kitchen-stochastic-cuda",
+    "mxfp4-mslk-stochastic",
+)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
+HEADER = Path(fp4kit.__file__).parent / "cuda" / "kernels" / "shared" / "noise.cuh"
+
+
+def numbers(shape: tuple[int, ...], dtype: np.dtype = np.dtype(np.float32), seed: int = 0) -> np.ndarray:
+    """Return random numbers of a dtype from 0 to 1, with some zeros and some of the largest below 1."""
+    rng = np.random.default_rng(seed)
+    r = rng.random(shape, np.float32)
+    r[rng.random(shape) < 0.1] = 0
+    r[rng.random(shape) < 0.1] = 1
+    below = np.nextafter(dtype.type(1), dtype.type(0))
+    return np.where(r.astype(dtype) == 1, below, r.astype(dtype)).astype(dtype)
+
+
+def seed_for(name: str, shape: tuple[int, ...], seed: int = 7) -> Any:
+    """Return a seed that a recipe accepts, as an argument of `check`: numbers as a CuPy array, or an int."""
+    return cupy.asarray(numbers(shape, seed=seed)) if name == ON_CUDA else seed
+
+
+def check_noise(x: np.ndarray, name: Any, **options: Any) -> fp4kit.Quantized:
+    """Return the result of on_gpu.check for stochastic rounding. The default of `seed` is seed_for(name)."""
+    name_of = name if isinstance(name, str) else ON_CUDA if "cuda" in name.stochastic else COMFYUI
+    return check(x, name, **{"rounding": "stochastic", "seed": seed_for(name_of, x.shape)} | options)
+
+
+# ---- the exponents of ComfyUI's rounding ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_thresholds_of_the_kernel(dtype):
+    """The kernel compares with thresholds instead of computing logarithms. Below 1/2 and from 8 on, neither matters."""
+    found = [
+        [float.fromhex(number) for number in match]
+        for match in re.findall(r"return reached\(a, ([^ ]*?)f, ([^ ]*?)f, ([^ ]*?)f\)", HEADER.read_text())
+    ]
+    bf16_first, bf16_gpu, bf16_cpu, f16_first, f16_second, f32_first, f32_second = found
+    first, cpu, gpu = {
+        "bfloat16": (bf16_first, bf16_cpu, bf16_gpu),
+        "float16": (f16_first, f16_second, f16_second),
+        "float32": (f32_first, f32_second, f32_second),
+    }[str(dtype)]
+    offset = np.asarray(1.1925, np.float32)
+    for thresholds, c in ((first, np.float32(1)), (cpu, round_to(offset, dtype)), (gpu, offset)):
+        windows = [np.float32(t).view(np.uint32) + np.arange(-(1 << 16), 1 << 16) for t in thresholds]
+        bits = np.concatenate([*windows, np.arange(0x3F000000, 0x41000000, 101), [0, 1, 0x7F7FFFFF, 0x7F800000]])
+        a = bits.astype(np.uint32).view(np.float32)
+        expected = np.sum([a >= np.float32(t) for t in thresholds], axis=0)
+        assert (_comfyui_exponent(a, c, dtype) == expected).all()
+
+
+# ---- codes and scales ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_edge_values(name, dtype):
+    """NaN, infinities, zeros of both signs, subnormals and ties."""
+    x = adversarial_blocks(dtype)
+    check_noise(x, name)
+    finite = np.where(np.isfinite(x), x, dtype.type(0)).astype(dtype)
+    check_noise(finite, name)
+    check_noise(np.zeros((2, 32), dtype), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [COMFYUI, ON_CUDA])
+def test_given_numbers(name, dtype):
+    """A small tensor amax gives scaled elements above 6, whose bits reach the sign and the element before."""
+    x = blocks(dtype, 40, 64)
+    for amax in (2688.0, 6.0, 1e-3, 1e-9, 1e-30):
+        for numbers_dtype in {dtype, np.dtype(np.float32)}:
+            check_noise(x, name, tensor_amax=amax, seed=cupy.asarray(numbers(x.shape, numbers_dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_scaled_element(dtype):
+    """With tensor scale 1 and block scale 1, the elements of float16 and bfloat16 are rounded themselves."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16 if dtype.itemsize == 4 else dtype).astype(dtype)
+    x = np.concatenate(
+        [np.resize(dtype.type(6), (len(values) // 15 + 1, 1)), np.resize(values, (len(values) // 15 + 1, 15))], 1
+    )
+    for name in (COMFYUI, ON_CUDA):
+        check_noise(x, name, tensor_amax=2688.0, seed=cupy.asarray(numbers(x.shape)))
+
+
+@pytest.mark.parametrize("seed", [0, 1234, 2**32 + 5, 2**64 - 1])
+@pytest.mark.parametrize("name", [COMFYUI, MSLK])
+def test_seeds(name, seed):
+    check_noise(blocks(BF16, 6, 96), name, seed=seed)
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_shapes(name, layout):
+    for shape in ((1, 32), (3, 96), (130, 160), (2, 3, 64), (0, 32)):
+        check_noise(np.resize(blocks(BF16), shape), name, scale_layout=layout)
+    check_noise(blocks(BF16, 64, 48), name, axis=0, scale_layout=layout)
+    check_noise(np.resize(blocks(BF16), (2, 32, 5)), name, axis=1, scale_layout=layout)
+
+
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_large_tensors_take_separate_launches_for_the_amax(name):
+    check_noise(np.resize(blocks(np.dtype(np.float16)), (1025, 512)), name)
+
+
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_views_and_options(name):
+    x = blocks(np.dtype(np.float32), 8, 128)
+    options = {"rounding": "stochastic", "seed": seed_for(name, (8, 96))}
+    host = options | {"seed": options["seed"].get() if name == ON_CUDA else 7}
+    view = cupy.asarray(x.reshape(-1))[1:769].reshape(8, 96)  # no row begins at a multiple of 16 bytes
+    assert_same(fp4kit.quantize(view, name, **options), fp4kit.quantize(view.get(), name, **host))
+    check_noise(x[:, 32:], name, **options)
+    check_noise(x[:, 32:], name, **options, hadamard=True)
+    out = fp4kit.quantize(cupy.asarray(x[:, 32:]), name, **options)
+    for part in (out.packed, out.block_scale):
+        part.fill(0)
+    fp4kit.quantize(cupy.asarray(x[:, :96]), name, **options, out=out)
+    assert_same(out, fp4kit.quantize(x[:, :96], name, **host))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block": (1, 32)},
+        {"block_rule": "te", "apply": "multiply"},
+        {"round_scaled": False},
+        {"tensor_scaling": "row"},
+        {"amax_nan": "ignore"},
+    ],
+    ids=str,
+)
+def test_variants(fields):
+    x = blocks(np.dtype(np.float16), 24, 64)
+    check_noise(x, replace(RECIPES[COMFYUI], **fields))
+
+
+def test_calibrated_block_amaxes():
+    x = blocks(BF16, 8, 64)
+    amaxes = np.random.default_rng(2).random((8, 2), np.float32)
+    check_noise(x, MSLK, block_amax=cupy.asarray(amaxes))
+
+
+# ---- other operations ----
+
+
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_other_operations(name):
+    x = blocks(np.dtype(np.float16), 32, 64)
+    options = {"rounding": "stochastic", "seed": seed_for(name, x.shape)}
+    host = options | {"seed": options["seed"].get() if name == ON_CUDA else 7}
+    device, q = cupy.asarray(x), fp4kit.quantize(x, name, **host)
+    assert differing(fp4kit.fake_quantize(device, name, **options), fp4kit.dequantize(q)) == 0
+    if name != ON_CUDA:
+        with pytest.raises(NotImplementedError, match=f"stochastic rounding of {name} in a group has no CUDA kernel;"):
+            fp4kit.quantize_grouped([device, device[:16]], name, **options)
+        for found, wanted in zip(
+            fp4kit.quantize_both(device, name, **options), fp4kit.quantize_both(x, name, **host), strict=True
+        ):
+            assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_given_scales_are_refused(name):
+    x = blocks(BF16, 2, 64)
+    q = fp4kit.quantize(cupy.asarray(x), name)
+    scales = {"block_scale": q.block_scale} | ({} if q.tensor_scale is None else {"tensor_scale": q.tensor_scale})
+    with pytest.raises(
+        NotImplementedError, match=f"^quantize: stochastic rounding of {name} under given scales has no"
+    ):
+        fp4kit.quantize(cupy.asarray(x), name, **scales, rounding="stochastic", seed=seed_for(name, x.shape))
+
+
+def test_numbers_in_other_memory_are_refused():
+    x = blocks(BF16, 2, 64)
+    with pytest.raises(ValueError, match="seed"):
+        fp4kit.quantize(cupy.asarray(x), ON_CUDA, rounding="stochastic", seed=numbers(x.shape))
