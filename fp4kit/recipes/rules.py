@@ -18,7 +18,7 @@ APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
 STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
-# These add noise to the scaled elements, and round the sums to nearest. Their random numbers are not bytes. The compiled
+# These add noise to scaled elements, and round the sums to nearest. Their random numbers are not bytes. The compiled
 # engine does not compute them.
 NOISE_STOCHASTICS = ("comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
 COMFYUI_STOCHASTICS = NOISE_STOCHASTICS[:2]

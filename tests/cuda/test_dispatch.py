@@ -94,6 +94,10 @@ CHOSEN = [
     (work("mxfp4-ocp", mask=0), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work("mxfp4-ocp", values=True), "quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("nvfp4-modelopt-static", calibrated=True), "quantize", None),
+    # quantize_stochastic: stochastic rounding by noise. A thread has a block.
+    (work("nvfp4-comfy-kitchen-stochastic", stochastic=True), "quantize_stochastic", 4096 * 8192 // 16 // 256),
+    (work("mxfp4-mslk-stochastic", (3, 64), stochastic=True, values=True), "quantize_stochastic", 1),
+    (work("mxfp4-mslk-stochastic"), "quantize", None),
 ]
 
 
@@ -135,8 +139,16 @@ NONE = [
     (work(replace(RECIPES["mxfp4-ocp"], block=(1, 8))), "blocks of 1x8 have no CUDA kernel"),
     (work(TE, columns=True, stochastic=True), "have no CUDA kernel"),
     (
-        work("nvfp4-comfy-kitchen-stochastic", stochastic=True),
-        "stochastic rounding of nvfp4-comfy-kitchen-stochastic has no CUDA kernel; compute on the CPU with cupy.asnum",
+        work("nvfp4-comfy-kitchen-stochastic", stochastic=True, scaled=True),
+        "stochastic rounding of nvfp4-comfy-kitchen-stochastic under given scales has no CUDA kernel; needs scales co",
+    ),
+    (
+        work(replace(RECIPES["nvfp4-comfy-kitchen-stochastic"], block=(16, 16)), stochastic=True),
+        "stochastic rounding of nvfp4-comfy-kitchen-stochastic in blocks of 16x16 has no CUDA kernel; needs scales c",
+    ),
+    (
+        work("mxfp4-mslk-stochastic", stochastic=True, grouped=True),
+        "stochastic rounding of mxfp4-mslk-stochastic in a group has no CUDA kernel; call quantize for each array",
     ),
     (
         work(SQUARE, calibrated=True, stochastic=True),

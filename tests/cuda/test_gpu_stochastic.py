@@ -15,7 +15,10 @@ from inputs import BF16
 from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
 
 import fp4kit
+from fp4kit.evidence.engines import ComparedEngine
+from fp4kit.evidence.golden.check import EngineOperations, check_recipe
 from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.stochastic import _comfyui_exponent
 from fp4kit.reference.tensor_rules import round_to
@@ -26,11 +29,12 @@ COMFYUI, ON_CUDA, MSLK = RECIPES_ADDING_NOISE = (
     "nvfp4-comfy-kitchen-stochastic-cuda",
     "mxfp4-mslk-stochastic",
 )
-DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+DTYPES = [F32, F16, BF16]
 HEADER = Path(fp4kit.__file__).parent / "cuda" / "kernels" / "shared" / "noise.cuh"
 
 
-def numbers(shape: tuple[int, ...], dtype: np.dtype = np.dtype(np.float32), seed: int = 0) -> np.ndarray:
+def numbers(shape: tuple[int, ...], dtype: np.dtype = F32, seed: int = 0) -> np.ndarray:
     """Return random numbers of a dtype from 0 to 1, with some zeros and some of the largest below 1."""
     rng = np.random.default_rng(seed)
     r = rng.random(shape, np.float32)
@@ -96,7 +100,7 @@ def test_given_numbers(name, dtype):
     """A small tensor amax gives scaled elements above 6, whose bits reach the sign and the element before."""
     x = blocks(dtype, 40, 64)
     for amax in (2688.0, 6.0, 1e-3, 1e-9, 1e-30):
-        for numbers_dtype in {dtype, np.dtype(np.float32)}:
+        for numbers_dtype in {dtype, F32}:
             check_noise(x, name, tensor_amax=amax, seed=cupy.asarray(numbers(x.shape, numbers_dtype)))
 
 
@@ -128,12 +132,12 @@ def test_shapes(name, layout):
 
 @pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
 def test_large_tensors_take_separate_launches_for_the_amax(name):
-    check_noise(np.resize(blocks(np.dtype(np.float16)), (1025, 512)), name)
+    check_noise(np.resize(blocks(F16), (1025, 512)), name)
 
 
 @pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
 def test_views_and_options(name):
-    x = blocks(np.dtype(np.float32), 8, 128)
+    x = blocks(F32, 8, 128)
     options = {"rounding": "stochastic", "seed": seed_for(name, (8, 96))}
     host = options | {"seed": options["seed"].get() if name == ON_CUDA else 7}
     view = cupy.asarray(x.reshape(-1))[1:769].reshape(8, 96)  # no row begins at a multiple of 16 bytes
@@ -159,8 +163,14 @@ def test_views_and_options(name):
     ids=str,
 )
 def test_variants(fields):
-    x = blocks(np.dtype(np.float16), 24, 64)
+    x = blocks(F16, 24, 64)
     check_noise(x, replace(RECIPES[COMFYUI], **fields))
+
+
+def test_float32_scales_of_blocks():
+    """The recipe has no block scales, but one tensor scale per block."""
+    r = replace(RECIPES["fp8-deepseek-v4"], element=E2M1, stochastic="comfyui_nvfp4")
+    check_noise(blocks(BF16, 3, 256), r)
 
 
 def test_calibrated_block_amaxes():
@@ -174,7 +184,7 @@ def test_calibrated_block_amaxes():
 
 @pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
 def test_other_operations(name):
-    x = blocks(np.dtype(np.float16), 32, 64)
+    x = blocks(F16, 32, 64)
     options = {"rounding": "stochastic", "seed": seed_for(name, x.shape)}
     host = options | {"seed": options["seed"].get() if name == ON_CUDA else 7}
     device, q = cupy.asarray(x), fp4kit.quantize(x, name, **host)
@@ -186,6 +196,13 @@ def test_other_operations(name):
             fp4kit.quantize_both(device, name, **options), fp4kit.quantize_both(x, name, **host), strict=True
         ):
             assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
+def test_recorded_outputs(name, golden):
+    """The GPU gives the codes and scales that the producers gave."""
+    result = check_recipe(name, golden, EngineOperations.of(ComparedEngine(cupy)))
+    assert getattr(cupy, "rehearsing", False) or (result.compared >= 18 and not result.differences)
 
 
 @pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)

@@ -116,6 +116,7 @@ FINDING = {
     "quantize_tile": "nvfp4-te-2d",
     "quantize_columns": "nvfp4-te",
     "fake_quantize": "int8-modelopt",
+    "quantize_stochastic": "nvfp4-comfy-kitchen-stochastic",
 }
 
 
@@ -123,7 +124,8 @@ FINDING = {
 @pytest.mark.parametrize("arch", ["sm_90", *exhaustive((OLDEST, "sm_100a"))])
 def test_kernels_that_find_the_amax_compile(kernel, arch):
     r = RECIPES[FINDING[kernel]]
-    struct = recipe_struct(r, fake=kernel == "fake_quantize", finds_amax=True)
+    stochastic = kernel == "quantize_stochastic"
+    struct = recipe_struct(r, fake=kernel == "fake_quantize", stochastic=stochastic, finds_amax=True)
     source = instantiation(kernel, struct, Input=TYPES[BF16], kAligned=True)
     assert "#define FP4KIT_FINDERS 8" in source
     loader.compile_source(source, arch)

@@ -290,6 +290,7 @@ def call_of(
 
 
 BYTES = np.random.default_rng(2).integers(0, 256, SHAPE, np.uint8)
+NUMBERS = np.random.default_rng(3).random(SHAPE, np.float32)
 WEIGHTS = np.linspace(0, 2, 64, dtype=np.float32)
 SQUARE = replace(RECIPES[STATIC], id="static-16x16", block=(16, 16))
 SEARCHES = [
@@ -326,6 +327,9 @@ KINDS = [
     call_of(quantize, "nvfp4-flashinfer-token", scale_layout="swizzled_128x4"),
     call_of(quantize, "mxfp8-te", rounding="stochastic", seed=7),
     call_of(quantize, "nvfp4-te", rounding="stochastic", seed=BYTES),
+    call_of(quantize, "nvfp4-comfy-kitchen-stochastic-cuda", rounding="stochastic", seed=NUMBERS),
+    call_of(quantize, "mxfp4-mslk-stochastic", F16, rounding="stochastic", seed=7, scale_layout="swizzled_128x4"),
+    call_of(fake_quantize, "nvfp4-comfy-kitchen-stochastic", F32, rounding="stochastic", seed=7),
     call_of(quantize, "nvfp4-te-reference", hadamard=True),
     call_of(quantize, "nvfp4-te", F32, misaligned=True),
     call_of(dequantize, "nvfp4-te"),

@@ -48,7 +48,7 @@ FP4KIT_DEVICE void store_pair(const QuantizeArguments& a, i64 index, u32 low, u3
 template <class R>
 FP4KIT_DEVICE void store_block_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks, u32 code,
                                      TensorScale t) {
-  a.scales[scale_offset<R::kLayout, i64>(row, block, blocks)] = static_cast<u8>(code);
+  if constexpr (R::kHasScales) a.scales[scale_offset<R::kLayout, i64>(row, block, blocks)] = static_cast<u8>(code);
   if constexpr (R::kTensorScaling == TensorScaling::block) store_tensor_scale(a, row * blocks + block, t);
   if constexpr (R::kTensorScaling == TensorScaling::row) {
     if (block == 0) store_tensor_scale(a, row, t);
