@@ -24,9 +24,11 @@ FP4KIT_DEVICE void load_elements(const QuantizeArguments& a, i64 first, float (&
 template <class R, class In>
 FP4KIT_DEVICE u32 noisy_code(const QuantizeArguments& a, float x, i64 index, Factor f) {
   const float y = scaled_element<R, In>(x, f);
-  if constexpr (R::kMslkNoise)
+  if constexpr (R::kMslkNoise) {
     return mslk_code<R>(y, triton_word(a.seed ^ 0x5A5A5A5Au, static_cast<u32>(a.counter * 16 + index)));
-  return comfyui_code<R, In>(y, reinterpret_cast<const float*>(a.random)[index]);
+  } else {
+    return comfyui_code<R, In>(y, reinterpret_cast<const float*>(a.random)[index]);
+  }
 }
 
 // Store the codes of two neighboring elements, the first of which has number `index`. If R::kFake, store their values.
