@@ -22,7 +22,7 @@ THRESHOLDS = {
     "float16": [(1, 2 - 2**-10, 4 - 2**-8), (0.875, 1.75, 3.498046875)],
     "bfloat16": [(1, 2 - 2**-7, 4 - 2**-5), (0.875, 1.7421875, 3.46875)],
 }
-ON_GPU = (0.875, 1.75, 3.484375)  # for bfloat16 and c = 1.1925, as PyTorch 2.11 computes on an H200
+SECOND_ON_CUDA = (0.875, 1.75, 3.484375)  # for bfloat16 and c = 1.1925, as PyTorch 2.11 computes on an H200
 
 
 def exponent(a, thresholds):
@@ -37,7 +37,7 @@ def stated(x, tensor_scale, r, on_gpu=False):
     """
     T, rows = x.dtype.type, len(x)
     first, second = THRESHOLDS[str(x.dtype)]
-    second = ON_GPU if on_gpu and x.dtype == BF16 else second
+    second = SECOND_ON_CUDA if on_gpu and x.dtype == BF16 else second
     with np.errstate(all="ignore"):
         s, blocks = np.float32(tensor_scale).astype(x.dtype), x.reshape(rows, -1, 16)
         amaxes = np.abs(blocks).max(axis=-1)
