@@ -43,8 +43,9 @@ class ArrayAccess(NamedTuple):
     def amax_pointer(self, amax: Any) -> Any:
         """Return a pointer to the caller's tensor_amax, for the C library.
 
-        amax: a float of Python or NumPy, or an array. For a float, the pointer is to a c_float; for an array, to its
-            data. Return None for an array that is not float32, contiguous and aligned, which the C library cannot read.
+        amax: a float of Python or NumPy, or an array; not None. For a float, the result points to a new c_float. For
+            a contiguous, aligned float32 array, it is the address of the data, as an int. For any other array, it is
+            None, because the C library cannot read the array.
         """
         if isinstance(amax, (float, np.floating)):
             return ctypes.byref(ctypes.c_float(float(amax)))
@@ -52,7 +53,10 @@ class ArrayAccess(NamedTuple):
 
 
 def access_to(array: Any) -> ArrayAccess:
-    """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory."""
+    """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory.
+
+    An array that is neither a NumPy array nor a PyTorch tensor is treated as a JAX array.
+    """
     if isinstance(array, np.ndarray):
         return NUMPY
     return _torch() if isinstance(array, torch_arrays.tensor_type()) else _jax(array)
