@@ -1,6 +1,6 @@
 """Test that notebooks run in a new kernel without errors and warnings, and print the outputs that are stored in them.
 
-`python tests/project/test_notebooks.py` runs each notebook and stores the new outputs.
+`PYTHONPATH=tests/support python tests/project/test_notebooks.py` runs each notebook and stores the new outputs.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def test_fresh_run_prints_what_is_stored(name, tmp_path):
     for cell, stored in zip(code_cells(fresh), code_cells(load(notebook)), strict=True):
         assert not [o for o in cell["outputs"] if o.get("name") == "stderr"], (cell["id"], texts(cell))
         assert texts(cell) == texts(stored), (
-            f"cell {cell['id']} is stale; `python tests/project/test_notebooks.py` stores new outputs"
+            f"cell {cell['id']} is stale; `PYTHONPATH=tests/support python tests/project/test_notebooks.py` stores new"
+            " outputs"
         )
 
 
