@@ -333,10 +333,10 @@ class Collector:
         return f"Collector({len(self._columns)} layers{'' if self.histogram else ', histogram=False'})"
 
     def _key(self, op: str, layer: str, columns: int, experts: int | None) -> _Key:
-        """Check the name and sizes of a layer, add the layer if it is new, and return its key in ``_totals``.
+        """Check the name and sizes of a layer, add the layer if it is new, and return its key in the dict ``_totals``.
 
         Args:
-            op: the beginning of error messages.
+            op: the name of the public method, with which error messages begin.
             layer: the name of the layer.
             columns: K, the number of inputs per token.
             experts: the number of experts of the layer, or None if the layer has none or is itself one expert.

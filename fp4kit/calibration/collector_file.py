@@ -46,7 +46,7 @@ class CollectedInputs(NamedTuple):
     histogram: npt.NDArray[np.int64] | None
 
     def totals(self) -> Totals:
-        """Return the entry as the totals of one expert."""
+        """Return what was collected as Totals, the form in which a Collector holds one layer or expert."""
         histogram = None if self.histogram is None else self.histogram[None]
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 

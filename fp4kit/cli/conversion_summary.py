@@ -79,9 +79,9 @@ def _error(report: ConversionReport) -> SampledError | None:
 def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
     """Return the names of the engines that load the result; () if none is known.
 
-    The result is () too for a Diffusers model, and for a single safetensors file, whose config engines would lack.
+    The result is also () for a Diffusers model, and for a single safetensors file, because engines need a config.
     Engines that would misread rotated layers are left out. If layers have AWQ's factors per column, only engines that
-    know AWQ are left, and none if layers have several formats.
+    support AWQ are returned, or none if layers have several formats.
     """
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:

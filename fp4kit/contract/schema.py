@@ -413,7 +413,7 @@ class Contract:
             The Recipe or None.
 
         Raises:
-            TypeError: layer is no string.
+            TypeError: layer is not a string.
         """
         as_word(f"{OP}.recipe_of", "layer", layer)
         if any(fnmatchcase(layer, pattern) for pattern in self.excluded):

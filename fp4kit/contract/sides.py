@@ -259,7 +259,10 @@ def as_weights(what: str, given: Any) -> Weights:
 
 
 def array_of(what: str, given: Any) -> np.ndarray:
-    """Return an array of any library as a NumPy array. Raise TypeError for anything else."""
+    """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array. Raise TypeError for anything else, also None.
+
+    what: the name of the argument, for the message.
+    """
     if not hasattr(given, "shape"):
         raise TypeError(f"{OP}: {what} is a {type(given).__name__}; needs an array or a Quantized")
     (array,) = import_arrays(OP, tensor=given)

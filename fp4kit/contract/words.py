@@ -74,7 +74,10 @@ def difference(a: Any, b: Any) -> str:
 
 
 def _are_variants(a: Any, b: Any) -> bool:
-    """Return whether two entries have one pattern and variants of one recipe, such as int4-qat with two block sizes."""
+    """Return whether two entries of a contract have the same pattern, and variants of the same recipe.
+
+    An example is int4-qat with two different block sizes.
+    """
     if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:
         return False
     return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id

@@ -43,6 +43,6 @@ def other_file(path: Path) -> str | None:
 
 
 def listed(names: Sequence[str], limit: int = 3) -> str:
-    """Return up to ``limit`` names as text for a message, such as "a, b, c and 2 more"."""
+    """Return up to ``limit`` names as text for a message, such as "a, b, c and 2 more"; "" if there are no names."""
     shown_names = ", ".join(shown(name) for name in names[:limit])
     return shown_names if len(names) <= limit else f"{shown_names} and {len(names) - limit:,} more"

@@ -87,10 +87,11 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 
 
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
-    """Yield functions that scale the source, for each recipe of _rules and each way in which tools scale columns.
+    """Yield functions that scale the columns of the source as a tool may have done before it quantized the layer.
 
-    A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
-    uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.
+    There is one function for each recipe that _rules returns and each way of scaling: multiply by bfloat16 factors,
+    divide by them, or multiply by their float32 reciprocals. A function uses the bfloat16 factors that fit best among
+    those near the estimates. It rounds its result to the dtype of the source.
 
     found: the first rows of the layer, their source, and the estimated factors.
     """

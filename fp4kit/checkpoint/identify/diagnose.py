@@ -354,8 +354,8 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
     The explanation applies if a recipe reproduces all codes with the stored scales. It does not apply if the nearest
-    hypothesis reproduces all codes and, counting codes and scales, more than 95% of the bytes. The scales that differ
-    then count as damaged.
+    hypothesis reproduces all codes, and more than 95% of the codes and scales together. In that case, the few scales
+    that differ count as damaged.
 
     evidence: the stored layer and its source (the original weight).
     trial: the hypotheses that were compared with a sample in the layout ``plain``.

@@ -329,7 +329,10 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
 
 
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
-    """Yield the numbers of all stored rows in chunks of consecutive rows, which end where blocks of ``r`` end."""
+    """Yield the indices of all stored rows, in chunks of consecutive rows.
+
+    A chunk ends where blocks of ``r`` end, so that no block of several rows is divided between chunks.
+    """
     height = lcm(32, r.block_rows)
     size = CHUNK // (r.block_rows if layout.moved_after_quantizing else 1)
     step = max(size // max(layout.shape[1], 1) // height, 1) * height

@@ -87,7 +87,10 @@ class Origin:
         )
 
     def amax(self, readers: Readers) -> float:
-        """Return the amax of the finite values of the rows, which are read slab by slab (some rows at a time)."""
+        """Return the amax of the finite values of the rows, or 0.0 if no value is finite.
+
+        The rows are read slab by slab (some rows at a time).
+        """
         found = slabs(readers, self.weight, self.expert, self.span)
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 

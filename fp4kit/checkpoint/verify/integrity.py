@@ -76,7 +76,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     """Yield an issue for each contradiction between layers and the configs, or between layers and other tensors:
 
     - A config declares factors per column (AWQ), and no layer has them.
-    - Some NVFP4 layers, but fewer than half, lack a tensor scale, or have one.
+    - Fewer than half of the NVFP4 layers lack a tensor scale, or fewer than half have one.
     - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The nibbles of a layer seem to be swapped.
     - The head is quantized although the config ties it to the embedding.

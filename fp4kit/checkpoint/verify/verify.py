@@ -237,8 +237,9 @@ def verify(
             - The checkpoint or the source cannot be opened.
             - The recipe does not support the search.
             - The activations do not fit the layers.
-            - A pattern of ``recipes`` decides about no layer that has a counterpart in the source.
-        ValueError: no recipe has an id that is given.
+            - A pattern of ``recipes`` matches no layer that has a counterpart in the source, or other patterns take
+              precedence for all layers that it matches.
+        ValueError: an id is not the id of any recipe.
         TypeError: a recipe is neither an id nor a Recipe.
     """
     return execute(prepare(destination, source, recipe, options, search, ignore, activations, recipes), options)
