@@ -18,6 +18,7 @@ from fp4kit.evidence.fuzz.program_ir import Program, Ref
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.reference.implied_amax import encodes_by_amax
 
 SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor scales to quantize with
@@ -27,17 +28,20 @@ def with_scales(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize with the scales that an earlier quantize gave, and with random scales.
 
     If gives_back(recipe, dtype) is True, the program also requires that the scales of the earlier call give the codes
-    of that call again. This is not required if the earlier call was given block amaxes and the recipe flushes
-    subnormals.
+    of that call again. The later call computes block amaxes from x. So it is not required to give the same codes if the
+    earlier call had other block amaxes (given, searched or random), and the recipe computes factors from amaxes. It is
+    not required either if block amaxes were given and the recipe flushes subnormals.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
-    options = codes_options(p, case)
-    q = p.call(
-        "q", "fp4kit.quantize", x, Ref("r"), **options, tensor_amax=tensor_amax(p, case), block_amax=block_amax(p, case)
-    )
+    options, amax = codes_options(p, case), tensor_amax(p, case)
+    amaxes = block_amax(p, case)
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options, tensor_amax=amax, block_amax=amaxes)
     own = {name: q[name] for name, has in _scales_of(r).items() if has}
     found = p.call("found", "fp4kit.quantize", x, Ref("r"), **options, **own)
-    if gives_back(r, case.x.dtype) and not (o.block_amax and r.flush):
+    reads_amax = r.block_rule is not None and BLOCK_RULES[r.block_rule].reads_amax
+    has_others = amaxes is not None or bool(r.search) or r.stochastic == "mslk"
+    depends_on_them = (r.flush and amaxes is not None) or (reads_amax and has_others)
+    if gives_back(r, case.x.dtype) and not depends_on_them:
         p.same(found["packed"], q["packed"])
     p.same([found[name] for name in own], [q[name] for name in own])
     given: dict[str, Any] = {}
