@@ -102,7 +102,9 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 
 
 def encode(tensors: EncoderTensors, tokens: Sequence[int], seen: Seen = lambda name, x: None) -> np.ndarray:
-    """Return the last hidden states of the encoder for one sequence, float32 [tokens, 384]. GELU has its tanh form.
+    """Return the last hidden states of the encoder for one sequence, float32 [tokens, 384].
+
+    GELU is computed by its approximation with tanh.
 
     tensors: name -> array, the tensors of the model.
     tokens: the ids of the sequence, with [CLS] and [SEP].

@@ -100,7 +100,7 @@ class Rules:
     def _of_choice(self, choice: LayerQuantization) -> Rules:
         """Return rules with the recipe and the container that were chosen for a layer.
 
-        Input scales are left out if this recipe has no tensor scale but another recipe of the rules has one.
+        Input scales are left out if the chosen recipe has no tensor scale but another recipe of the rules has one.
         """
         assert choice.form is not None
         key = choice.recipe.id, choice.form.name

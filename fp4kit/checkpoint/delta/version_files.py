@@ -62,7 +62,10 @@ def path_of(root: Path, name: str) -> Path:
 
 
 def are_of_files(names: Collection[str]) -> bool:
-    """Return whether names in a patch can belong to a model that is not a directory. Return False if there are none."""
+    """Return whether all names in a patch are names of the files of a model that is not a directory.
+
+    Return False if there are no names.
+    """
     return bool(names) and all(_NAME_OF_FILE.fullmatch(name) for name in names)
 
 

@@ -277,7 +277,8 @@ def _other_order(sample: _Sample) -> str:
 def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (layout, scales in linear order) for each layout that the stored bytes may have, except the declared one.
 
-    Only layouts that need no padding are tried, because others have another number of bytes.
+    Only layouts without padding are tried, because a layout with padding has another number of bytes. If the declared
+    layout has padding, nothing is yielded.
     """
     linear = np.ascontiguousarray(sample.scales)
     shape = linear.shape

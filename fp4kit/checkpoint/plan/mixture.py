@@ -69,7 +69,9 @@ class Mixture:
         return choice
 
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
-        """Raise CheckpointError for the first pattern that is not the first match of any quantized layer.
+        """Raise CheckpointError for the first pattern that decides about no layer.
+
+        Such a pattern matches no layer to quantize, or an earlier pattern matches every layer that it matches.
 
         Args:
             modules: the names of the layers to quantize.
