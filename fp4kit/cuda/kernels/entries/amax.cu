@@ -16,8 +16,8 @@ struct AmaxArguments {
   i64 rows, columns;
 };
 
-// Compute the largest magnitude of the part of the array that `grid` assigns to this thread block, and raise *a.amax to
-// it.
+// Find the largest magnitude in the part of the array that `grid` assigns to this thread block. If it exceeds *a.amax,
+// store it there, by an atomic maximum.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -33,7 +33,8 @@ constexpr int kRowRun = Transform::kHadamard ? kRun
                         : kAligned           ? 16 / sizeof(typename In::Bits)
                                              : 1;
 
-// Return the float32 bits of the largest magnitude of the kRowRun elements at x.
+// Return the float32 bits of the largest magnitude among the kRowRun elements at x that count according to kInput, or 0
+// if none counts.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   constexpr int kCount = kRowRun<In, kAligned>;
@@ -44,9 +45,9 @@ FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   }
 }
 
-// Compute the amax of each row, for rows of at most kShortRow elements. Several neighboring lanes, whose number is a
-// power of two, share a row. So a warp takes warp_rows neighboring rows at a time. It takes kRowsAtOnce times as many
-// rows per iteration, so that their loads overlap.
+// Store the amax of each row in a.amax, for rows of at most kShortRow elements. Neighboring threads of a warp share a
+// row: as many as the row has runs, rounded up to a power of two, but at most 32. A warp takes kRowsAtOnce groups of
+// such rows at a time, so that loads of several rows overlap.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -78,7 +79,8 @@ FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Compute the amax of each row. A thread block takes one row at a time. Short rows are handled by amax_short_rows.
+// Store the amax of each row in a.amax. A thread block takes one row at a time, except that amax_short_rows handles
+// rows of at most kShortRow elements.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   if (a.columns <= kShortRow) {
@@ -93,8 +95,8 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Compute the amax of the whole array a.x, and raise *a.amax to it. It is launched before a kernel that needs a tensor
-// amax, and for fp4kit.amax. Each thread takes runs of elements. Launch with any grid.
+// Find the amax of the whole array a.x, and raise *a.amax to it (store the larger of the two). It is launched before a
+// kernel that needs a tensor amax, and for fp4kit.amax. Each thread takes runs of elements. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }

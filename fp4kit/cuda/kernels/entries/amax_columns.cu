@@ -16,8 +16,8 @@ struct AmaxColumnsArguments {
   i64 tile_rows;  // rows of a tile; less than 2^32
 };
 
-// Raise largest[j] to the bits of the largest magnitude in column j of kCount neighboring columns. There are `rows`
-// rows, which begin at x and are `step` elements apart.
+// For each of kCount neighboring columns, raise largest[j] to the float32 bits of the largest magnitude in column j:
+// replace it if the magnitude is larger. The first of the `rows` rows begins at x, and rows are `step` elements apart.
 template <class In, int kCount>
 FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 step, u32 (&largest)[kCount]) {
 #pragma unroll 4
@@ -33,9 +33,9 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
   }
 }
 
-// Compute the amax of each column of each matrix in a.x, and raise a.amax to it. Used by fp4kit.amax without a recipe,
-// for consecutive axes that end before the last one, and for blocks of several rows with float32 scales. A thread block
-// takes one tile at a time. Launch with any grid.
+// Find the amax of each column of each matrix in a.x, and raise the element of a.amax for this column to it. Used by
+// fp4kit.amax without a recipe, for consecutive axes that end before the last one, and for blocks of several rows with
+// float32 scales. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

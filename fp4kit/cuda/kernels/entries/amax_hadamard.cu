@@ -14,8 +14,8 @@ struct AmaxHadamardArguments {
   i64 rows, columns;
 };
 
-// Transform the columns of the patch that begins at x, and return the float32 bits of the largest magnitude of those
-// results that count (kCounted). x itself is unchanged. Rows are `columns` elements apart.
+// Return the float32 bits of the largest magnitude in the patch at x after the Hadamard transform of its columns. Only
+// results that count according to kCounted are compared, and x itself is unchanged. Rows are `columns` elements apart.
 FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];
@@ -42,8 +42,9 @@ FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   }
 }
 
-// Compute the amax of the transformed matrix a.x, and raise *a.amax to it. It is launched before a matrix is quantized
-// along columns by a recipe with a Hadamard transform. A thread takes one patch at a time. Launch with any grid.
+// Find the amax of the matrix a.x after the transform of its columns, and raise *a.amax to it (store the larger of the
+// two). It is launched before a matrix is quantized along columns by a recipe with a Hadamard transform. A thread takes
+// one patch at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
   const u32 wide =
       static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks that a row of patches needs

@@ -16,7 +16,7 @@ struct ClipArguments {
   i64 count, covered;
 };
 
-// Set the elements of a run to +0, except those for which `inside` is true.
+// Keep the elements of a run for which `inside` is true, and set all others to +0.
 template <class In, int kRun>
 FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 #pragma unroll

@@ -13,8 +13,9 @@ struct CountChangedArguments {
   i64 count;
 };
 
-// Return how many of this thread's values differ, and raise `largest` to the float32 bits of the largest difference
-// among them. Two NaN are equal. If a difference is NaN, `largest` becomes NaN.
+// Return how many of the values that this thread compares differ. Two NaN are equal, and +0 differs from -0. Also raise
+// `largest` to the float32 bits of the largest |y - x| among these values; if one of two differing values is NaN,
+// `largest` becomes NaN.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& largest) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {

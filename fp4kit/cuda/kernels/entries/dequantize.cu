@@ -47,7 +47,7 @@ struct DequantizePosition {
   i64 column;
 };
 
-// Return the values of a run, decoded from its codes under one Scale.
+// Decode the codes of a run with the Scale of their block, and return the values.
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = DequantizeTraits<R, Out>::kRun;
@@ -68,15 +68,15 @@ FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typ
   }
 }
 
-// Return the code of element number `index` of the matrix.
+// Return the code of the element with number `index` in the flattened matrix.
 template <class R, class Out>
 FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   const u32 byte = a.packed[index / DequantizeTraits<R, Out>::kPerByte];
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// Decode and store `count` elements, starting at element `first`, one at a time. All have the Scale `scale`. This is
-// used for the end of a row that is not a whole run.
+// Decode `count` elements, starting at element `first`, one at a time with the Scale `scale`, and store their values.
+// It is used where a whole run cannot be loaded or stored: for the last elements of a row, and for misaligned arrays.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -95,9 +95,9 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Prefetch the codes of kStep whole runs into the L2 cache, and their scales if the scales are stored in the order of
-// the codes. The runs are those that come a.ahead steps after run `start`. Do nothing if they are beyond the last of
-// `runs` runs.
+// Prefetch the codes of kStep runs into the L2 cache, and their scales if the scales are stored in the order of the
+// codes. `start` is the first run of the current step, and the prefetched runs come a.ahead steps later. Do nothing
+// unless further runs follow them; `runs` is the number of all runs.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
@@ -109,8 +109,9 @@ FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs
     prefetch_l2<kScales>(a.scales + next * Traits::kRun / R::kBlock);
 }
 
-// Return the tensor scale of a tensor that has exactly one. If its amax is needed but unknown, one thread finds the
-// amax for all threads. All threads of the thread block must call this function.
+// Return the tensor scale of a tensor that has one tensor scale or none. If the decode rule needs the amax and it is
+// unknown, one thread finds an amax for all threads (implied_tensor_scale). All threads of the thread block must call
+// this function.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   bool is_known;
@@ -126,8 +127,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   return t;
 }
 
-// Return the tensor scale of block `block` of row `row`, for tensors with one scale per row or per block. If the decode
-// rule needs amaxes, they are read from tensor_amax, where implied_amax_kernel stored them; some may be kUnknownAmax.
+// Return the tensor scale of block `block` of row `row`, for tensors with one scale per row or per block. A row has
+// `blocks` blocks. If the decode rule needs amaxes, they are read from a.tensor_amax, where implied_amax_kernel stored
+// them. Such an amax is kUnknownAmax if no amax gives the tensor scale.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
@@ -135,8 +137,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Decode and store `count` elements, starting at element `first`, one at a time, under tensor scale number `index`, for
-// which no amax is known. scale_code is the code of their block scale.
+// Decode `count` elements, starting at element `first`, one at a time, and store their values. It is used if the decode
+// rule needs the amax of the tensor scale, but no amax gives this scale. The elements have the tensor scale with number
+// `index`, and their block scale has the code scale_code.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -147,8 +150,8 @@ FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, i
   }
 }
 
-// Dequantize a matrix. Original is the type of the array that was quantized, to which some tensor rules round. Out is
-// the type of the values.
+// Decode the part of a matrix that `grid` assigns to this thread block. Original is the type of the array that was
+// quantized, because some tensor rules round to this type. Out is the type of the values.
 template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   using Traits = DequantizeTraits<R, Out>;

@@ -21,8 +21,8 @@ constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>
                              ? R::kBlock / 32
                              : 16 / static_cast<int>(sizeof(typename In::Bits));
 
-// Return the FakeScale of a block with this amax. If R::kHasTable, it is looked up in `table`, which holds the
-// FakeScale of every code.
+// Return the FakeScale of a block with this amax. tensor_amax is the amax from which its tensor scale is computed. If
+// R::kHasTable, the FakeScale is read from `table`, which holds one for every scale code.
 template <class R, class In>
 FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
   using Rule = typename R::FakeRule;
@@ -34,8 +34,9 @@ FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScal
   }
 }
 
-// If R::kHasTable, fill `table` with the FakeScale of every code. Otherwise do nothing. All threads of the thread block
-// must call this function, and may read the table when it returns.
+// If R::kHasTable, fill `table` with the FakeScale of every scale code, for a tensor with the amax tensor_amax.
+// Otherwise do nothing. All threads of the thread block must call this function, and may read the table when it
+// returns.
 template <class R>
 FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   using Rule = typename R::FakeRule;
@@ -52,8 +53,8 @@ FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y
   for (int i = 0; i < count; ++i) y[i] = In::narrow(R::FakeRule::template value<R, In>(In::widen(x[i]), s));
 }
 
-// Fake-quantize a run that begins at element `first` of a.x, and store its values. `largest` is the float32 bits of its
-// largest magnitude.
+// Fake-quantize a run with the scale s, and store its values in a.values. The run begins at element `first` of a.x.
+// `largest` is the float32 bits of its largest magnitude, which decides whether the fast path can be used.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
                                     FakeScale s) {
@@ -69,8 +70,9 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
   }
 }
 
-// Return the float32 bits of a block's amax. This thread holds one run of the block, whose largest magnitude is
-// `largest`; neighboring lanes hold the other runs. All threads of the warp must call this function.
+// Return the float32 bits of a block's amax, by the recipe's rule for NaN (R::kAmaxNan). This thread holds one run of
+// the block, and neighboring lanes hold the other runs. `largest` is the float32 bits of the largest magnitude in the
+// run. All threads of the warp must call this function.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;

@@ -43,12 +43,13 @@ struct ColumnTile {
   int wide;
 };
 
-// Return the number of tiles of a call.
+// Return the number of tiles in the array a.x.
 FP4KIT_DEVICE i64 tile_count(const HadamardColumnsArguments& a) {
   return a.outer * (a.length / kSize) * ((a.inner + kWide - 1) / kWide);
 }
 
-// Return the tile with this index.
+// Return tile number `index`. Tiles are numbered along the inner axis, then along the middle axis, then along the outer
+// axis.
 FP4KIT_DEVICE ColumnTile tile_at(const HadamardColumnsArguments& a, i64 index) {
   const i64 across = (a.inner + kWide - 1) / kWide, column = index % across * kWide, position = index / across;
   return {position % (a.length / kSize), position * kSize * a.inner + column,
@@ -61,12 +62,14 @@ FP4KIT_DEVICE int place_of(int row, int column) {
   return (row + row / kRows) * kWide + column;
 }
 
-// Return the sign bit of a row of a tile.
+// Return the float32 sign bit by which the elements in a row of a tile are multiplied: 2^31 if their sign is negative,
+// otherwise 0. It is always 0 without signs (kHasSigns).
 FP4KIT_DEVICE u32 sign_bit(const HadamardColumnsArguments& a, const ColumnTile& tile, int row) {
   return kHasSigns ? static_cast<u32>(a.signs[tile.block * kSize + row]) << 31 : 0u;
 }
 
-// Replace rows of y that are 1 apart by their sums and differences, then rows that are 2, 4, ..., kCount / 2 apart.
+// Replace pairs of rows of y by their sums and differences: first rows that are 1 apart, then rows that are 2, 4, ...,
+// kCount / 2 apart. This is a Hadamard transform of kCount rows without the final factor.
 template <int kCount, int kAcross>
 FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
 #pragma unroll

@@ -42,8 +42,8 @@ FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 positio
   }
 }
 
-// Replace elements that are kDistance apart in memory by their sums and differences, then elements that are 2
-// kDistance, 4 kDistance, ..., kSize / 2 apart.
+// Replace pairs of elements by their sums and differences: first elements that are kDistance apart in memory, then
+// elements that are 2 kDistance, 4 kDistance, ..., kSize / 2 apart. All threads of the warp must call this function.
 template <int kDistance>
 FP4KIT_DEVICE void transform(Elements& y) {
   if constexpr (kDistance < kSize) {

@@ -11,7 +11,8 @@ struct ImpliedAmaxArguments {
   i64 count;
 };
 
-// Find and store the amax of each tensor scale. A thread takes one scale at a time.
+// Store in a.amax an amax for each tensor scale, or kUnknownAmax if no amax gives the scale. A thread takes one scale
+// at a time.
 template <class R, class Original>
 FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {

@@ -21,13 +21,14 @@ struct Decoded {
 };
 
 // Return the value of element k of row `row` of matrix `matrix` of an operand, not multiplied by its block scale.
-// Return 0 beyond the operand. `length` is K.
+// Return 0 if the row or k is beyond the operand. `length` is K.
 FP4KIT_DEVICE float decoded(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length) {
   return row < x.rows && k < length ? element_at(x, row_index(x, matrix, row), k) : 0.0f;
 }
 
-// Store the block scale of element k of a row in `scale`, and 2^exponent of the scale in `power`. Both are 0 beyond the
-// operand, whose K is `length`, and 1 without block scales. The power of a zero scale is 0.
+// Store the block scale of element k of a row in `scale`, and 2^floor(log2(scale)) in `power`, which is at least
+// 2^scale_least. If the scale is zero, `power` is 0. Without block scales, both results are 1. Beyond the operand,
+// whose K is `length`, both are 0.
 FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length, double& scale,
                                 double& power) {
   if (row >= x.rows || k >= length) {

@@ -19,13 +19,15 @@ static_assert(kTile / kWarpRows * kWarpsAcross * 32 == kThreads, "the warps cove
 constexpr int kMostBits = 14;       // the largest difference of the exponents of a line's scales, if they are integers
 constexpr int kUnusable = -100000;  // the bottom of a line whose scales cannot be integers, so that the check fails
 
-// Sixteen elements of a step, in units of 1/2, as signed bytes: one word (four elements) of each group.
+// One word (four elements) of each of the kGroups groups of a step: sixteen elements of a line (row or column), as
+// signed bytes in units of 1/2.
 struct alignas(16) StepWords {
   i32 groups[kGroups];
 };
 
-// The range of the scale exponents of a line (row or column) in one step, from which add_carefully and loses_no_bits
-// see whether bits are lost. Scales of zero are left out. If all scales are zero, top is -1000 and bottom is 1000.
+// The exponents of the largest and the smallest scale of a line (row or column) in one step, without scales of zero.
+// They tell whether the sum of the step can be computed without losing bits (loses_no_bits, add_carefully). If all
+// scales are zero, top is -1000 and bottom is 1000.
 struct alignas(16) ScaleExponents {
   double unit;  // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
   i32 top;      // the largest exponent of a scale
@@ -74,7 +76,8 @@ struct Place {
   FP4KIT_DEVICE_MEMBER int column_of(int j) const { return column + 8 * (j / 2) + j % 2; }
 };
 
-// Return the sum of group g of a row and a column of a tile, without tensor cores.
+// Return the sum of the 16 products of group g for one row and one column of a tile, in units of 1/4. It is computed
+// without tensor cores.
 FP4KIT_DEVICE i32 group_sum(const Fp4Step& s, int row, int column, int g) {
   i32 sum = 0;
   for (int word = 0; word < kWords; ++word) {
@@ -90,7 +93,7 @@ struct Fragments {
   StepWords lines[2];
 };
 
-// Load the fragments of two lines, which are eight apart. `line` is the first one.
+// Load the elements that this thread passes to the tensor cores for two lines of a tile: `line` and `line` + 8.
 FP4KIT_DEVICE Fragments load_fragments(const Fp4Lines& lines, int line) {
   const int word = threadIdx.x % 4;
   return {lines.words[line][place_of(line, word)], lines.words[line + 8][place_of(line + 8, word)]};
@@ -102,8 +105,9 @@ struct GroupSums {
   i32 values[2][kSide];
 };
 
-// Return the sums of group g for rows i and i + 1. All threads of a warp must call this function. Before compute
-// capability 8.0, and on the host, the fragments are not used: each thread reads its rows and columns from s.
+// Return the sums of the products of group g for two rows of this thread (i and i + 1) and all its columns. All threads
+// of a warp must call this function. Tensor cores compute the sums from the fragments. Before compute capability 8.0,
+// and on the host, the fragments are not used; each thread reads its rows and columns from s.
 FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, const Fragments& columns,
                                    const Place& place, int i, int g) {
   GroupSums sums = {};
@@ -190,7 +194,7 @@ FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 
   return codes;
 }
 
-// Store half `half` of the codes of a line as integers.
+// Store half `half` (0 or 1) of the codes of a line in `lines`, as integers in units of 1/2.
 FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes& codes) {
 #pragma unroll
   for (int word = 0; word < kWords; ++word) {
@@ -203,8 +207,9 @@ FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes&
   }
 }
 
-// Compute the sum of one result after step `step`, term by term. c is the sum before the step. Return 0 for a result
-// outside of the matrix.
+// Return the sum of one result after step `step`, computed term by term, as the FP4 instruction defines it. c is the
+// sum before the step. (row, column) is the position of the result in its matrix; if it is outside of the matrix,
+// return 0.
 FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 step, double c) {
   if (!is_inside(a, row, column)) return 0.0;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
@@ -239,15 +244,16 @@ struct Fp4Sums {
   double values[kSide][kSide];
 };
 
-// Return the sum of a result after a step in which no term loses bits: exact * unit + c, truncated. exact must be an
-// integer below 2^52.
+// Return exact * unit + c, truncated to 23 fraction bits. This is the sum of a result after a step in which no term
+// loses bits: c is the sum before the step, and exact * unit is the sum of the terms. exact must be an integer below
+// 2^52 in magnitude.
 FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
   return double_of(double_bits_of(fma_rn(exact, unit, c)) & ~((u64{1} << 29) - 1));
 }
 
-// Add a step to the sums of a thread, one result at a time: by add_exactly if no term of the result loses bits, and
-// otherwise term by term (add_slowly). add_step calls this function if loses_no_bits is false, and describes the
-// arguments.
+// Add step `step`, whose elements are in s, to the sums of a thread, one result at a time. If no term of a result loses
+// bits, add_exactly is used, otherwise add_slowly. The tile begins at (row, column) of a matrix. add_step calls this
+// function if loses_no_bits is false.
 FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& s, Fp4Sums& sums, const Place& place,
                                       i64 matrix, i64 row, i64 column, i64 step) {
   for (int i = 0; i < kSide; ++i) {
@@ -272,8 +278,9 @@ FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& 
   }
 }
 
-// Return true if add_exactly may be used for all results of a thread. This is the check of add_carefully for the
-// largest and the smallest exponents of the thread's rows and columns.
+// Return true if no term loses bits in any result of a thread in this step, so that add_exactly may be used for all of
+// them. It checks the largest and smallest exponents of the thread's rows and columns, so the result may be false
+// although no bits are lost.
 FP4KIT_DEVICE bool loses_no_bits(const Fp4Step& s, const Place& place, const Fp4Sums& sums) {
   i32 row_top = -1000, row_bottom = 1000, column_top = -1000, column_bottom = 1000;
 #pragma unroll

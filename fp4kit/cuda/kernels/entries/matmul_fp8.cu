@@ -38,8 +38,8 @@ struct Fp8Step {
   Fp8Lines rows, columns;
 };
 
-// Return a * b + c rounded toward zero, for a, b >= 0 and c > 0. The sum must be exact in float64, and a * b
-// in float32.
+// Return a * b + c, rounded toward zero, for a, b >= 0 and c > 0. a * b must be exact in float32, and the sum must be
+// exact in float64.
 FP4KIT_DEVICE float add_product_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -118,8 +118,9 @@ FP4KIT_DEVICE void store_line(Fp8Lines& lines, int line, int half, const Codes& 
   lines.special[half][line] = special;
 }
 
-// Compute the sum of one result after a step, in double. The step has `count` elements, starting at index `first` along
-// K. c is the sum before the step. Return 0 for a result outside of the matrix.
+// Return the sum of one result after a step, computed in float64 term by term. The step has `count` elements, starting
+// at index `first` along K. c is the sum before the step. (row, column) is the position of the result in its matrix; if
+// it is outside of the matrix, return 0.
 FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 first, i64 count,
                                     float c) {
   if (!is_inside(a, row, column)) return 0.0f;

@@ -34,8 +34,8 @@ FP4KIT_DEVICE Chunk converted(u64 packed) {
   return codes;
 }
 
-// Convert `count` items of type In, which begin at `from`, and store them as items of type Out at `to`. Each thread has
-// several loads in flight.
+// Convert `count` items of type In, which begin at `from`, by the function `converted`, and store them as items of type
+// Out at `to`. Each thread has several loads in flight.
 template <class In, class Out>
 FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   const In* in = reinterpret_cast<const In*>(from);
@@ -52,7 +52,8 @@ FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   }
 }
 
-// Pack all codes. If kAligned, both arrays begin at multiples of 16 bytes.
+// Pack 2 a.bytes codes, one per byte, to a.bytes bytes. If kAligned, both arrays begin at multiples of 16 bytes, and
+// most codes are packed 16 at a time; otherwise two at a time.
 template <bool kAligned>
 FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -61,7 +62,8 @@ FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
     a.out[i] = static_cast<u8>((a.in[2 * i] & 15) | a.in[2 * i + 1] << 4);
 }
 
-// Unpack all codes. If kAligned, both arrays begin at multiples of 16 bytes.
+// Unpack a.bytes bytes to 2 a.bytes codes, one per byte. If kAligned, both arrays begin at multiples of 16 bytes, and
+// most codes are unpacked 16 at a time; otherwise two at a time.
 template <bool kAligned>
 FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;

@@ -17,8 +17,8 @@ struct PartialCastArguments {
   i64 run_at, factor_at, tensor_at;
 };
 
-// Return the Factor of a block from `value`, the factor that partial_scales computed. If the recipe multiplies elements
-// by the tensor's encode scale in a separate step, the Factor also holds `encode_scale`.
+// Return the Factor of a block from `value`, the factor that partial_scales computed. The second member of the Factor
+// is encode_scale if R::kThenEncode, otherwise 1 / value if elements are divided (R::kDivide), otherwise value.
 template <class R>
 FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
   if constexpr (R::kThenEncode) return {value, encode_scale};

@@ -12,7 +12,7 @@ struct PartialPlaceArguments {
   i64 from_at, to_at;
 };
 
-// Copy the codes that one process has sent to their matrix. A run has kWords words of codes.
+// Copy the codes that one process has sent from its message to the matrix of codes. A run has kWords words of codes.
 template <int kWords>
 FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));

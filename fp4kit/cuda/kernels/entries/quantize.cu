@@ -42,8 +42,8 @@ FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
-// If R::kHadamard, apply the Hadamard transform to a run in place. Return largest_bits_of the run, after the transform
-// if there is one.
+// Apply the Hadamard transform to a run in place if R::kHadamard. Then return the bits of the largest magnitude in the
+// run, as largest_bits_of does.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
   if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
@@ -90,8 +90,8 @@ struct RunPosition {
   bool inside;
 };
 
-// Return the index of the 32-byte sector of swizzled scales that holds the scales for the k-th runs of a warp in a
-// step.
+// Return the index of the 32-byte sector of swizzled block scales that this thread helps to fill with its k-th run in a
+// step. 32 * kLanes neighboring threads fill a sector: kLanes threads per block, and 32 blocks.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -139,8 +139,9 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
   return 0.0f;
 }
 
-// Store the scale code of a block. Also store its tensor scale if the block begins a row with a tensor scale, or has
-// its own tensor scale. Only the thread that has the first run of the block stores anything, and none does if R::kFake.
+// Store the scale code of a block, and the tensor scale t if it belongs to this block alone or if the block is the
+// first one in a row with a tensor scale. Only the thread that has the first run of the block stores anything. If
+// R::kFake, nothing is stored.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
@@ -268,8 +269,8 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Raise largest[index] to `own`, the float32 bits of a magnitude. All threads of a warp must call this function. If all
-// of them have the same index, only one thread accesses the memory.
+// Raise largest[index] to `own`, the float32 bits of a magnitude: store the larger of the two, atomically. All threads
+// of a warp must call this function. If all of them have the same index, only one thread accesses the memory.
 FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
   if (__any_sync(0xFFFFFFFFu, index != __shfl_sync(0xFFFFFFFFu, index, 0))) {
     atomicMax(largest + index, own);
@@ -280,9 +281,9 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
   if (threadIdx.x % 32 == 0) atomicMax(largest + index, own);
 }
 
-// Quantize a matrix with one tensor scale per row, and find the amaxes of the rows. They are stored at the address
+// Quantize a matrix with one tensor scale per row. First find the amax of each row, and store it in the array at
 // a.tensor_amax. A thread block takes as many whole rows at a time as fit into one step of its threads, or one longer
-// row. It loads their runs once if they fit, and otherwise again for the codes, mostly from a cache. Launch with any
+// row. Rows that fit are loaded once. Longer rows are loaded again for the codes, mostly from a cache. Launch with any
 // grid of thread blocks of at most kThreads threads.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {

@@ -19,8 +19,8 @@ struct Lookup {
 };
 
 // Look up the elements of one row of a block in the table, and store the result in `found`. `amax` is the amax of the
-// block. Return true, or false if the table is not valid for the block. In that case, only found.six and found.four are
-// stored.
+// whole block. Return true if the table is valid for the block. Otherwise return false, and store only the two scale
+// codes found.six and found.four.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -31,8 +31,8 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Return true if `sum`, a sum of error differences, is farther than `slack` from zero. That proves that one of the two
-// scales is better.
+// Return true if `sum`, the sum of the differences of the two scales' errors, proves that one scale is better. As a
+// signed integer, it must be at least `slack` or below -`slack`.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }
@@ -58,8 +58,8 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
   a.scales[scale_at] = static_cast<u8>(scale);
 }
 
-// Quantize a matrix whose blocks have one row. A thread processes one block at a time. has_table is false if the table
-// is not valid for the tensor scale t.
+// Quantize a matrix whose blocks have one row. A thread processes one block at a time. If has_table is false, the table
+// is not valid for the tensor scale t, and every block is quantized without it.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
@@ -172,8 +172,8 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
   a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
-// Quantize a matrix of square blocks. A team of four warps processes eight blocks at a time. has_table is false if the
-// table is not valid for the tensor scale t.
+// Quantize a matrix of square blocks. A team of four warps processes eight blocks at a time. If has_table is false, the
+// table is not valid for the tensor scale t, and every block takes the exact path.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {

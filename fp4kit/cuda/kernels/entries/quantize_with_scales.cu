@@ -26,8 +26,9 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   return run;
 }
 
-// Return the given tensor scale of block `block` of row `row`. A row has `blocks` blocks. The encode scale is 1 if
-// a.tensor_amax is null, and all scales are 1 for a recipe without a tensor scale.
+// Return the TensorScale of block `block` of row `row`, from the scales that the caller gives. A row has `blocks`
+// blocks. If a.tensor_amax is null, the encode scale is 1. For a recipe without a tensor scale, encode and decode scale
+// are 1.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
@@ -70,9 +71,9 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
   }
 }
 
-// Encode and store `count` elements (at most kRun), which begin at element `first`, with the tensor scale t alone. Call
-// it for a run that is not whole or whose codes are not aligned; only recipes without blocks have such runs. If
-// R::kHadamard, all kRun elements of the run must exist.
+// Encode and store `count` elements (at most kRun), which begin at element `first`, for a recipe without blocks. t is
+// their tensor scale. It is used for a run at the end of a row that is not whole, and for runs whose codes are not
+// aligned. If R::kHadamard, all kRun elements of the run must exist.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;

@@ -37,15 +37,16 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   return any != 0u;
 }
 
-// Set *maximum_address to its maximum with the largest `own` among the threads of the warp, atomically. All threads of
-// the warp must call this function.
+// Raise *maximum_address to the largest `own` among the threads of the warp: store the larger of the two, atomically.
+// All threads of the warp must call this function.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
-// Find the range of the source's scales, and widen the range in a.extent to include it.
+// Find the range of the source's scales, and widen the range in a.extent to include it. Scales of blocks that have only
+// zeros do not count. Also set a.extent[2] to 1 if a scale is NaN.
 FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
@@ -77,10 +78,12 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
   return R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
 }
 
-// Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. Store the
-// exponent in `m`, and the amax that gives 2^m in `amax`. m is chosen such that the largest scale becomes as large as
-// E4M3 allows. The tensor rule must give 2^m for `amax`. If some blocks are out of range, their values are quantized as
-// Float32, so the rule must give 2^m for that type too.
+// Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. Then `m`
+// receives the exponent, and `amax` the tensor amax that gives 2^m. If the result is false, neither may be used.
+//
+// m is chosen such that the largest scale becomes as large as E4M3 allows. The tensor rule must give 2^m for `amax`. If
+// some blocks are out of range, their values are quantized as Float32, so the rule must give 2^m for that type too. The
+// result is false if a scale is NaN.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;
@@ -93,7 +96,8 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
 }
 
 // If can_keep returns true, copy the source's blocks that are in range to the result: the codes, and the scales as
-// E4M3. Also store the tensor scale and its amax. Otherwise do nothing. If kUnsignedZero, -0 becomes +0.
+// E4M3. Blocks with only zeros are always in range, and get scale 0. Also store the tensor scale and its amax. If
+// can_keep returns false, do nothing. If kUnsignedZero, codes of -0 become codes of +0.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -119,9 +123,9 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   }
 }
 
-// Store in a.extent the largest and the smallest scale code among the blocks with nonzero values. Also store whether a
-// scale is NaN. This is the first launch of a requantization. A thread processes one block at a time. Launch with any
-// grid.
+// Store the range of the source's scales in a.extent: the largest and the smallest scale code among the blocks with
+// nonzero values (in the form that RequantizeArguments describes), and whether a scale is NaN. This is the first launch
+// of a requantization. A thread processes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }

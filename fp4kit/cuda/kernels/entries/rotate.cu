@@ -43,13 +43,13 @@ struct RotateBlocks {
   i64 first, element_step, lane_step, lanes, block;
 };
 
-// Return the number of RotateBlocks of a call.
+// Return into how many RotateBlocks (groups of blocks that fill one tile) the array is divided.
 FP4KIT_DEVICE i64 rotate_blocks_count(const RotateArguments& a) {
   const i64 blocks = a.length / kSize;
   return kContiguous ? (a.outer + kLanes - 1) / kLanes * blocks : a.outer * blocks * ((a.inner + kLanes - 1) / kLanes);
 }
 
-// Return the RotateBlocks with this index.
+// Return the group of blocks with this index, for indices below rotate_blocks_count.
 FP4KIT_DEVICE RotateBlocks rotate_blocks(const RotateArguments& a, i64 index) {
   const i64 blocks = a.length / kSize;
   if (kContiguous) {
@@ -102,8 +102,9 @@ FP4KIT_DEVICE void store_result(const RotateArguments& a, const RotateBlocks& b,
   static_cast<Bits*>(a.out)[b.first + lane * b.lane_step + i * b.element_step] = stored_rotation<Input>(value);
 }
 
-// Replace elements at the distances kFirst, 2 kFirst, ..., kFirst kRadix / 2 in the tile by their sums and differences,
-// one distance after the other. A thread holds kRadix elements in registers at a time.
+// Replace pairs of elements in the tile by their sums and differences: first elements that are kFirst apart, then
+// elements that are 2 kFirst, ..., kFirst kRadix / 2 apart. A thread holds kRadix elements in registers at a time. All
+// threads of the thread block must call this function, and may read the tile when it returns.
 template <int kFirst, int kRadix>
 FP4KIT_DEVICE void add_and_subtract(float* tile) {
   for (int group = threadIdx.x; group < kCount / kRadix; group += kThreads) {

@@ -45,9 +45,9 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
   return sums.result();
 }
 
-// Return the multiple of a block's amax with the smallest error. If several multiples have this error, return the first
-// of them. If the error of the first multiple is NaN, return the first multiple. `load` loads elements, as error_under
-// describes.
+// Return the block's amax times the multiple with the smallest error. If several multiples have this error, the first
+// of them is chosen. If the error of the first multiple is NaN, the first multiple is chosen. `load` loads elements, as
+// error_under describes.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   u32 first = 0u, last = 0u;

@@ -2,9 +2,10 @@
 // error of the block, and H is the Hessian of its 16 columns. A thread block processes the blocks of one Hessian.
 #include "search_hessian.cuh"
 
-// Search the blocks in the columns of one Hessian, and store their amaxes in a.block_amax. The number of blocks that
-// had a full search is added to *a.unproven, unless a.unproven is null. The number of thread blocks must be a multiple
-// of the number of Hessians. All threads of the thread block must call this function.
+// Search the blocks in the 16 columns of one Hessian, and store their amaxes in a.block_amax. A block of zeros gets its
+// lowest candidate without a search. The number of blocks that had a full search is added to *a.unproven, unless
+// a.unproven is null. The number of thread blocks must be a multiple of the number of Hessians. All threads of the
+// thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;

@@ -15,9 +15,9 @@ struct SwizzleArguments {
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
-// Move four rows of 16 columns from the linear layout to the swizzled layout kTiled if kFromLinear, otherwise back.
-// `quad` is the number of the group of four rows, and `column` the first of the 16 columns. Rows from `rows` on are
-// padding.
+// Move a quad (four rows) of 16 columns of scales: from the linear layout to the swizzled layout kTiled if kFromLinear,
+// otherwise from kTiled to linear. `quad` is the number of the quad, and `column` is its first column. Rows from `rows`
+// on are padding: they are set to zero in kTiled, and left out in the linear layout.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
   constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // distance of the four rows

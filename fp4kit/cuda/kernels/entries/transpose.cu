@@ -22,7 +22,7 @@ struct TransposeArguments {
   i64 matrices, rows, columns;  // rows and columns are counted in codes
 };
 
-// Return shared memory for a tile of codes. All functions of one kernel that call this get the same memory.
+// Return the shared memory for a tile of codes. Every call in one kernel returns the same memory.
 template <int kBits>
 FP4KIT_DEVICE Chunk* tile_memory() {
   __shared__ Chunk tile[CodeTile<kBits>::kChunks];

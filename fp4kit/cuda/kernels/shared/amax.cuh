@@ -52,8 +52,9 @@ FP4KIT_DEVICE u32 largest_of_block(u32 own) {
 constexpr int kAmaxRun = 16;  // number of elements of a run
 
 // Return the float32 bits of the largest magnitude in this thread's share of the `count` elements at x, among those
-// that count according to kInput. `lanes` threads share the elements, and `lane` is the index of this thread. If
-// kAligned, the address x must be a multiple of 16 bytes.
+// that count according to kInput. Return 0 if none counts. `lanes` threads share the elements, and `lane` is the index
+// of this thread. If Transform::kHadamard, runs of kAmaxRun elements are transformed first, and `count` must be whole
+// runs. If kAligned, the address x must be a multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   constexpr int kRun = kAmaxRun;
@@ -85,9 +86,9 @@ constexpr int kFinders = FP4KIT_FINDERS;
 constexpr int kFinders = 1;
 #endif
 
-// Return the float32 bits of the largest magnitude in this thread's part of the `count` elements at x, among the
-// elements that count according to kInput. kLanes threads divide the elements among them, and `lane` is the index of
-// this thread. Each thread has loads of 256 bytes in flight, because nothing else hides their latency.
+// Return the float32 bits of the largest magnitude in this thread's share of the `count` elements at x, among those
+// that count according to kInput. kLanes threads share the elements, and `lane` is the index of this thread. Unlike
+// largest_bits, each thread keeps loads of 256 bytes in flight, because nothing else hides their latency here.
 template <class In, AmaxInput kInput, bool kAligned, int kLanes>
 FP4KIT_DEVICE u32 largest_of_lane(const typename In::Bits* x, i64 count, int lane) {
   constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits));
@@ -107,8 +108,9 @@ FP4KIT_DEVICE u32 largest_of_lane(const typename In::Bits* x, i64 count, int lan
                  largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
-// Announce that this thread has reached a point of the program, for wait_for_cluster. All threads of the cluster must
-// call this function. Writes before it are visible to the other threads of the cluster after their wait.
+// Tell the other threads of the cluster that this thread has come so far, without waiting for them; wait_for_cluster
+// waits. All threads of the cluster must call this function. What a thread writes before this call is visible to the
+// others after their wait. Do nothing without clusters.
 FP4KIT_DEVICE void arrive_in_cluster() {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

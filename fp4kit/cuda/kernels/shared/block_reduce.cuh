@@ -30,11 +30,12 @@ struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
-// Combine each of kCount values over all rows of a block by Operation, in any order. `column` is the index of the
-// thread's block in the tile. Each thread passes the values for its row, and gets the results for its block in
-// `values`. All threads of the thread block must call this function. It uses tile.parts[kPart] and the following kCount
-// - 1 parts. A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one
-// row.
+// Combine each of kCount values over all rows of a block by Operation, in any order. Each thread passes the values of
+// its row in `values`, and gets the results for its block there. `column` is the index of the block in the tile. All
+// threads of the thread block must call this function. It overwrites tile.parts[kPart] and the following kCount - 1
+// parts.
+//
+// A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one row.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = TileMemory<R>::kColumns,
@@ -73,10 +74,12 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
   }
 }
 
-// Sum each of two errors over the rows of a block, and store the sums in `error` of all threads that handle the block.
-// This thread handles row `row` of block `column` of the tile. The order is a tree: first rows at the distance
-// kBlockRows / 2, then rows at half that distance, and so on, down to neighboring rows. Do nothing if blocks have one
-// row. All threads of the thread block must call this function.
+// Sum two errors over the rows of a block. Each thread passes the errors of its row in `error`, and gets the sums for
+// its block there. This thread handles row `row` of block `column` of the tile. Do nothing if blocks have one row. All
+// threads of the thread block must call this function.
+//
+// Rows are added as a tree: first rows that are kBlockRows / 2 apart, then rows at half that distance, and so on, down
+// to neighboring rows.
 template <class R>
 FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
   if constexpr (R::kBlockRows > 1) {

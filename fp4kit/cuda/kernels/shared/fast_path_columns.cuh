@@ -4,8 +4,9 @@
 
 #include "fast_path.cuh"
 
-// Store the sign bits of eight rows of two columns. The left column's signs go to signs[0], and the right column's
-// signs to signs[1]. The sign of row i is bit 4 i + 3. All other bits are undefined.
+// Collect the sign bits of eight rows of two columns. The signs of the left column go to signs[0], and those of the
+// right column to signs[1]. The sign of row i is bit 4 i + 3, where a 4-bit code has its sign. All other bits are
+// undefined.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   u32 four[2];  // of rows 0 2 and of rows 1 3; two bytes of the left column, two of the right one
 #pragma unroll

@@ -172,8 +172,9 @@ FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   return {factor, factor * amax_power(t) * 0x1p-126f, u * 0x1p126f, slack};
 }
 
-// Return approximately the sum of the errors of a row of a block, in units of amax_power. `a` holds the magnitudes of
-// the elements in these units; `small` and `unit` are fields of ApproximateScale.
+// Return approximately the sum of the errors of one row of a block, in units of amax_power(t), or of its square if
+// R::kSquaredError. `a` holds the magnitudes of the elements in units of amax_power(t); `small` and `unit` are fields
+// of ApproximateScale.
 //
 // Let y be the magnitude of an element divided by the block's scale, so that E2M1 holds y rounded. `small` is chosen so
 // that a * small is y * 2^-126. Near 2^-126, float32 has the steps of E2M1, divided by 2^22: a y in [1, 2) has the
@@ -191,8 +192,8 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Store in `errors` the approximate sums of errors of a finite run, for the scales `six` and `four`. `inverse` is
-// inverse_amax_power of the tensor scale.
+// Store in `errors` the approximate sums of errors of a finite run: errors[0] for the scale `six`, errors[1] for the
+// scale `four`. `inverse` is the inverse_amax_power of the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
                                       const ApproximateScale& four, float inverse, float (&errors)[2]) {
@@ -213,8 +214,8 @@ FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScal
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 
-// Return true if a block has only zeros and may take the fast path. That is so if its amax and both scale codes are 0
-// and the tensor scale is ordinary. Element codes are then 0 with the signs of the elements.
+// Return true if a block has only zeros and may take the fast path: its amax and both scale codes are 0, and
+// is_ordinary(t) is true. The codes of the elements are then 0 with the signs of the elements.
 FP4KIT_DEVICE bool is_zero_block(float amax, u32 six_code, u32 four_code, TensorScale t) {
   return amax == 0.0f && six_code == 0u && four_code == 0u && is_ordinary(t);
 }

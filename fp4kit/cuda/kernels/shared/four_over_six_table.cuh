@@ -70,8 +70,8 @@ struct alignas(16) PairTable {
   u32 entries[kPairs * kEntries];
 };
 
-// Return the key of a pair of scales, which is its index in PairTable::offsets. six and four are the codes of the
-// scales.
+// Return the key of a pair of scales, which is its index in PairTable::offsets. `six` and `four` are the scale codes of
+// the two scales; `four` is at least `six`.
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }

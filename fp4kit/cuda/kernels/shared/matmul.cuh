@@ -85,8 +85,8 @@ FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
   return {index / columns / rows, index / columns % rows * kTile, index % columns * kTile};
 }
 
-// Call body(arguments, tile) for each tile of a product that this thread block computes. All threads of a thread block
-// get the same calls.
+// Call body(a, tile) for each tile of the product that this thread block computes. All threads of a thread block get
+// the same calls.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductArguments& a, Body body) {
   const i64 tiles = tile_count<kTile>(a);

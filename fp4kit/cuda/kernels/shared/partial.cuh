@@ -22,7 +22,8 @@ struct Shard {
   i64 first, last;  // runs within [first, last) may be loaded 16 bytes at a time, neighboring elements included
 };
 
-// Return the Shard of elements [start, end), which begin at the address `values`.
+// Return the Shard that consists of elements [start, end) of a flattened matrix. `values` is the address of element
+// `start`.
 template <class In>
 FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   using Bits = typename In::Bits;
@@ -31,8 +32,8 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// Store in `run` the words of w, starting at index kWords. If bit 1 of `shift` is set, 16-bit elements are moved by one
-// more element.
+// Copy a run out of w, the words that were loaded from an address up to 15 bytes before the run. The run begins at word
+// kWords of w, or one 16-bit element later if bit 1 of `shift` is set.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll
@@ -41,8 +42,9 @@ FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& r
         run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
 }
 
-// Load the run that begins at element p of the matrix. p must be at least s.first, and p + kRun at most s.last. If
-// kAligned, s.shift must be 0. Otherwise, one chunk more is loaded, and its words are moved into place.
+// Return the run that begins at element p of the matrix. The run must be within [s.first, s.last). If kAligned, s.shift
+// must be 0, so that the run is loaded in place. Otherwise 16 bytes more are loaded, and the words are moved into
+// place.
 template <bool kAligned, class In>
 FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   const typename In::Bits* x = s.values + (p - s.start);
@@ -75,7 +77,8 @@ FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   }
 }
 
-// Load the run that begins at element p of the matrix. Elements that the shard does not own are set to 0.
+// Return the run that begins at element p of the matrix. Elements that the shard does not own are 0. Elements are
+// loaded one at a time.
 template <class In>
 FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
   Run<In, kRun> run = {};

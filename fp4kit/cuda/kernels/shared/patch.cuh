@@ -140,16 +140,16 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
 }
 
 // Return the maximum of `largest` over a group of lanes: those whose index differs from this lane's only in the bits
-// `first`, 2 `first`, ..., `end` / 2. `first` and `end` are powers of two. All threads of the warp must call this
-// function.
+// `first`, 2 `first`, ..., `end` / 2. `first` and `end` are powers of two; with 1 and 4, groups are four neighboring
+// lanes. All threads of the warp must call this function.
 FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 #pragma unroll
   for (int lane = first; lane < end; lane *= 2) largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lane));
   return largest;
 }
 
-// Return the amax of a block by the recipe's rule for NaN. Element (i, j) of the block is x[i * row_step + j * step].
-// The block has `rows` rows of R::kBlock elements.
+// Return the amax of a block by the recipe's rule for NaN (R::kAmaxNan). The block has `rows` rows of R::kBlock
+// elements, and element (i, j) of the block is x[i * row_step + j * step].
 template <class R, class In>
 FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_step, i64 step) {
   return exact_amax<R, 2>(rows, [=](int i, int j, float (&pair)[2]) {

@@ -26,9 +26,9 @@ struct Staging {
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Return the index of column `column` in rows 4 quad ... 4 quad + 3 of the staging buffer. The order of columns is
-// permuted against bank conflicts: between lanes that store neighboring patches, and between lanes that load the quads
-// of a few columns. Four columns that begin at a multiple of four stay contiguous.
+// Return where column `column` of the tile is stored in the words 4 quad ... 4 quad + 3 of the staging buffer. Columns
+// are permuted to avoid bank conflicts between lanes that store neighboring patches, and between lanes that load the
+// quads of a few columns. Four columns that begin at a multiple of four stay contiguous.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);
@@ -62,7 +62,7 @@ FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int 
   }
 }
 
-// Store a patch of 16 rows of 8 bytes in the tile's elements.
+// Store the elements of a patch (16 rows of 8 bytes) at their places in the tile's elements.
 template <class In, class P>
 FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPosition& s,
                                         const Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -86,9 +86,9 @@ FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int
   return run;
 }
 
-// Copy the codes of a tile along columns from the staging buffer to memory. If the columns of codes begin at multiples
-// of 16 bytes, 16 bytes are stored at a time. The threads of the thread block share the work, and must synchronize
-// before.
+// Copy the codes of a tile along columns from the staging buffer to a.column_packed. Codes outside of the matrix are
+// left out. If the columns of codes begin at multiples of 16 bytes, 16 bytes are stored at a time. The threads of the
+// thread block share the work. They must synchronize after the buffer is filled and before this call.
 template <class P>
 FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // bytes of codes per column
@@ -121,9 +121,10 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
   }
 }
 
-// Copy the scales of a tile along columns from the staging buffer to memory. A thread copies the scales of four
-// columns: of all their blocks for the linear layout, otherwise of four blocks that are contiguous in the layout. The
-// threads of the thread block share the work, and must synchronize before.
+// Copy the scales of a tile along columns from the staging buffer to a.column_scales. Scales outside of the matrix are
+// left out. A thread copies the scales of four columns: of all their blocks for the linear layout, otherwise of four
+// blocks that are contiguous in the layout. The threads of the thread block share the work. They must synchronize after
+// the buffer is filled and before this call.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;

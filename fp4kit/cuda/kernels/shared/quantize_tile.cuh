@@ -17,8 +17,9 @@ struct BlockRow {
   i64 row, block, blocks;
 };
 
-// Store the scale code of a block for the row of this thread. The first thread of a tensor, or of a row with its own
-// tensor scale, also stores the tensor scale.
+// Store the scale code of a block for the row that this thread handles. The thread with the first block of the tensor
+// also stores the tensor scale t, or the thread with the first block of each row if rows have their own tensor scales.
+// If R::kFake, no scale code is stored.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u32 code, TensorScale t) {
   if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = code;

@@ -92,9 +92,11 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Find the code with the smallest loss for a block with a finite amax > 0, and store it in `best`, which the caller
-// initializes with range.low and an infinite loss. The search tries the upward codes first, and then lower codes.
-// Return true if `best` is proven to be the best of all candidates. If the result is false, `best` may be wrong.
+// Find the scale code with the smallest loss for a block with a finite amax > 0. Return true if the code in `best` is
+// proven to be the best of all candidates. If the result is false, `best` may be wrong.
+//
+// The caller initializes `best` with range.low and an infinite loss. The search tries the upward codes first, and then
+// lower codes.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

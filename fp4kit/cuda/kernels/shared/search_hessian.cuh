@@ -64,8 +64,8 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// Store the residuals of a row's 16 elements for a candidate in d, with the signs of the elements. The function
-// `residual` describes kAny and `scaling`.
+// Store in d the residuals (rounding errors) of a row's 16 elements for a candidate, with the signs of the elements.
+// kAny and `scaling` are passed to the function `residual`, which describes them.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
                                  float (&d)[kSearchBlockSize]) {
@@ -76,8 +76,9 @@ FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c
   }
 }
 
-// Return d^T H d, summed in Triton's order. First d^T H is computed by fused multiply-adds. Then pairs of columns are
-// summed (the second column first). Then the second half of the sums is added to the first half, until one is left.
+// Return the loss d^T H d, summed in the order in which Triton sums it. First d^T H is computed by fused multiply-adds.
+// Then pairs of columns are summed (the second column first). Then the second half of the sums is added to the first
+// half, until one is left.
 FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sums[kSearchBlockSize] = {};
   forget_memory();

@@ -80,9 +80,10 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
   return value >= 0x1p-6f && first <= range.high ? first : 0u;
 }
 
-// Try the code of a block that has the smallest bound. Return the state of the block, which includes the set of other
-// codes that may still win. `first` is the result of normal_first, and must not be 0. The lowest `unsure` of the seven
-// codes below `first` may be no candidates. If one of them may still win, least.second is 0, so nothing is proven.
+// Compute the loss of the code with the smallest bound for a block. Return the state of the block's search, which
+// includes the set of other codes that may still win. `first` is the result of normal_first, and must not be 0. The
+// lowest `unsure` of the seven codes below `first` may be no candidates. If one of them may still win, least.second is
+// 0, so that no code is proven best.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);

@@ -41,9 +41,9 @@ FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
-// Store the tile at row k, column m of a swizzled output, 16 bytes at a time. `threads` threads share the work, and
-// this is number `thread`. 16 bytes are four columns of four rows. The four rows are 32 apart in 128x4, and neighbors
-// in 8x4.
+// Store a transposed tile of scales at row k, column m of a swizzled output, 16 bytes at a time. `threads` threads
+// share the work, and `thread` is the number of this thread. 16 bytes are four columns of four rows. The four rows are
+// 32 apart in 128x4, and neighbors in 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -62,8 +62,8 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
   }
 }
 
-// Store the tile at row k, column m of an output with any layout and alignment, one byte at a time. `threads` threads
-// share the work, and this is number `thread`.
+// Store a transposed tile of scales at row k, column m of an output with any layout and alignment, one byte at a time.
+// `threads` threads share the work, and `thread` is the number of this thread.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   const i64 columns = a.rows / T::kBlock,
