@@ -118,6 +118,8 @@ def clip_amax(call: Call) -> Any:
 def amax(call: Call) -> Any:
     """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes.
 
+    Block amaxes are float32 of the shape (..., ceil(M / block rows), K / block).
+
     Raise Declined if the blocks need the kernel partial_amax (see needs_block_kernel), but it does not support them.
     """
     with imports.making_current(call.x.device.id):
@@ -193,11 +195,13 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """View x as matrices (B, M, K) to reduce over M. Return (matrices, shape of the result), or None if impossible.
+    """Return x viewed as matrices (B, M, K) whose columns are to be reduced, and the shape of the result.
 
-    This avoids a transposed copy. x must be contiguous. The reduced axes must be consecutive and end before the last
-    axis. If B > 1, each matrix must be large enough for a thread block. Return None if one of these conditions does not
-    hold.
+    The view avoids a transposed copy. Return None unless all of these conditions hold:
+
+    - x is contiguous.
+    - The reduced axes are consecutive, and end before the last axis.
+    - B is 1, or each matrix is large enough for a thread block.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:

@@ -80,8 +80,11 @@ class QuantizedResult(NamedTuple):
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
     """Return True if one launch on the current device can read x in place, as one matrix.
 
-    This holds if x is nonempty, contiguous and on the current device. The recipe r and the caller's amax must also have
-    no tensor scale per block or per expert. A tensor scale per row is allowed if the caller passes no amax.
+    All of these conditions must hold:
+
+    - x is nonempty, contiguous and on the current device.
+    - The recipe r has no tensor scale, one per tensor or, if `amax` is None, one per row.
+    - `amax`, the amax or tensor scale that the caller passed, is None or has one element, not one per expert.
     """
     scaled = r.tensor_scaling in ("none", "tensor") or (r.tensor_scaling == "row" and amax is None)
     return _are_contiguous_here(x) and scaled and (amax is None or amax.size == 1)
@@ -99,7 +102,7 @@ class AmaxStep(NamedTuple):
     by_row: bool = False
 
     def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
-        """Launch the computation of the amax, if it needs a launch.
+        """Compute the amax of x into the array `amax` by a launch. Do nothing if the step needs no launch.
 
         library: the functions that handle the arrays. x: the address of the elements. amax: the array to write the amax
         to. stream: the stream to launch on.

@@ -34,7 +34,8 @@ SEED_GROUP = 16  # consecutive elements whose random bytes come from one block o
 def launch_request(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
     """Return the LaunchRequest of a call, with the shape of the whole array as one matrix of joined rows.
 
-    Its recipe has blocks of one row if there is one float32 scale per block, because the amaxes are computed before.
+    If the call's recipe has float32 scales of blocks of several rows, the request's recipe has blocks of one row
+    (with_row_blocks). The amaxes of the original blocks are then computed first, and repeated for each row.
 
     values: True if fake-quantized values are wanted instead of codes. columns: True if blocks lie along the columns.
     """

@@ -55,7 +55,8 @@ def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: 
     The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
 
     Args:
-        x: contiguous (M, K), where a row has one amax at most: a block if blocks have amaxes, otherwise a row.
+        x: contiguous (M, K). If the amaxes are those of blocks, each row is one block. Otherwise, the rows are those of
+            the array.
         amaxes: the amaxes; each covers an equal number of consecutive rows of x.
         tensor: the tensor amaxes; each covers an equal number of consecutive rows of x. None without a tensor scale.
         out: float32 in the shape of amaxes.

@@ -191,8 +191,9 @@ def _loss_options(terms: SearchTerms) -> dict[str, bool]:
 def with_searched_amaxes(call: Call) -> Call:
     """Return the call with the block amaxes that its recipe's search chooses, and with the recipe without the search.
 
-    Return the call unchanged if its recipe has no search, or if its scales are given. Raise Declined if no kernel
-    supports the recipe with given block amaxes, or the search after the Hadamard transform of the call.
+    The returned call also has the tensor amax, computed if the caller passed none. Return the call unchanged if its
+    recipe has no search, or if its scales are given. Raise Declined if no kernel supports the recipe with given block
+    amaxes, or the search after the Hadamard transform of the call.
     """
     r = call.recipe
     if not r.search or call.has_scales:

@@ -314,18 +314,27 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of the kernel fake_quantize; a thread writes 16 bytes VALUE_RUNS or MORE_VALUE_RUNS times."""
+    """Return the number of thread blocks of fake_quantize if a thread writes 16 bytes VALUE_RUNS times.
+
+    For recipes without blocks, or with a table of scales, a thread writes 16 bytes MORE_VALUE_RUNS times.
+    """
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
-    """Return the size arguments of quantize_columns: the rows, the columns, and log2 of the band height in tiles."""
+    """Return the size arguments of quantize_columns: the rows, the columns, and the shift.
+
+    The kernel processes a matrix in bands of 2^shift rows of tiles.
+    """
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
 def _patch_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_columns: one thread block per tile, as if the last band (rows of tiles) were full."""
+    """Return the number of thread blocks of quantize_columns: one per tile.
+
+    A band has 2^shift rows of tiles (_patch_sizes). The last band counts as full, even if it has fewer rows.
+    """
     rows, columns, shift = _patch_sizes(request)
     tiles_down = -(-rows // TILE_ROWS)
     tile_columns = TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize

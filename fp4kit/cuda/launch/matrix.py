@@ -200,7 +200,10 @@ def dequantize_launch(
 
 @cache
 def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
-    """Return the compiled kernel implied_amax as a CuPy function on a device. original: dtype that was quantized."""
+    """Return the compiled kernel implied_amax as a CuPy function on a device.
+
+    original: the dtype that was quantized.
+    """
     return loader.function(
         instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
     )

@@ -121,7 +121,10 @@ def prepare(
 
 
 def check_blocks(r: Recipe) -> None:
-    """Raise Declined unless a kernel quantizes matrices with the blocks of a recipe, as the partial kernels then do."""
+    """Raise Declined if the partial kernels do not support the blocks of a recipe.
+
+    They support a recipe's blocks if some kernel quantizes whole matrices with these blocks along rows.
+    """
     kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 

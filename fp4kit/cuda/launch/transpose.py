@@ -27,7 +27,7 @@ BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_scales: bool = True) -> str:
     """Return the C++ text that instantiates the kernel for codes of `bits` bits in square blocks of `block` columns.
 
-    layout: the layout of the block scales. wide_codes, wide_scales: the flags of this module.
+    layout: the layout of the block scales. wide_codes, wide_scales: the results of wide_copies.
     """
     return instantiation("transpose", kernel_structs(bits, block, layout, wide_scales), kAligned=wide_codes)
 
@@ -48,7 +48,7 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
     """Return the compiled kernel as a CuPy function on a device.
 
     bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
-    wide_scales: the flags of this module.
+    wide_scales: the results of wide_copies.
     """
     return loader.function(source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
@@ -60,7 +60,7 @@ def _launch(
     """Return the prepared launch for matrices of shape (B, M, K).
 
     bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
-    wide_scales: the flags of this module.
+    wide_scales: the results of wide_copies.
     """
     function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
@@ -93,7 +93,11 @@ def launch_of(
 def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
-    """Return the flags (wide_codes, wide_scales) of this module for a transpose of these arrays.
+    """Return the flags (wide_codes, wide_scales), which choose the instantiation of the kernel.
+
+    wide_codes is True if codes can be copied 16 bytes at a time: the arrays of codes and all their rows begin at
+    multiples of 16 bytes. wide_scales is True if scales can be copied four bytes at a time: the arrays of scales begin
+    at multiples of 16 bytes and, in the linear layout, their rows have multiples of four scales.
 
     codes, scales: the arrays to transpose. layout: the layout of the block scales. out, scales_out: the arrays for the
     results; None if they will be allocated later. shape: (B, M, K).
