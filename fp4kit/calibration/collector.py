@@ -31,10 +31,11 @@ _Key = tuple[str, int | None]  # (layer, number of experts); None for a layer wi
 
 
 class Collector:
-    """Keep the largest input, the number of tokens and a histogram of block amaxes of each layer.
+    """Keep, for each layer, the largest magnitude of its inputs, its number of tokens and a histogram of block amaxes.
 
     A layer is named as its module in the checkpoint, such as "model.layers.0.mlp.down_proj". A token is one row of
-    inputs. The experts of a mixture-of-experts layer are separate layers: "model.layers.0.mlp.experts.3.up_proj".
+    inputs, and a block is 16 consecutive inputs of one token. The experts of a mixture-of-experts layer are separate
+    layers: "model.layers.0.mlp.experts.3.up_proj".
 
     The result does not depend on the order of calls, nor on how inputs are distributed among calls, processes and
     files: it is bit-identical to what one call with all inputs collects.
@@ -61,10 +62,10 @@ class Collector:
         self._totals: dict[_Key, dict[int | None, Totals]] = {}  # per key: CUDA device, or None for the host -> totals
 
     def add_layer(self, layer: str, columns: int, experts: int | None = None) -> None:
-        """Add a layer before any of its inputs is collected. Does nothing if the layer was added already.
+        """Register a layer without inputs, so that the collector knows it even if it never sees a token.
 
-        So layers that never see a token are known too. The errors of ``amaxes`` name them, and the argument ``unseen``
-        of ``amaxes`` applies to them if they are experts.
+        ``amaxes`` then names the layer in its error message or, if the layer is an expert, treats it as ``unseen``
+        says. Does nothing if the layer is known with these numbers of columns and experts.
 
         Args:
             layer: the name of the layer; with ``experts``, without an expert number.
@@ -159,21 +160,21 @@ class Collector:
 
         Args:
             rule: "max" for the largest input; "headroom" or a Headroom for an amax above it.
-            unseen: what to do with an expert that saw no token, or only zeros. "error" raises. "layer" gives it the
-                largest amax of the experts of its layer. "none" leaves it out of the result. A layer that is not
-                an expert must have seen a nonzero input under every policy.
+            unseen: what to do with an expert that saw no token, or only zeros. "error" raises ValueError. "layer" gives
+                it the largest amax of the experts of its layer; if this is 0 too, ValueError is raised. "none" leaves
+                it out of the result. For any other layer without a nonzero input, ValueError is always raised.
 
         Returns:
             {layer: amax}. Amaxes are positive float32 numbers.
 
         Raises:
             TypeError: if an argument has the wrong type.
-            ValueError: if a rule or policy is unknown; if layers have no amax, which are named; if the rule is
-                "headroom" and there are no histograms; or in a case in which columns raises it.
+            ValueError: if ``rule`` or ``unseen`` is unknown; if layers have no amax, in which case the message names
+                them; if the rule needs histograms, but none were collected; or in a case in which columns raises it.
 
         Exact:
-            "max" equals max calibration of Model-Optimizer 0.47; for "headroom", see Headroom. The policy "layer"
-            equals the fill of missing experts in Model-Optimizer's export.
+            "max" equals max calibration of Model-Optimizer 0.47; for "headroom", see Headroom. unseen="layer" equals
+            the fill of missing experts in Model-Optimizer's export.
 
         Source:
             Model-Optimizer 0.47, modelopt/torch/quantization/calib/max.py and modelopt/torch/export/layer_utils.py,
@@ -306,8 +307,9 @@ class Collector:
 
         Raises:
             TypeError: if an argument is not a path.
-            ValueError: if there is no path, if a path does not end with the name of a file, if save did not write one
-                of the files, or in a case in which merge raises it.
+            ValueError: if there is no path, if a path does not end with the name of a file, or if save did not write
+                one of the files.
+            ValueError: if only some files have histograms, or if a layer has different numbers of columns in them.
             OSError: if a file cannot be read.
         """
         if not paths:
@@ -359,7 +361,9 @@ class Collector:
         return name, count
 
     def _on(self, key: _Key, like: Any) -> Totals:
-        """Return the totals of a layer on the device of the array ``like``. A new layer gets empty totals.
+        """Return the layer's Totals on the device of the array ``like``, to which the caller adds inputs.
+
+        If the layer has no totals on that device yet, store and return new ones that are zero.
 
         key: the layer, as _key returned it.
         like: a NumPy array, for the totals on the host, or a CuPy array.
@@ -371,12 +375,12 @@ class Collector:
         return places[device]
 
     def _entries(self, op: str) -> dict[str, CollectedInputs]:
-        """Return {layer: CollectedInputs} of all that was collected, sorted by name.
+        """Return {layer: CollectedInputs} of everything collected on all devices, sorted by name.
 
-        Each expert is an entry of its own. If a layer was collected both as one of several experts and by itself, both
-        are added up in one entry.
+        Each expert is an entry of its own. If an expert was collected both under its own name and with ``expert=``,
+        both are added up in one entry. The collector is not changed.
 
-        Raises ValueError if an input on a GPU was NaN or infinite, or if such a layer has two numbers of columns.
+        Raises ValueError if an input on a GPU was NaN or infinite, or if such an expert has two numbers of columns.
 
         op: the name of the calling method, with which error messages begin.
         """
@@ -397,9 +401,9 @@ class Collector:
         return dict(sorted(found.items()))
 
     def _include(self, entries: Mapping[str, CollectedInputs], op: str) -> None:
-        """Add the entries of another collector or of a saved file to this collector.
+        """Add the entries of another collector or of a saved file to this collector, to its totals on the host.
 
-        Raises ValueError if a layer has another number of columns in this collector.
+        Raises ValueError if a layer already has another number of columns in this collector.
 
         entries: {layer: CollectedInputs}. They must have histograms if this collector has histograms.
         op: the beginning of the error message.
@@ -416,11 +420,12 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
     Args:
         op: the beginning of error messages.
         amaxes: {layer: amax}, where 0 stands for no token, or only zeros.
-        unseen: the policy for experts: "error", "layer" (the largest amax of the layer's experts) or "none" (left out).
+        unseen: the policy for experts (names with a number after ``experts``): "error" fills in nothing, "layer" fills
+            in the largest amax of the layer's experts, "none" leaves the expert out of the result.
 
     Raises:
-        ValueError: if the policy is unknown, or if layers still have no amax, which the message names. A layer that is
-            not an expert gets none from any policy. An expert gets none from "layer" if its whole layer has only zeros.
+        ValueError: if the policy is unknown, or if an amax in the result would be 0. The message names such layers.
+            They are layers that are not experts, under any policy, and experts of a layer in which every expert has 0.
     """
     if unseen not in UNSEEN:
         raise ValueError(f"{op}: unseen is {unseen!r:.60}; needs one of {', '.join(UNSEEN)}")
@@ -480,17 +485,20 @@ def _is_int(value: Any) -> bool:
 
 
 def _detached(x: Any) -> Any:
-    """Return a PyTorch tensor without its autograd graph, and any other object unchanged."""
+    """Return ``x.detach()``, which shares memory with x, if x is a PyTorch tensor that requires a gradient.
+
+    Return any other object itself.
+    """
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
 def _block_amaxes(op: str, x: Any) -> Any:
-    """Return the bit patterns of the block amaxes of inputs (..., K) as uint32 (tokens, blocks).
+    """Return the amax of each block of 16 inputs, as the bit patterns of float32 numbers: uint32 (tokens, blocks).
 
-    Rows are padded with zeros to whole blocks of 16.
+    The rows of x (..., K) are padded with zeros to whole blocks. The result is in the library of x, NumPy or CuPy.
 
     Raises ValueError, which begins with `op`, if a NumPy array holds NaN or infinity, and TypeError for a dtype that
-    cannot be quantized. Values on a GPU are not checked.
+    cannot be quantized. Values on a GPU are not checked: their blocks get the bit pattern of NaN or infinity.
     """
     try:
         blocks = amax(pad(x, BLOCK), _RECIPE)
@@ -504,9 +512,10 @@ def _block_amaxes(op: str, x: Any) -> Any:
 
 
 def _owners(op: str, expert: Any, tokens: tuple[int, ...], experts: int) -> Any:
-    """Return the expert of each token as an int64 array (tokens,). Error messages begin with ``op``.
+    """Return the expert of each token as an int64 array (tokens,), in the library of ``expert``.
 
     Args:
+        op: the beginning of error messages.
         expert: the caller's array of expert numbers.
         tokens: the shape that it must have, one entry per token.
         experts: the number of experts.

@@ -46,15 +46,18 @@ class CollectedInputs(NamedTuple):
     histogram: npt.NDArray[np.int64] | None
 
     def totals(self) -> Totals:
-        """Return what was collected as Totals, the form in which a Collector holds one layer or expert."""
+        """Return the entry as Totals of one expert, the form to which a Collector adds. ``columns`` is not in it.
+
+        The histogram shares memory with this entry's. It is None if this entry has none.
+        """
         histogram = None if self.histogram is None else self.histogram[None]
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 
     def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
-        """Return the entry for the inputs of this entry and of ``other`` together.
+        """Return a new entry: the larger amax, and the sums of the tokens and of the histograms, of self and ``other``.
 
-        The result has no histogram if one of the entries has none. Raises ValueError, which begins with ``op``, if the
-        entries differ in the number of columns.
+        The new entry has no histogram if self or ``other`` has none. Raises ValueError, which begins with ``op``, if
+        they differ in the number of columns.
         """
         if self.columns != other.columns:
             raise ValueError(
@@ -67,7 +70,9 @@ class CollectedInputs(NamedTuple):
 
 
 def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
-    """Return the bytes of a file, equal for equal input.
+    """Return the bytes of a safetensors file with the entries, from which ``decode`` returns equal entries.
+
+    Equal entries give equal bytes.
 
     entries: {layer: CollectedInputs}, sorted by name. It may be empty.
     histogram: True if every entry has a histogram, False if none has.
@@ -88,9 +93,9 @@ def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
-    """Return ({layer: CollectedInputs}, True if there are histograms) from the bytes of a file.
+    """Return the entries in the bytes of a file, {layer: CollectedInputs}, and whether they have histograms.
 
-    If there are no histograms, every entry has None instead.
+    If they have none, every entry's histogram is None.
 
     Raises ValueError, which begins with ``label``, for bytes that ``encode`` does not write. Such bytes come from
     another kind of file, a damaged file, or a file of another version.
@@ -140,9 +145,12 @@ def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> 
 
 
 def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> str:
-    """Return a description of the first impossible value in the arrays of a file, or "" if all are possible.
+    """Return a description of the first impossible value in the arrays of a file, or "" if all values are possible.
 
-    histogram: True if the file says that it has histograms.
+    Examples are a negative amax, and a histogram without entries for a layer whose amax is not 0.
+
+    arrays: the file's tensors, whose names, shapes and dtypes are right.
+    histogram: True if the file's metadata says that it has histograms.
     """
     amax, tokens, bins = arrays["amax"], arrays["tokens"], arrays["bins"]
     if not (np.isfinite(amax) & ~np.signbit(amax)).all():
@@ -160,11 +168,11 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
 
 
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
-    """Return {layer: CollectedInputs} from the contents of a file that have been checked.
+    """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names.
 
-    Entries have no histogram if the file has none.
+    The histogram of every entry is None if the metadata says that there are none.
 
-    arrays: the file's tensors.
+    arrays: the file's tensors, in which ``_fault`` found no fault.
     facts: the JSON object in its metadata.
     """
     table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None

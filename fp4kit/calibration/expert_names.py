@@ -21,7 +21,11 @@ class Expert(NamedTuple):
 
 
 def expert_of(layer: str) -> Expert | None:
-    """Return the expert that a layer name stands for, or None if the name has no number after ``experts``."""
+    """Return the Expert with the stack and the number in a layer name: "mlp.experts.3.up_proj" has 3.
+
+    Return None for any name that is not ``[PARENT.]experts.NUMBER.LEAF``. If several numbers follow modules called
+    ``experts``, the last one counts.
+    """
     match = _EXPERT.fullmatch(layer)
     return None if match is None else Expert(f"{match['parent']}.{match['leaf']}", int(match["number"]))
 

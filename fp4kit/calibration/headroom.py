@@ -26,9 +26,10 @@ _SEARCHED = 256  # bit patterns to either side of the exact edge among which the
 
 
 def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return the bins of positive block amaxes by Model-Optimizer's formula, with a correctly rounded float32 log2.
+    """Return the number of the bin, from 0 to 511, of each positive block amax, as int64 in the shape of ``amaxes``.
 
-    Amaxes outside 2^-40 to 2^40 get the first or the last bin.
+    The formula is Model-Optimizer's, with a correctly rounded float32 log2. Amaxes below 2^-40 get bin 0, and amaxes
+    from 2^40 on get bin 511.
     """
     log2 = np.log2(amaxes.astype(np.float64)).astype(np.float32)
     fraction = (log2 - np.float32(_LOW)) / np.float32(_HIGH - _LOW)
@@ -63,7 +64,7 @@ class Headroom:
     The rule is Model-Optimizer's nvfp4_act_headroom:
 
         upper  = upper_percentile of the block amaxes
-        anchor = anchor_percentile of the block amaxes of at least upper / 1e6
+        anchor = anchor_percentile of the block amaxes from the bin of upper / 1e6 on
         amax   = max(rho * anchor, upper)
 
     A low percentile of the block amaxes is placed low in the range of E4M3 block scales. The rest of that range is
@@ -126,13 +127,15 @@ class Headroom:
 
 
 def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
-    """Return a percentile of the block amaxes: the amax at the center of the first bin that reaches it.
+    """Return a percentile of the block amaxes: the amax at the (logarithmic) center of the first bin that reaches it.
 
-    A bin reaches the percentile if the bins from ``first`` up to it hold at least ``percentile`` percent of the blocks
-    from ``first`` on. Bins before ``first`` count as empty. Return 0 if all bins are empty then. Counts, their sums and
-    the target are float32 numbers, as in Model-Optimizer.
+    A bin reaches the percentile if the bins from ``first`` up to and including it hold at least ``percentile`` percent
+    of the blocks in bins from ``first`` on. Return 0 if there are no such blocks. Counts, their sums and the target are
+    float32 numbers, as in Model-Optimizer.
 
-    histogram: the number of blocks per bin, int64 (512,).
+    histogram: the number of blocks per bin, int64 (512,), which is not changed.
+    percentile: above 0 and at most 100.
+    first: the number of the first bin that counts; the bins before it are ignored.
     """
     counts = histogram.astype(np.float32).astype(np.float64)
     counts[:first] = 0

@@ -49,7 +49,12 @@ def _body(comparison: CheckpointComparison) -> dict[str, Any]:
 
 
 def _print(out: Output, comparison: CheckpointComparison) -> None:
-    """Print a comparison: tables of differing config entries, tensors and layers, then the verdict."""
+    """Print a comparison: tables of config entries, tensors and layers that differ, then the verdict.
+
+    Before the verdict come lines about tensors that were not listed or could not be decoded.
+
+    If only one checkpoint has a layer quantized, the layer is listed instead of its tensors, which all differ.
+    """
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
     # If a layer is quantized in only one checkpoint, all of its tensors differ. List the layer instead of its tensors.
@@ -73,7 +78,10 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
 
 
 def _verdict(comparison: CheckpointComparison) -> str:
-    """Return the last line of the output: the numbers of tensors and config entries that are equal and that differ."""
+    """Return the last line of the output: how many tensors are the same, and how many differ.
+
+    It also says how many entries of configs and metadata differ. If nothing differs, it ends with "equal".
+    """
     same = f"{comparison.same} tensors are the same"
     if comparison.equal:
         return f"{same}, and so are configs and metadata; equal"

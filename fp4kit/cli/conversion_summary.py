@@ -77,11 +77,13 @@ def _error(report: ConversionReport) -> SampledError | None:
 
 
 def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
-    """Return the names of the engines that load the result; () if none is known.
+    """Return the names of the engines that load the result of a conversion; () if none is known.
 
-    The result is also () for a Diffusers model, and for a single safetensors file, because engines need a config.
-    Engines that would misread rotated layers are left out. If layers have AWQ's factors per column, only engines that
-    support AWQ are returned, or none if layers have several formats.
+    - For a format that is made for one engine (GGUF, MLX, ComfyUI), return that engine.
+    - Otherwise, return () for a single file, because engines need a config, and for a Diffusers model.
+    - Otherwise, return the engines that load the format for models of this family. Engines that would misread rotated
+      layers are left out. If layers have AWQ's factors per column, only engines that support AWQ are returned, and none
+      if the layers also have several formats.
     """
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:
@@ -98,11 +100,13 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
 
 
 def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
-    """Return the command line that serves or loads a model with the first engine that can; "" if there is none.
+    """Return the command line that serves or loads a model.
 
-    A model that does not generate text is loaded with transformers in Python if transformers is among the engines.
+    - If transformers is among the engines and the model does not generate text: the command that loads it in Python.
+    - Otherwise: the command of the first engine that has one.
+    - "" if no engine has one.
 
-    config: the content of the model's config.json.
+    config: the content of the model's config.json, whose "architectures" say whether the model generates text.
     path: the model.
     engines: the names of the engines that load the model.
     """
@@ -116,9 +120,11 @@ def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...
 
 
 def verified_serve_command(report: VerifyReport) -> str:
-    """Return the command that serves a model that verify found clean; "" if no engine is known to load it.
+    """Return the command that serves the model of a verify report; "" if no engine is known to load it.
 
-    Engines about which verify has an issue are left out. Return "" for a single file and for a Diffusers model, too.
+    Engines that an issue of the report concerns are left out. The result is also "" for a single file, for a Diffusers
+    model, and if the report says that the requirements of loaders are not known. Whether the report is clean is not
+    checked here.
     """
     if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
         return ""

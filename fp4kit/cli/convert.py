@@ -334,8 +334,8 @@ def _device(text: str) -> int | None:
 def _convert(args: argparse.Namespace, out: Output) -> int:
     """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted.
 
-    With --dry-run, only print the plan. With --remove-stale, one path and no --demo, only remove what a killed run left
-    there.
+    With --remove-stale, one path and no --demo, only remove what a killed run left for that path. With --dry-run, only
+    print the plan, and write and remove nothing. With --quiet but without --json, convert and print no result.
     """
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
@@ -378,9 +378,12 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 
 def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
-    """Print how much the embeddings of the demo model have changed, as cosines of the old and the new embeddings.
+    """Print one line that says how much the conversion changed the embeddings that the demo model computes.
 
-    The median and the worst cosine over a few sentences are printed.
+    The line has the median and the smallest cosine between old and new embeddings of a few sentences.
+
+    plan: the plan of the conversion, which knows the source.
+    destination: the converted model.
     """
     middle, worst = cosines_of_embeddings(plan.source.root, destination)
     out.line(
@@ -389,7 +392,7 @@ def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
-    """Remove the files that an interrupted run left for ``destination``, and return their paths.
+    """Remove the files that an interrupted run left for ``destination``, and return their paths; [] if there are none.
 
     Each path is noted on stderr. In a dry run, the notes say what would be removed, but nothing is removed and [] is
     returned.
@@ -403,9 +406,9 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
 
 
 def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove the lock and journal of a run that was killed after it had completed ``destination``.
+    """Remove the leftovers of a run that was killed after it had completed ``destination``, such as its lock.
 
-    Each removed path is noted on stderr.
+    Each removed path is noted on stderr. Do nothing if there are none, or if no run has completed ``destination``.
     """
     for path in remove_leftovers(destination):
         out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
@@ -460,7 +463,10 @@ _MOST_POINTS = 12  # how many points of the curve are printed
 
 
 def _print_assignment(out: Output, assignment: Assignment | None) -> None:
-    """Print a table with the error per budget of bits, and the number of groups of layers that get each recipe.
+    """Print a table of assignments with different numbers of bits, and a line about the one that was chosen.
+
+    Each row has the bits per weight, the error, and per recipe the number of groups of layers that get it. A group is a
+    set of layers that must have one recipe. Besides the chosen assignment, at most 12 others are printed.
 
     Print nothing if ``assignment`` is None, which is the case without --bits.
     """
@@ -483,7 +489,10 @@ def _print_assignment(out: Output, assignment: Assignment | None) -> None:
 
 
 def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
-    """Return the plan of the conversion that the arguments describe.
+    """Return the plan of the conversion that the arguments describe. Raise CheckpointError if there is none.
+
+    With an assignment, layers get the recipes that it assigns, and its other layers stay unquantized. Without one, the
+    recipes are those of --recipe. The default is nvfp4-te or, with --scale-search, the recipe for that.
 
     args: the parsed arguments.
     assignment: the recipes that --bits assigns to layers, or None.
@@ -516,11 +525,11 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
 
 
 def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return (the default recipe, (pattern, recipe) pairs) for the values of --recipe.
+    """Return (the default recipe, list of (pattern, recipe) pairs in order) for the values of --recipe.
 
-    The default is None if no value is a plain recipe. Recipes are returned as they were given, as text.
+    The default is None if no value is a plain recipe. Recipes are returned as text; whether they exist is not checked.
 
-    texts: the values of --recipe in order, each "RECIPE" or "PATTERN=RECIPE".
+    texts: the values of --recipe in order, each "RECIPE" or "PATTERN=RECIPE". The last "=" ends the pattern.
 
     Raise CheckpointError if two values have no pattern, or if a pattern or a recipe is empty.
     """
@@ -648,12 +657,12 @@ def _decibels(losses: Losses) -> dict[str, float]:
 
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
-    """Return (file name, reason) for each file of the source that is not copied."""
+    """Return a list of (file name, reason) pairs, one per file of the source that the conversion leaves out."""
     return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
 
 
 def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
-    """Print a plan: every tensor with its action and reason, then the memory and disk space that it needs."""
+    """Print a plan: a table of the tensors with actions and reasons, the memory and disk space needed, the outcome."""
     rows = [
         (
             shown(t.name),
@@ -719,7 +728,10 @@ def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
 
 
 def _print_gains(out: Output, report: ConversionReport) -> None:
-    """Print the SQNR without and with the scale search, per layer and in total. Print nothing without a search."""
+    """Print the signal-to-quantization-noise ratio without and with the scale search, per layer and for all layers.
+
+    Print nothing if the conversion had no scale search.
+    """
     search = report.plan.request.search
     if search is None:
         return

@@ -71,7 +71,10 @@ def _diff(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(report: PatchReport) -> str:
-    """Return the last line of diff: the size of the patch, and the numbers of files by how they are stored."""
+    """Return the last line of diff: the path and size of the patch, and how many files it stores in which way.
+
+    The ways are changed bytes, whole files, and unchanged files, which are not stored.
+    """
     return (
         f"wrote {shown(str(report.patch))}, {decimal(report.nbytes)}: {report.changed} files as"
         f" {report.changed_bytes} changed bytes, {report.whole} whole files, {report.unchanged} unchanged"

@@ -195,12 +195,13 @@ def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand,
 
 
 def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
-    """Write which signal stopped the command and what became of the destination. Return the exit code 128 + signal.
+    """Write the last line about the signal that stopped a command, and return 128 + the number of the signal.
 
-    If the reader of stdout went away (SIGPIPE), nothing is written unless the command has a destination.
+    The line names the signal, and says what became of the destination. If the signal is SIGPIPE (the reader of stdout
+    went away), the line is written only if the command has a destination, and stdout goes to the null device.
 
     task: the command that was stopped.
-    signals: the handler of its signals.
+    signals: the handler of its signals. The first signal that it received is the one to report.
     number: the signal to report if ``signals`` has received none.
     """
     number = signals.stop_listening(number)
@@ -212,10 +213,11 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Write which error ended the command, and return 2, the exit code for errors.
+    """Write the last line about the error that ended a command, and return 2, the exit code for errors.
 
-    The traceback is printed only for exceptions that show a defect of fp4kit. These are all exceptions except OSError,
-    ValueError, TypeError and MemoryError.
+    The line says what is wrong. Unless the error recommends --remove-stale, it also says what is left of the
+    destination. A traceback is printed above it for exceptions that show a defect of fp4kit, which are all except
+    OSError, ValueError, TypeError and MemoryError.
     """
     signals.stop_listening(0)
     if isinstance(error, OutputError):
@@ -246,9 +248,9 @@ def _described(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device after writing to it has failed.
+    """Redirect stdout to the null device after writing to it has failed. Errors are ignored.
 
-    Otherwise Python would fail again at exit, when it writes the rest of the buffer of stdout.
+    Otherwise Python would fail again at exit, when it writes what is left in stdout's buffer.
     """
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

@@ -45,11 +45,11 @@ def register(subparsers: Any) -> None:
 def _identify(args: argparse.Namespace, out: Output) -> int:
     """Run the command identify. Return 0 if every layer is explained or recognized, otherwise 1.
 
-    Without --source, print what the checkpoint alone tells (see _stored).
-
     A layer is explained by a recipe or a known rule, and recognized as the result of a method with calibration data.
-    Return 1, too, if a layer can be explained only with a mishap (a fault between quantizer and file). Return 1, too,
-    if a quantized layer has no counterpart in the source.
+    The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
+    quantized layer has no counterpart in the source.
+
+    Without --source, print what the checkpoint alone tells, and return what _stored returns.
     """
     if args.source is None:
         return _stored(args, out)

@@ -107,8 +107,8 @@ def _print_items(out: Output, items: Iterable[Item]) -> None:
 def _brief(names: list[str]) -> str:
     """Return a short text for some names.
 
-    If there are more than two names and all have one ending, it is their number and the ending, such as "32
-    *.weight_scale". Otherwise the first two names are listed, with the number of the others.
+    If there are more than two names and all have one ending (the part after the last dot), the text is their number and
+    the ending, such as "32 *.weight_scale". Otherwise it lists the first two names, and the number of the others.
     """
     endings = {name.rpartition(".")[2] for name in names}
     if len(names) > _MOST_NAMES and len(endings) == 1:

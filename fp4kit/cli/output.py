@@ -60,9 +60,10 @@ class Output:
             self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
-        """Print a line of text. It is broken at spaces if it is wider than the terminal.
+        """Print a line of text. Do nothing if --json or --quiet was given.
 
-        Do nothing if --json or --quiet was given.
+        If the text is wider than the terminal, it is broken at spaces, and further lines begin with two spaces. If
+        stdout is no terminal, the text is not broken.
         """
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
@@ -139,7 +140,7 @@ def _width() -> int | None:
 
 
 def _encodes(text: str) -> bool:
-    """Return whether the encoding of stdout can represent ``text``."""
+    """Return whether the encoding of stdout can represent ``text``. If stdout states no encoding, ASCII is assumed."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

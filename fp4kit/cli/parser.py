@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message. argparse itself would print it and exit."""
+        """Raise UsageError with argparse's message, which argparse itself would print before it exits."""
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:

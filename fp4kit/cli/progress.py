@@ -40,8 +40,8 @@ class Meter:
     def text(self, now: float) -> str:
         """Return a line such as ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``.
 
-        The speed is an average over the last 10 seconds. If no bytes were done in these seconds, speed and time left
-        are left out.
+        The speed is an average over about the last 10 seconds. If no bytes were done in these seconds, speed and time
+        left are left out. If the total is 0, the line says 100%.
 
         now: the time in seconds, of the clock that gave the start time.
         """
@@ -59,10 +59,10 @@ class Meter:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield a function to call with numbers of bytes done, which draws a line of progress on stderr.
+    """Yield a function that counts bytes and draws a line of progress on stderr, at most ten times per second.
 
-    The line is cleared at the end. Call the function from one thread only. If the terminal is closed meanwhile, no
-    error is raised.
+    Call the function with the number of bytes done since its last call, from one thread only. The line is cleared at
+    the end. If the terminal is closed meanwhile, no error is raised.
 
     what: the name of the activity.
     total: the number of bytes to do.
@@ -88,9 +88,10 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
 
 
 def _draw(line: str) -> None:
-    """Replace the line of progress on the terminal by ``line``; "" clears it.
+    """Replace the line of progress on stderr by ``line``; "" clears it. Errors of stderr are ignored.
 
-    If the line is wider than the terminal, its last fields are left out.
+    If the line is wider than the terminal, its last fields (parts after two spaces) are left out. If the first field
+    alone is too wide, its middle is replaced by "...".
     """
     width = max(shutil.get_terminal_size().columns - 1, 1)
     while len(line) > width and "  " in line:

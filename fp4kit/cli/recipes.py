@@ -92,12 +92,12 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
-    """Return the ids of the recipes that ``names`` stand for, each once; () for no names.
+    """Return the ids of the recipes that ``names`` stand for, each once, in the order of the names; () for no names.
 
-    Raise ValueError for an unknown name.
+    An id, or an alias with a hyphen, stands for one recipe. Raise ValueError for an unknown name.
 
-    families: True if the name of a format or a producer stands for all its recipes. False if a name such as "nvfp4"
-        stands for one recipe, of which it is an alias.
+    families: True if the name of a format or a producer, such as "nvfp4", stands for all its recipes. If False, such a
+        name stands for the one recipe of which it is an alias.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -116,7 +116,10 @@ def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Return the rows of a table as dicts for JSON. Their keys are the column titles, with "_" in place of spaces."""
+    """Return the rows of a table as dicts for JSON: column title -> cell.
+
+    In the titles, "_" takes the place of spaces, and a leading "#" is removed.
+    """
     keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
     return [dict(zip(keys, row, strict=True)) for row in rows]
 

@@ -43,7 +43,8 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:
     """Return ``text`` if it fits in ``width`` terminal columns, otherwise a shortened text that fits.
 
-    The middle of the text is replaced by ``ellipsis``. More of the end is kept than of the beginning.
+    The middle of the text is replaced by ``ellipsis``. About 60% of the kept text is from its end. If the width has
+    room for the ellipsis at most, return only as much of the ellipsis as fits.
     """
     if columns_of(text) <= width:
         return text
@@ -93,7 +94,13 @@ def columns_of(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a time of ``seconds`` as text in a readable unit: ``42 s``, ``3:05 min``, ``2:10 h`` or ``3 days``."""
+    """Return a time as text in a readable unit, for a time of at least 0 seconds, which is rounded to whole seconds.
+
+    - Below one minute: seconds, ``42 s``.
+    - Below one hour: minutes and seconds, ``3:05 min``.
+    - Below 48 hours: hours and minutes, ``2:10 h``. Seconds are dropped.
+    - From 48 hours on: whole days, ``3 days``. Hours are dropped.
+    """
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -103,7 +110,10 @@ def duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` and everything in it to types that JSON has, as ``document`` describes."""
+    """Return a copy of ``value`` in which everything has a type of JSON, as ``document`` describes.
+
+    Keys of mappings become strings. Values of other types, which JSON may not have, are returned unchanged.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,7 +131,9 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    """Return one row of a table as a line, with each cell padded to the width of its column.
+    """Return one row of a table as a line: cells padded to the widths of their columns, with two spaces between them.
+
+    The line does not end in spaces.
 
     row: the cells of the row.
     widths: the width of each column.

@@ -25,8 +25,8 @@ def block_text(r: Recipe) -> str:
 def rule_text(r: Recipe) -> str:
     """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores.
 
-    The rule belongs to the block scales or, without blocks, to the tensor scale. A fake quantizer has a rule of its
-    own. ", searched" is appended if the recipe searches scales.
+    It is the rule of the block scales or, if the recipe has none, of the tensor scale. For a recipe that only
+    fake-quantizes, it is the rule of fake_quantize. If the recipe searches scales, ", searched" is appended.
     """
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
@@ -123,6 +123,10 @@ def block_rows() -> list[tuple[str, ...]]:
 
 
 def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table in GitHub's Markdown, without a final newline. Each row has one cell per column."""
+    """Return a table in GitHub's Markdown as one text, without a final newline. "|" in cells is escaped.
+
+    columns: the titles.
+    rows: the cells of each row, one per column.
+    """
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -97,7 +97,10 @@ def _names_activations(args: argparse.Namespace) -> bool:
 
 
 def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
-    """Execute a prepared verification with a line of progress, and return the report."""
+    """Execute a prepared verification with a line of progress, and return the report.
+
+    options: the workers, executor and devices to use; its other fields are ignored.
+    """
     with out.progress("verifying", prepared.nbytes) as tick:
         return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
 
@@ -149,10 +152,11 @@ _NO_LAYERS = (
 
 
 def _next_step(report: VerifyReport) -> str:
-    """Return the command to run next; "" if there is none, or if no layer is quantized.
+    """Return the command to run next, for the line that begins with "next:".
 
-    Without a source, this is verify with --source. If a byte of a layer differs from the source, or if a layer has an
-    error, it is identify.
+    - "" if no layer is quantized.
+    - Otherwise, without a source: verify with --source.
+    - With a source: identify if a byte of a layer differs from the quantized source or a layer has an error, else "".
     """
     path = shlex.quote(str(report.path))
     if not report.layers:
@@ -178,7 +182,11 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _verdict(report: VerifyReport) -> str:
-    """Return the last line of the output: manifest, differing bytes, and the numbers of errors and warnings."""
+    """Return the last line of the output.
+
+    It has the number of layers, whether the files match the manifest, and the numbers of errors and warnings. With a
+    source, it also has the numbers of bytes and of copied tensors that differ.
+    """
     warnings = len(report.issues) - report.errors
     manifest = {
         "equal": "files match the manifest",

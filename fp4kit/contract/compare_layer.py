@@ -25,7 +25,8 @@ class ComparedRows(NamedTuple):
     label: the name of the side.
     part: the compared rows.
     making: how the side made them.
-    x: the compared rows of the unquantized weight, after the side's Hadamard transform; None if they are unknown.
+    x: the compared rows of the unquantized weight; None if they are unknown. If the side quantizes the layer, they are
+        the rows after the side's Hadamard transform.
     """
 
     label: str
@@ -41,7 +42,10 @@ def compare_layer(
     rows: np.ndarray,
     total: int,
 ) -> LayerParity:
-    """Return how two sides differ in the rows of one layer.
+    """Return a LayerParity with the counts of codes, scales, tensor scales and values in which two sides differ.
+
+    If a count is not 0, the result also has the first step that differs, its cause, and one differing element. Matrix
+    products are not compared here.
 
     Args:
         name: the layer.
@@ -69,10 +73,11 @@ def compare_layer(
 
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
-    """Count the differing codes, block scales and tensor scales. Return three counts and a mask of affected elements.
+    """Return (count of codes, count of block scales, count of tensor scales, mask of affected elements).
 
-    A count is (differing, compared). It is (0, 0) if one side has no such codes or scales, or if their formats or
-    shapes differ between the sides. The mask is True where a counted code or a counted block scale differs.
+    A count is (number that differ, number compared). It is (0, 0) if one side has no such codes or scales, or if their
+    formats or shapes differ between the sides. The mask has the shape of the rows. It is True for elements whose code
+    or block scale is counted as different; a tensor scale that differs does not change the mask.
 
     Args:
         a, b: the compared rows of the two sides.
@@ -164,10 +169,11 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the first stored part that differs, for sides whose arithmetic is unknown.
+    """Return the step that makes the first stored part that differs, for sides whose arithmetic is unknown.
 
-    The parts are tensor scales, block scales and codes, in this order. Return "decode" if all of them are equal, and
-    "value" if a side has no codes to compare.
+    - "value" if a side has values instead of codes.
+    - Otherwise "tensor scale", "block scale" or "code", whichever count, in this order, is the first that is not 0.
+    - "decode" if all three counts are 0.
 
     Args:
         found: the counts of the differences.
@@ -211,9 +217,12 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
-    """Return two different transforms in words, as short as a message needs them to tell them apart.
+    """Return the texts of two different transforms, shortened for a message in which they must stay different.
 
-    Signs after the first difference are cut off, except that at least four signs are kept. "..." stands for the rest.
+    Signs after the first difference are replaced by "...", except that at least four signs are kept. A text without
+    signs is returned unchanged.
+
+    a, b: texts such as "16 with signs +--+-+++--+-++-+", "32 without signs" or "none".
     """
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
 
@@ -226,12 +235,17 @@ def _shown_transforms(a: str, b: str) -> tuple[str, str]:
 
 
 def _amax_text(one: Arithmetic) -> str:
-    """Return the tensor amax of an arithmetic as text; "one per row" if there are several."""
+    """Return the tensor amax of a side as text, such as "3.5"; "one per row" if it is an array of several amaxes."""
     return f"{one.amax!s}" if one.amax is not None and not one.amax.ndim else "one per row"
 
 
 def _whose(one: Arithmetic) -> str:
-    """Return the text that follows a tensor amax in a message, such as ", its own" or ", the largest of a, b"."""
+    """Return the text that follows a tensor amax in a message and says where the amax comes from.
+
+    - ", the largest of a, b" if layers a and b share it.
+    - ", its own" if only one layer has it.
+    - ", which its tensor scale implies" if no layer is known.
+    """
     if len(one.layers) > 1:
         return f", the largest of {', '.join(one.layers)}"
     return ", its own" if one.layers else ", which its tensor scale implies"

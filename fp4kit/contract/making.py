@@ -76,18 +76,18 @@ def making_of(
 ) -> Making:
     """Find out how the bytes of a layer were made from its unquantized weight.
 
-    For a Quantized, these are tried in turn, until one gives its bytes:
+    For a Quantized, these are tried in turn, until one gives the bytes of the given rows:
 
-    1. the given recipes with their candidate amaxes
-    2. these recipes and amaxes, with the stored codes or scales in another order
+    1. the given recipes that have its formats and block size, with their candidate amaxes
+    2. these recipes and amaxes, with the stored codes or scales in another order, which the result names in ``wrong``
     3. the recipes that fp4kit.identify finds
 
-    For an array of values, the given recipes are tried, then their own fake quantizers.
+    For an array of values, the given recipes are tried, then fake_quantize of these recipes.
 
     If nothing gives the bytes or values, the ``arithmetic`` of the result is None.
 
     Args:
-        whole: the matrix of the side.
+        whole: the whole matrix of the side.
         x: some rows of the unquantized weight.
         rows: the indices of these rows.
         recipes: the recipes to try, the most likely first.
@@ -160,9 +160,13 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
 
 
 def _identified(q: Quantized, x: np.ndarray) -> Making:
-    """Return a Making with the recipe that fp4kit.identify finds for some rows, and the amax that their scale implies.
+    """Return a Making with a recipe that fp4kit.identify finds, and a candidate for its tensor amax.
 
-    If no recipe gives all bytes, the Making has no arithmetic, and its ``nearest`` is the verdict of fp4kit.identify.
+    The recipe and the amax give every byte of q. If none do, the Making has no arithmetic, and its ``nearest`` is the
+    verdict of fp4kit.identify as text.
+
+    q: the compared rows of the side.
+    x: these rows of the unquantized weight.
     """
     found = identify(q, x)
     for id in found.exact:
@@ -195,9 +199,9 @@ def values_of(one: Weights, other: Weights) -> np.ndarray:
 
 
 def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a mask of the elements in which two arrays of equal shape differ in any bit. NaN equals NaN.
+    """Return a bool mask of the elements in which two arrays of equal shape differ in any bit, so 0 differs from -0.
 
-    Arrays of different dtypes are first converted to the dtype to which NumPy promotes both.
+    Any NaN equals any NaN. Arrays of different dtypes are first converted to the dtype to which NumPy promotes both.
     """
     if a.dtype != b.dtype:
         wide = np.promote_types(a.dtype, b.dtype)

@@ -286,7 +286,7 @@ class _Check:
         return replace(found, step="quantization", setting=text + way)
 
     def _whole(self, side: Side, name: str) -> Weights | None:
-        """Return what a side stores for a layer, or what its function returns.
+        """Return what a side stores for a layer, as Weights, or what its function returns for the unquantized weight.
 
         Return None if the side has only a contract, by which the layer has yet to be quantized.
         """
@@ -295,11 +295,13 @@ class _Check:
         return side.weights_of(name, None if self.source is None else self.source[name])
 
     def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
-        """Compare the values of two tensors that are not matrices, such as logits of three axes. Return what differs.
+        """Compare the values of two tensors that are not matrices, such as logits of three axes, as one row each.
+
+        Return a LayerParity of the kind "tensor". A Quantized is decoded first.
 
         Args:
             name: the name of the tensors.
-            wholes: the tensor of each side. Both are compared as one row.
+            wholes: the tensor of each side.
         """
         flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
         making = Making(None)
@@ -308,9 +310,10 @@ class _Check:
         return compare_layer(name, "tensor", (sides[0], sides[1]), np.zeros(1, np.intp), size)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
-        """Return the indices of the compared rows: evenly spaced groups, each of whole blocks of the recipes.
+        """Return the ascending indices of the rows to compare, which hold at least ``self.elements`` elements.
 
-        Return all rows if the layer has no more than ``self.elements`` elements.
+        They are evenly spaced groups of consecutive rows. The height of a group is the least common multiple of the
+        rows per block of the recipes, so that blocks stay whole. If the layer has too few elements, return all rows.
         """
         height = min(lcm(*(r.block_rows for r in recipes), 1), shape[0])
         groups, needed = -(-shape[0] // height), -(-self.elements // (height * max(shape[1], 1)))
@@ -402,16 +405,18 @@ class _Check:
         return side.contract.group_of(name, names)
 
     def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
-        """Return the Arithmetic of one layer: a recipe, and the largest tensor amax of the layers that share one.
+        """Return the Arithmetic of one layer on a side: the recipe, the tensor amaxes and the Hadamard transform.
 
-        Only recipes with one tensor scale per tensor share an amax. For other recipes, the layer's own amaxes are
-        taken, which are None if the recipe needs none. The recipe has the side's decode rule, and amaxes are measured
-        after the side's Hadamard transform.
+        If the recipe has one tensor scale per tensor, the amax is the largest of all layers in `group`. Otherwise it is
+        the layer's own: one per compared row, or None if the recipe needs none. The recipe in the result has the side's
+        decode rule, and amaxes are measured after the side's Hadamard transform.
 
         Args:
+            side: the side.
             name: the layer.
-            rows: the indices of its compared rows.
+            r: the recipe.
             group: the layers that share a tensor amax, with this layer among them.
+            rows: the indices of the layer's compared rows.
         """
         shared = group if r.tensor_scaling == "tensor" else (name,)
         amax = largest(self._amax(side, layer, r) for layer in shared)
@@ -421,7 +426,8 @@ class _Check:
     def _amax(self, side: Side, layer: str, r: Recipe) -> Any:
         """Return the tensor amaxes of a whole layer after the side's Hadamard transform, for a recipe.
 
-        Return None if the recipe needs none. The amaxes are computed once per layer, transform and amax rule.
+        They have the shape () for one amax or (N,) for one per row. Return None if the recipe needs none. The amaxes
+        are computed once per layer, transform and amax rule. The layer must have an unquantized weight.
         """
         contract = side.contract
         transform = None if contract is None else (contract.hadamard, contract.hadamard_signs)
@@ -471,7 +477,7 @@ class _Check:
         return with_products(found, results[0], results[1], self._units(contracts) or _operands(compared), labels)
 
     def _units(self, contracts: Sequence[Contract | None]) -> str:
-        """Return a text that names the matrix units of both sides if they differ, and says to use one unit.
+        """Return a text that names the two sides' matrix units, and says to use one unit, if these differ.
 
         Return "" if the units are equal, or if a side has no contract or no unit.
         """
@@ -484,7 +490,10 @@ class _Check:
         )
 
     def _input(self, name: str, columns: int) -> np.ndarray:
-        """Return the inputs of a layer (tokens, K): the caller's, or normally distributed numbers in bfloat16.
+        """Return the inputs of a layer as an array (tokens, K).
+
+        If the caller gave inputs for this layer, these are returned, with all axes but the last merged. Otherwise, 64
+        rows of normally distributed numbers in bfloat16 are returned, which are equal in every call.
 
         Raise ValueError if the caller's inputs are not floats of `columns` columns.
         """
@@ -501,8 +510,9 @@ class _Check:
 
         The inputs are those of the caller. If the caller gave none, one random array is quantized.
 
-        Yield nothing if both contracts leave activations unquantized, or if a side has no contract or does not know the
-        setting activations.
+        Yield nothing unless both sides have a contract that knows the setting activations, and at least one of the two
+        states a recipe. If a side's input scales are static and it lacks the scale of an input, self.notes says so, and
+        that input is compared with its own amax.
         """
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
@@ -518,15 +528,15 @@ class _Check:
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
-        """Quantize keys and values on both sides and yield the comparisons, one per array.
+        """Quantize keys and values by the recipe of each side's KV cache, and yield one comparison per array.
 
-        There is no such comparison if both sides leave the KV cache unquantized, or if a side has no contract or does
-        not know the setting kv_cache.
+        These comparisons are made only if both sides have a contract that knows the setting kv_cache, and at least one
+        of the two states a recipe.
 
-        Yield the comparison of the layouts of KV pages too, if both contracts state a layout and the layouts differ.
-        This needs the recipe of the KV cache in the trainer's contract, which is used for both layouts.
+        Then, if both contracts state a layout of KV pages and the layouts differ, yield the comparisons of the layouts.
+        They use the trainer's recipe of the KV cache for both layouts, and are left out if the trainer states none.
 
-        kv: name -> keys or values of the caller; None for one random array.
+        kv: name -> keys or values of the caller; None or {} for one random array.
         """
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)
@@ -540,7 +550,8 @@ class _Check:
     def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
         """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons.
 
-        Yield nothing if both leave them unquantized, or if a side has no contract or does not know the setting.
+        Yield nothing unless both sides have a contract that knows the setting, and at least one of the two states a
+        recipe. A side without a recipe leaves the tensors unquantized.
 
         setting: "activations" or "kv_cache", the setting of a Contract that states the recipe.
         kind: the kind of the results, as in LayerParity.
@@ -567,7 +578,8 @@ class _Check:
 
         Args:
             found: the results of the layers that were compared.
-            count: the number of layers of the model, which is larger if the time limit left layers out.
+            count: the number of layers that could be compared. It is larger than the number of results if the arguments
+                ``layers`` or ``seconds`` of parity left layers out.
         """
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
@@ -575,16 +587,18 @@ class _Check:
 
 
 def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> ComparedRows:
-    """Return some rows of activations, keys or values as a side quantizes them; unquantized if r is None.
+    """Return some rows of an array as a side quantizes them by a recipe. The array holds activations, keys or values.
 
-    Activations are transformed before they are quantized; keys and values are not, because `side` then has no
-    transform. The tensor amax follows from the layer's stored input scale if there is one (see Side.input_amax).
-    Otherwise it is measured over all rows of x.
+    If r is None, the rows are returned unquantized. Otherwise, the array is transformed by the Hadamard transform of
+    the side's contract, if it has one, and then quantized. The tensor amax follows from the layer's stored input scale
+    if there is one (see Side.input_amax). Otherwise it is measured over all rows of x.
 
     Args:
+        side: the side. For keys and values it has no contract, so they are not transformed.
         name: the name of the array, by which its stored input scale is found.
         x: the whole array (tokens, K).
         rows: the indices of the rows to return.
+        r: the recipe, or None.
     """
     if r is None:
         return ComparedRows(side.label, Weights(None, x[rows]), Making(None), x[rows])
@@ -623,25 +637,28 @@ def _operands(compared: Sequence[ComparedRows]) -> str:
 
 
 def _shape(w: Weights) -> tuple[int, ...]:
-    """Return the shape of a matrix, whether it is held as a Quantized or as an array of values."""
+    """Return the shape of the matrix in w: the unpacked shape of its Quantized, or the shape of its array."""
     return w.q.shape if w.q is not None else np.asarray(w.values).shape
 
 
 def _values(w: Weights) -> np.ndarray:
-    """Return the values of an array; those of a Quantized are decoded."""
+    """Return the values in w as an array: the array itself, or those of its Quantized, decoded to float32."""
     return np.asarray(w.values if w.q is None else w.q.dequantize(np.float32))
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two arrays are equal in shape and values, or both None. False if only one of them is None."""
+    """Return whether a and b are equal in shape and values, or both None. False if only one of them is None.
+
+    NaN is unequal to NaN, unless a and b are the same object.
+    """
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:
-    """Return random bfloat16 weights with which to compare two contracts: {layer: array}.
+    """Return random weights (128, 512) with which to compare two contracts: {layer: array}, equal in every run.
 
-    Each contract gives one layer per pattern of `patterns`, one for its first exclusion, and one per leaf name of
-    shared_amax. One more layer is named "drawn.linear". The magnitudes of layers differ, so that sharing an amax
+    The bfloat16 layers are "drawn.linear" and, for each contract, one layer per pattern of `patterns`, one for its
+    first exclusion, and one per leaf name of shared_amax. The magnitudes of layers differ, so that sharing an amax
     matters. In each layer, one row is zero, and one holds multiples of 0.25.
 
     The float32 layer "drawn.edges" has block amaxes next to the midpoints at which scales round.

@@ -18,7 +18,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def why_no_products(contract: Contract | None) -> str:
-    """Return the reason why the matrix products of a side cannot be computed; "" if they can."""
+    """Return the reason why the contract of a side does not say how products are computed; "" if it does.
+
+    The reasons are, in this order: there is no contract, it states no matrix unit, or it does not know the recipe of
+    activations. Whether the unit can multiply the operands is not checked here.
+    """
     if contract is None:
         return "no contract states the matrix unit"
     if "unit" in contract.unknown or contract.unit is None:
@@ -34,8 +38,8 @@ def _decoded(one: Weights) -> np.ndarray:
 def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, layer: str = "") -> np.ndarray:
     """Multiply inputs (tokens, K) by weights (N, K) as the matrix unit of a side's contract does. Return (tokens, N).
 
-    The result is float32. If the inputs and the weights both have codes, the unit multiplies codes. Otherwise both are
-    converted to bfloat16, after the inputs were quantized.
+    The result is float32. If the inputs and the weights both have codes, the unit multiplies codes. Otherwise it
+    multiplies bfloat16 numbers, to which values are rounded and codes are decoded.
 
     Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax follows
     from the layer's stored input scale if the contract's input_scales is "static"; otherwise it is computed from the
@@ -61,13 +65,14 @@ def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, 
 def with_products(
     found: LayerParity, a: np.ndarray, b: np.ndarray, setting: str, labels: tuple[str, str]
 ) -> LayerParity:
-    """Compare the products of two sides, and return the result of a layer with the counts of differing products.
+    """Compare the products of two sides, and return a copy of a layer's result that has the count of different ones.
 
-    If products differ and all else is equal, the first step that differs is "product".
+    If products differ and nothing else does, the copy also has the step "product", one product that differs, and
+    ``setting``. If something else differs, only the count is added.
 
     found: the result so far; it is not changed.
     a, b: the products of both sides.
-    setting: text that says how matrix units or operands differ; "" if only inputs can differ.
+    setting: text that says how matrix units or operands differ; "" if only inputs can differ, which the copy then says.
     labels: the names of the two sides, for the text.
     """
     differs = differing_bits(a, b)

@@ -69,7 +69,7 @@ class LayerParity:
         return self.step is None
 
     def __str__(self) -> str:
-        """Return the text of `lines`, and the worked element below it."""
+        """Return the text of `lines`, and below it the worked element if there is one."""
         return "\n".join([*self.lines, *([] if self.worked is None else [str(self.worked)])])
 
     @property
@@ -133,7 +133,10 @@ class Parity:
         return self.equal
 
     def __str__(self) -> str:
-        """Return the verdict, the differing layers as a table, and the first layer of each kind of difference."""
+        """Return the verdict, a table of the layers that differ, the examples and the remarks as text.
+
+        A part that has nothing to show is left out. If nothing differs, the text has no table and no examples.
+        """
         lines = [self.verdict]
         if self.differing:
             lines.append(self._panel("layers that differ").text())
@@ -188,7 +191,7 @@ class Parity:
         return tuple((title, texts) for title, texts in found if texts)
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Return the cells of the table: one row per differing layer, in the order of COLUMNS."""
+        """Return the cells of the table as texts: one row per layer that differs, and one cell per name in COLUMNS."""
         return tuple(
             (
                 layer.name if layer.kind == "weight" else f"{layer.kind} {layer.name}",
@@ -217,7 +220,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def _later(steps: tuple[tuple[StepName, int], ...]) -> str:
-    """Return the steps after the first one with their counts as text, such as "code 3, decode 40"."""
+    """Return all steps but the first, with their counts, as text such as "code 3, decode 40"; "" for one step."""
     return ", ".join(f"{step} {count:,}" for step, count in steps[1:])
 
 

@@ -164,9 +164,11 @@ class Contract:
             raise ValueError(f"{OP}: shared_amax has the group {alone!r}; needs two or more leaf names per group")
 
     def _check_unknown(self) -> None:
-        """Raise ValueError if unknown or inferred names no setting, or if an unknown setting has a value.
+        """Check the fields ``unknown`` and ``inferred``, and store them as tuples.
 
-        Store both as tuples, with the unknown settings in the order of SETTINGS.
+        The unknown settings are stored once each, in the order of SETTINGS. Raise ValueError if a field names something
+        that is not a setting, if an entry of inferred is not a pair, or if an unknown setting has a value other than
+        None and (). Raise TypeError if a field is not made of tuples or lists of strings.
         """
         unknown = _words("unknown", self.unknown)
         inferred = tuple(_words("a pair of inferred", pair) for pair in _entries("inferred", self.inferred))
@@ -217,8 +219,9 @@ class Contract:
     def from_settings(cls, settings: FakeQuantSettings) -> Contract:
         """Return the contract of a trainer that fake-quantizes weights by FakeQuantSettings.
 
-        Patterns of parameters become patterns of layers, without ".weight". Activations are unquantized. The settings
-        of a server are listed in `unknown`: kv_cache, kv_layout and unit.
+        Patterns of parameters become patterns of layers, without ".weight". If the settings fake-quantize nothing,
+        there are no patterns. Activations are unquantized. The settings of a server are listed in `unknown`: kv_cache,
+        kv_layout and unit.
 
         Args:
             settings: what is fake-quantized in training.
@@ -331,7 +334,10 @@ class Contract:
         to_json.save(Path(path), self.as_data())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the contract as JSON data, which from_data reads."""
+        """Return the contract as a new dict of JSON data, from which from_data returns an equal contract.
+
+        Settings that are None or () are left out. The dict also has the version of the format.
+        """
         return to_json.as_data({name: getattr(self, name) for name in (*SETTINGS, *_ABOUT)})
 
     @classmethod
@@ -358,7 +364,8 @@ class Contract:
             other: the contract to compare with. Texts name the setting of this contract first.
 
         Returns:
-            A ContractDiff.
+            A ContractDiff. A setting that one or both contracts do not know is in its `uncertain`, not in its
+            `differences`. What is only in `inferred` is not compared.
 
         Raises:
             TypeError: other is no Contract.
@@ -427,10 +434,10 @@ class Contract:
 
         Args:
             layer: the name of the module.
-            layers: the names of all layers of the model.
+            layers: the names of all layers of the model, `layer` among them.
 
         Returns:
-            The names, in the order of `layers`; only `layer` if it shares its amax with no other layer.
+            The names, in the order of `layers`; only `layer` if it shares its amax with no layer in `layers`.
         """
         parent, _, leaf = layer.rpartition(".")
         group = next((group for group in self.shared_amax if leaf in group), ())
@@ -438,9 +445,10 @@ class Contract:
         return tuple(name for name in layers if name in wanted) or (layer,)
 
     def __str__(self) -> str:
-        """Return one line per setting that is inferred, or is neither None nor (), then a line of unknown settings.
+        """Return one line per setting that was inferred or has a value other than None and (), then the unknown ones.
 
-        The line of an inferred setting says how it was found. The last line is left out if no setting is unknown.
+        The line of an inferred setting says how it was found. All unknown settings are in one last line, which is left
+        out if there are none. The text is "" for a contract without any setting.
         """
         how = dict(self.inferred)
         lines = [

@@ -86,9 +86,9 @@ class Side:
         return self.stored is None
 
     def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
-        """Return the recipe of a layer, or None if it is unknown.
+        """Return the recipe of a layer's weight, or None if the layer is unquantized or its recipe is unknown.
 
-        If the contract says how weights are quantized, return its recipe for the layer (None for an unquantized layer).
+        If there is a contract that knows the setting weights, return its recipe for the layer, whatever ``q`` has.
         Otherwise, return the recipe of ``q``.
 
         q: the layer's Quantized; None if the side has none.
@@ -111,7 +111,8 @@ class Side:
     def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
         """Return the matrix that the side stores for a layer, or the matrix that the side's function returns for it.
 
-        The side must have stored tensors or a function. Errors of the function are not caught.
+        The side must have stored tensors or a function; if it has both, the stored tensors count. Raise KeyError if no
+        tensor is stored for the layer. Errors of the function are not caught.
 
         x: the unquantized weight, which is passed to the function.
         """
@@ -259,7 +260,9 @@ def as_weights(what: str, given: Any) -> Weights:
 
 
 def array_of(what: str, given: Any) -> np.ndarray:
-    """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array. Raise TypeError for anything else, also None.
+    """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array in host memory, with its dtype and shape.
+
+    Raise TypeError for anything else, also for None, a list and a number.
 
     what: the name of the argument, for the message.
     """
@@ -271,10 +274,11 @@ def array_of(what: str, given: Any) -> np.ndarray:
 
 
 def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
-    """Return the tensor amaxes of a matrix (M, K) for a recipe: () or (M,); None if quantize needs none.
+    """Return the tensor amaxes of a matrix (M, K) as the recipe measures them, or None if quantize needs none.
 
-    Recipes without tensor scales need no amax. Recipes with one tensor scale per block need none either, because only
-    whole blocks are quantized later.
+    The shape is () if the recipe has one tensor scale per tensor, and (M,) if it has one per row. Recipes without
+    tensor scales need no amax. Recipes with one tensor scale per block need none either, because only whole blocks are
+    quantized later.
     """
     if recipe.tensor_scaling not in ("tensor", "row"):
         return None
@@ -286,9 +290,12 @@ def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
 
 
 def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
-    """Quantize a part of a matrix with the tensor amaxes of the whole matrix. Return a Quantized in Weights.
+    """Quantize some rows of a matrix with tensor amaxes of the whole matrix, and return a Quantized in Weights.
 
-    If the recipe only fake-quantizes, return its values instead.
+    If the recipe only fake-quantizes, return the fake-quantized values in Weights instead.
+
+    x: the rows.
+    amax: the tensor amaxes: () for one, or one per row of x; None if the recipe needs none.
     """
     if recipe.fake_only:
         return Weights(None, np.asarray(fake_quantize(x, recipe, tensor_amax=amax)))

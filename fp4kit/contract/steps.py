@@ -227,9 +227,9 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return numbers as float64. If a format is given, `values` are its codes, which are decoded.
+    """Return the numbers that a recorded result stands for, as float64, in the shape of ``values``.
 
-    values: numbers, or codes.
+    values: numbers, which are converted to float64; or codes, which are decoded.
     fmt: the format of the codes; None for numbers.
     """
     return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
@@ -238,15 +238,21 @@ def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def _differing(
     a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], affected: np.ndarray
 ) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
-    """Yield (order, step, name, mask) for each result that differs. No element is in two masks.
+    """Yield (order, step, name, mask) for each recorded result in which the sides differ, in the order of the steps.
 
-    An element is in the mask of the first result that differs for it. Results that only one side has are left out,
-    except for scales that the other side does not have at all.
+    order: the position of the step in _ORDER.
+    step: the step of the arithmetic; "tie" for codes that differ because the quotient lies midway between them.
+    name: the name of the result.
+    mask: bool (m, k), the affected elements for which this is the first result that differs.
+
+    A result that only one side recorded is left out. The exception are scales: if one side has no tensor scale or no
+    block scales at all, all remaining elements count as different in that step, and nothing further is yielded.
 
     An intermediate result on the way to the block scale counts only for elements whose block scale differs. A quotient,
     or an intermediate result on the way to the code, counts only for elements whose code differs.
 
-    order: the position of the step. mask: bool (m, k).
+    a, b: {name of the result: result} of each side.
+    affected: bool (m, k), the elements to look at. It is not changed.
     """
     left = affected.copy()
     leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
@@ -271,9 +277,11 @@ def _differing(
 
 
 def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> bool:
-    """Return whether one side has a tensor scale or block scales, and the other side does not.
+    """Return whether one side recorded results of a step and the other side recorded none.
 
-    step: the step to look at; False is returned for all other steps.
+    Always False unless the step is "tensor scale" or "block scale".
+
+    a, b: {name of the result: result} of each side.
     """
     if step not in ("tensor scale", "block scale"):
         return False
@@ -307,9 +315,12 @@ def _step(name: str) -> str:
 
 
 def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarray:
-    """Return a mask (m, k) of ties: quotients that are equal on both sides, midway between the values of the two codes.
+    """Return a bool mask (m, k) of elements whose quotients are equal and midway between the values of both codes.
 
-    All entries are False if the sides recorded no quotient in a common format.
+    Where both codes are equal, the mask has no meaning. All entries are False if the sides recorded no quotient in a
+    common format.
+
+    a, b: {name of the result: result} of each side; both must have "code".
     """
     x, y = a["code"], b["code"]
     last = next((name for name in reversed(a) if _step(name) == "quotient" and name in b), None)

@@ -14,11 +14,12 @@ _LAYOUTS = ("swizzled_128x4", "swizzled_8x4")
 
 
 def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
-    """Yield (step, what is wrong, Quantized in the right order) for each wrong order in which q may be stored.
+    """Yield (step, what is wrong, copy of q in the right order) for each wrong order in which q may be stored.
 
-    Swapped nibbles and a wrong scale layout may occur together. q has linear scales and two axes.
+    First come the wrong orders of the block scales, with the step "block scale". If two codes share a byte, swapped
+    nibbles follow, with the step "code": alone, then together with each wrong order of the scales.
 
-    step: "code" for wrong codes, otherwise "block scale".
+    q: a Quantized with linear scales and two axes. It is not changed.
     """
     scales = list(_scale_orders(q))
     for text, one in scales:

@@ -30,7 +30,12 @@ _RECIPES = ("weights", "activations", "kv_cache")
 
 
 def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a contract, and the version of the format, as JSON data. None and () are left out."""
+    """Return the fields of a contract, and the version of the format, as a new dict of JSON data.
+
+    Fields that are None or () are left out.
+
+    values: {name of the field: its value}.
+    """
     data: dict[str, Any] = {_KEY: VERSION}
     for name, value in values.items():
         if value in (None, ()):
@@ -50,10 +55,11 @@ def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any]:
-    """Return the fields of the contract that JSON data describes. This is the inverse of as_data.
+    """Return {name of the field: its value} for the contract that JSON data describes. This is the inverse of as_data.
 
-    Values that need no conversion are returned unchecked; Contract checks them. Raise CheckpointError for another
-    version, for an unknown key, and for a recipe or a unit that is malformed or unknown.
+    Fields that the data does not have are left out. Values that need no conversion are returned unchecked; Contract
+    checks them. Raise CheckpointError if the data is not a mapping, for another version, for an unknown key, and for a
+    recipe or a unit that is malformed or unknown.
 
     label: the name of the file, for messages.
     settings: the names of a contract's settings.
@@ -84,11 +90,11 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
 
 
 def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
-    """Load a contract file and return its fields.
-
-    A contract states how a trainer or a server quantizes (see schema.py).
+    """Load a contract file and return {name of the field: its value}, the arguments for Contract.
 
     Raise CheckpointError if the path is not a file, and the errors of from_data and load_object.
+
+    settings: the names of a contract's settings.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
@@ -131,9 +137,12 @@ def _facts(r: Recipe) -> dict[str, Any]:
 
 
 def _recipe_from(name: str, data: Any) -> Recipe:
-    """Return the recipe that JSON data describes: an id, an id with facts, or all fields.
+    """Return the recipe that JSON data describes.
 
-    Raise ValueError if the data states facts and this version of fp4kit has others, or if there is an unknown key.
+    The data is an id, an object with an id and facts (fields that determine bits), or an object with all fields. Facts
+    are compared with those of this version of fp4kit, unless the object states none.
+
+    Raise ValueError if the facts differ, if the id is unknown, or if there is an unknown key.
 
     name: the field that holds the recipe, for messages.
     """
@@ -154,7 +163,11 @@ def _recipe_from(name: str, data: Any) -> Recipe:
 
 
 def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
-    """Return a (pattern, recipe or None) pair from JSON data. Raise ValueError if the recipe is invalid."""
+    """Return (pattern, recipe) from a pair of JSON data. The recipe is None if the second entry is None.
+
+    The pattern is returned unchecked. Raise ValueError if the recipe is invalid, and ValueError or TypeError if the
+    data is not a pair.
+    """
     pattern, data = pair
     return pattern, None if data is None else _recipe_from(f"pattern {pattern}", data)
 

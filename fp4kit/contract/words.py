@@ -35,9 +35,12 @@ _MANY = 4  # at most this many entries of a list are shown
 
 
 def shown(value: Any) -> str:
-    """Return a setting as text: the id of a recipe or of a unit, or the first four entries of a list.
+    """Return a setting of a contract as text.
 
-    A longer list ends with the number of entries left out, such as " and 3 more". None and an empty list give "none".
+    - For a recipe or a unit, its id.
+    - For a tuple, its first four entries; a longer one ends with the number of entries left out, such as " and 3 more".
+    - For None and an empty tuple, "none".
+    - For anything else, its str.
     """
     if isinstance(value, Recipe | Unit):
         return value.id
@@ -74,9 +77,10 @@ def difference(a: Any, b: Any) -> str:
 
 
 def _are_variants(a: Any, b: Any) -> bool:
-    """Return whether two entries of a contract have the same pattern, and variants of the same recipe.
+    """Return whether a and b are (pattern, recipe) pairs with equal patterns and recipes of one id.
 
-    An example is int4-qat with two different block sizes.
+    An example are pairs with int4-qat in two block sizes. Names and groups of names, which other settings have as
+    entries, give False.
     """
     if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:
         return False
@@ -84,10 +88,11 @@ def _are_variants(a: Any, b: Any) -> bool:
 
 
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
-    """Return one text per field that differs and determines bits, and a text about the versions if they differ.
+    """Return texts that say how two recipes differ: one per differing field that determines bits, with both values.
 
-    If no such field differs, the first text is "equal arithmetic under two names". If only fields about decoding
-    differ, another text says that codes and scales are equal.
+    - If no such field differs, the first text is "equal arithmetic under two names".
+    - If only fields about decoding differ, and the recipe has codes, another text says that codes and scales are equal.
+    - If both recipes are of one producer and state different versions, the last text names the versions.
     """
     found = [
         f"{_NAMES.get(one.name, one.name.replace('_', ' '))} {_value(a, one.name)} and {_value(b, one.name)}"

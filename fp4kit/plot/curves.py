@@ -122,7 +122,7 @@ def error_against_scale(
 
 
 def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
-    """Return the first recipe.
+    """Return the first recipe, after checking that all recipes can be drawn in one picture.
 
     Raise ValueError if there is no recipe, if the formats or blocks of two recipes differ, or if a recipe has no codes,
     no blocks, or blocks of several rows.
@@ -140,7 +140,10 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
 
 
 def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
-    """Return the Quantized of one block x. tensor_amax is used if the recipe has a tensor scale per tensor or row."""
+    """Quantize one block x by recipe r, and return a Quantized.
+
+    tensor_amax: used only if the recipe has one tensor scale per tensor or row; None for the amax of x.
+    """
     return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None)
 
 
@@ -183,10 +186,13 @@ def _scale_of(q: Any, r: Recipe) -> float:
 
 
 def _scale_name(r: Recipe) -> str:
-    """Return the label of the horizontal axis, which shows block scales, times the tensor scale if r has both."""
+    """Return the label of the horizontal axis.
+
+    It is "block scale × tensor scale" if the recipe has both scales, otherwise "block scale".
+    """
     return "block scale × tensor scale" if r.scale is not None and r.tensor_scaling != "none" else "block scale"
 
 
 def _mean_square(values: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the mean squared difference along the last axis, in float64."""
+    """Return the mean squared difference between values (..., n) and x (n,) along the last axis, as float64 (...)."""
     return np.asarray(np.square(values.astype(np.float64) - x.astype(np.float64)).mean(axis=-1))

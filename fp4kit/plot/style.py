@@ -32,5 +32,5 @@ def axes(ax: Any, width: float, height: float) -> Any:
 
 
 def without_frame(ax: Any) -> None:
-    """Remove the upper and right lines of the frame."""
+    """Hide the upper and right lines of the frame around the Axes ``ax``."""
     ax.spines[["top", "right"]].set_visible(False)

@@ -94,7 +94,11 @@ def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
 def _steps_of_block(
     x: np.ndarray, r: Recipe, index: Sequence[int], tensor_amax: Any
 ) -> tuple[int, str, dict[str, list[float]]]:
-    """Return the first column of the block that holds index, and the two results of _divided for this block."""
+    """Explain every element of the block that holds ``index``, and return (first column of the block, text, rows).
+
+    The text has the steps that all elements share. The rows are {name of the step: one number per element} for the
+    others (see _divided).
+    """
     found = explain(x, r, index, tensor_amax=tensor_amax)
     left = found.index[-1] // r.block_size * r.block_size
     columns = range(left, left + r.block_size)

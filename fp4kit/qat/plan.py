@@ -77,6 +77,14 @@ class QatChoice:
     def of(cls, op: str, recipe: str | Recipe, format: str | None, config: Any, **patterns: Any) -> QatChoice:
         """Check the arguments of fp4kit.torch.fake_quantize_model, and return them as a QatChoice.
 
+        Args:
+            op: the public function, with which messages begin.
+            recipe: an id or a Recipe.
+            format: the output format, or None. It is not checked here.
+            config: the content of the model's config.json, or None.
+            patterns: the wildcards, as ``parameters=``, ``exclude=`` and ``include=``. One that is missing gets the
+                default of QatChoice.
+
         Raises:
             TypeError: if wildcards are not a collection of strings (one string is rejected), if the recipe is neither
                 a str nor a Recipe, or if config is neither a mapping nor None.
@@ -189,7 +197,10 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
 
 
 def _module(weight: TrainedWeight) -> str:
-    """Return the name of the layer that a parameter belongs to, as the converter names it."""
+    """Return the name of the layer that a parameter belongs to, as the converter names it.
+
+    This is the name of its tensor in a checkpoint, without the prefixes of wrapper modules and without ".weight".
+    """
     return unwrapped(weight.saved).removesuffix(".weight")
 
 
@@ -285,7 +296,13 @@ def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Contai
 
 
 def _check_patterns(op: str, names: Sequence[str], choice: QatChoice) -> None:
-    """Raise ValueError if a wildcard matches no parameter. The message lists the most similar names."""
+    """Raise ValueError if a wildcard of the user's choice matches no parameter.
+
+    The message names the wildcard and up to three parameters, the most similar first.
+
+    op: the public function, with which the message begins.
+    names: the names of all parameters.
+    """
     for argument in ("parameters", "exclude", "include"):
         for pattern in getattr(choice, argument):
             if not any(fnmatchcase(name, pattern) for name in names):

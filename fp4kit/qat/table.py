@@ -28,9 +28,10 @@ class QuantizedNames(list[str]):
 
 
 def table(plan: QatPlan) -> str:
-    """Return a table of all parameters: what is fake-quantized, what is not, and why.
+    """Return a table of all parameters as text: what is fake-quantized, what is not, and why.
 
-    Parameters whose lines differ only in layer numbers share a line, with * in place of the numbers.
+    The first line states the recipe and the format that serves the values. Quantized parameters come first. Parameters
+    whose lines differ only in layer numbers share a line, with * in place of the numbers, and the line has their count.
     """
     lines: dict[tuple[str, ...], int] = defaultdict(int)
     for row in sorted(plan.rows, key=lambda row: not row.quantized):
@@ -52,7 +53,11 @@ def _head(plan: QatPlan) -> str:
 
 
 def _cells(row: ParameterPlan) -> tuple[str, ...]:
-    """Return the cells of a table row, without the cell that counts the parameters in the row."""
+    """Return the cells of a table row, without the count: "yes" or "no", name, shape such as "64 x 32", and reason.
+
+    Layer numbers in names are replaced by *. The shape of a number is "1". If the parameter shares an amax, the last
+    cell also names the group.
+    """
     shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
     shape = " x ".join(map(str, row.shape)) or "1"
     return "yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"

@@ -108,10 +108,10 @@ def join(
 def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
 ) -> dict[AmaxName, AmaxName]:
-    """Return {local name: global name} of one rank's experts.
+    """Return {local name: global name} for the experts of one rank.
 
     Args:
-        own: the rank's amaxes, whose names have local numbers of experts.
+        own: the rank's amaxes. All names have local numbers of experts.
         numbers: the global number of each local expert; None if a rank's experts follow those of the ranks before it.
         offsets: {name without a number: number of experts of the ranks before}. If ``numbers`` is None, the rank's
             number of experts is added.
@@ -138,10 +138,11 @@ def _global_names(
 def unstack(
     named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` with stacked arrays [N, ...] split into N arrays, one per expert.
+    """Return a copy of ``named`` in which stacked arrays [N, ...] are split into N arrays, one per expert.
 
-    ``named`` itself is not changed. An array is split only if the file or the caller states the number of experts of
-    its quantizer. For numbered experts, that number is only checked.
+    An array without an expert number is a stack if the file or the caller states the number of experts of its
+    quantizer. If the quantizer has numbered experts instead, their number is only checked. All numbered experts in the
+    result are 0 ... N - 1. The arrays share memory with those in ``named``.
 
     Args:
         named: the amaxes of a file.
@@ -174,7 +175,7 @@ def unstack(
 
 
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    """Return {base: N}: the number of experts per quantizer, which the file or the caller gives.
+    """Return {base: N}, the number of experts of each quantizer for which the file or the caller gives one.
 
     named: the amaxes of the file.
     stated: {base key: N}, as the file states.

@@ -21,7 +21,7 @@ class AmaxName:
     Attributes:
         base: "<module>.weight_quantizer", or another quantizer of the module, such as input_quantizer.
         index: number of the expert, or None.
-        buffer: "_amax" or "_global_amax".
+        buffer: the name of the buffer, such as "_amax" or "_global_amax".
 
     Source: Model-Optimizer's GroupedQuantizer writes ".<i>"; its pull request 1717 wrote "_<i>".
     """
@@ -55,14 +55,17 @@ class AmaxName:
         return name
 
     def key(self, separator: str = ".") -> str:
-        """Return the name as a checkpoint spells it.
+        """Return the name as a checkpoint spells it: base, separator and expert number if there is one, ".", buffer.
 
         separator: "." or "_", before the number of the expert.
         """
         return f"{self._quantizer(separator)}.{self.buffer}"
 
     def at(self, index: int | None) -> AmaxName:
-        """Return the name of the same buffer for expert number ``index``. None gives the name without a number."""
+        """Return a new AmaxName with the expert number ``index``, and this base and buffer.
+
+        If ``index`` is None, the new name has no expert number.
+        """
         return replace(self, index=index)
 
     def matches(self, pattern: str) -> bool:

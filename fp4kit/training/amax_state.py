@@ -79,9 +79,9 @@ class AmaxCollector:
         merge(self._single, key, import_amax("collect", key, amax), "collect")
 
     def collect_grouped(self, name: str, amaxes: Any) -> None:
-        """Collect the amaxes of all local experts from one array.
+        """Collect the amaxes of all local experts from one array: amaxes[i] is the amax of expert i.
 
-        Equivalent to collect(f"{name}.{i}", amaxes[i]) for each expert i.
+        The state that freeze returns is the one that collect(f"{name}.{i}", amaxes[i]) for each expert i would give.
 
         Args:
             name: name of the quantizer without an expert number.
@@ -198,10 +198,10 @@ class AmaxState(Mapping[str, Any]):
         return {key: _reshape(name, self.named[name], shapes[key]) for name, key in key_of.items()}
 
     def checked(self) -> AmaxState:
-        """Return the state with read-only NumPy arrays, after checking that no value is NaN or negative.
+        """Return a new state with read-only NumPy arrays, after checking that no value is NaN or negative.
 
-        The arrays on each GPU are copied to the host in one transfer. Raises ValueError if a value is NaN or negative.
-        The message names the first key with such a value.
+        The arrays on each GPU are copied to the host in one transfer. NumPy arrays are not copied, so this state's
+        become read-only too. Raises ValueError if a value is NaN or negative, naming the first key with such a value.
         """
         return AmaxState(check("checked", on_host(self.named)))
 
@@ -378,9 +378,9 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
 
 
 def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
-    """Return the amax `value` in the given shape.
+    """Return the amax `value` in the given shape, as a view.
 
-    Raise ValueError, naming the key, unless the amax has this shape already or both shapes have one element.
+    Raise ValueError, naming the key of ``name``, unless the amax has this shape already, or both have one element.
     """
     if value.shape != shape and not value.size == prod(shape) == 1:
         raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
@@ -405,10 +405,11 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """Return the amaxes, in which modules that share an amax all have the largest amax among them.
+    """Return a new dict of the amaxes, in which modules that share an amax all have the largest amax among them.
 
-    Modules share an amax if one group of ``groups`` names them. Also, their parent, quantizer and expert number must be
-    equal, and their amaxes must have one element.
+    Two modules share an amax under three conditions: one of ``groups`` has the last parts of both names; their parent,
+    quantizer, expert number and buffer are equal; and their amaxes have one element. The shapes of amaxes are kept, and
+    an amax that is not shared is the same object as in ``named``.
 
     named: the amaxes, which are not changed.
     groups: tuples of the last parts of module names (see freeze).

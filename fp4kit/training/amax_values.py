@@ -29,10 +29,10 @@ def _xp(value: Any) -> Any:
 
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
-    """Return a float32 copy of ``amax`` on its device. -0 becomes +0, because amaxes are compared by bit patterns.
+    """Return a float32 copy of ``amax`` on its device, as a NumPy or CuPy array of its shape.
 
-    NaN and negative values are kept. Raises TypeError unless the dtype is float32, float16 or bfloat16. Error messages
-    begin with ``op`` and the key of ``name``.
+    -0 becomes +0, because amaxes are compared by bit patterns. NaN and negative values are kept. Raises TypeError
+    unless the dtype is float32, float16 or bfloat16. Error messages begin with ``op`` and the key of ``name``.
     """
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
     check_float(f"{op}: {name.key()}", value, "amax")
@@ -45,10 +45,10 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 
 
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
-    """Set named[name] to the elementwise maximum of named[name] and ``value``, or to ``value`` if the name is new.
+    """Set named[name] to the elementwise maximum of named[name] and ``value``, or to ``value`` itself if it is new.
 
-    The maximum is taken of the bit patterns, so a negative value or NaN stays. Raises ValueError, which begins with
-    ``op``, if the shapes or devices differ.
+    The maximum is a new array; neither array is changed. It is taken of the bit patterns, so a negative value or NaN
+    stays. Raises ValueError, which begins with ``op``, if the shapes or devices differ.
     """
     old = named.get(name)
     if old is None:

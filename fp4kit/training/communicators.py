@@ -65,10 +65,10 @@ class Communicator(Protocol):
         Args:
             array: 1-d and contiguous. Any dtype is allowed, but it must be the same on every process.
             counts: the length of each process's array. None: all arrays have the length of this process's array.
-            out: 1-d array for the result, with the sum of the lengths. None: a new array is made.
+            out: 1-d array for the result, whose length is the sum of the lengths, or None.
 
         Returns:
-            The result.
+            ``out`` if that is given. Otherwise a new array or, in a group of one process, possibly ``array`` itself.
         """
         ...
 
@@ -193,7 +193,10 @@ class Mpi:
 
 
 def _empty(like: Any, shape: Any) -> Any:
-    """Return an uninitialized array with the dtype and library of ``like``."""
+    """Return an uninitialized array of ``shape`` with the dtype and the library (NumPy or CuPy) of ``like``.
+
+    A CuPy array is on the current device.
+    """
     return np.empty(shape, like.dtype) if _is_host(like) else imports.cupy().empty(shape, like.dtype)
 
 
@@ -374,9 +377,9 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write `data` to a new file. Other processes see either the complete file or no file.
+    """Write `data` to a new file ``path``, which other processes see either complete or not at all.
 
-    Raises FileExistsError if ``path`` exists already.
+    Raises FileExistsError, and leaves the old file as it is, if ``path`` exists already.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:

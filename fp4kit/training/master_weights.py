@@ -222,9 +222,9 @@ class MasterWeightsPlan:
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
-    """Replace ``bits``, the bit patterns of this process's amaxes, by the maximum over the group, in place.
+    """Replace each entry of ``bits`` by its maximum over the group, in place: the later stages read this array.
 
-    The later stages read this array.
+    bits: the bit patterns of this process's amaxes.
     """
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:
@@ -232,16 +232,20 @@ def _reduce(bits: Any, comm: Communicator) -> None:
 
 
 def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
-    """Concatenate the messages of all processes into ``gathered``. ``counts`` holds the length of each message."""
+    """Send this process's message to all processes, and write all messages into ``gathered`` in the order of ranks.
+
+    counts: the length of each process's message. gathered: 1-d, with the sum of these lengths.
+    """
     comm.all_gather(message, counts, gathered)
 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return (values of the shards as arrays, shapes of their matrices).
+    """Return (the values of the shards as NumPy or CuPy arrays, the shapes of their matrices), one entry per shard.
 
-    Raises TypeError or ValueError if a shard is invalid, or does not fit the recipe `r`.
+    Raises TypeError or ValueError if a shard is invalid, if it does not fit the recipe `r`, or if the recipe does not
+    suit this operation.
 
-    columnwise: True if codes along columns are needed too.
+    columnwise: True if transposed copies are wanted too, for which blocks must be square and divide M.
     """
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):

@@ -21,7 +21,7 @@ _REFUSED = -1  # sent in place of the number of matrices by a process whose shar
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """If the body of the ``with`` statement raises an exception, tell the other processes, and raise it again.
+    """Tell the other processes if the body of the ``with`` statement raises an Exception, which is passed on.
 
     The other processes wait in exchange_cuts, which then raises ValueError in each of them. With one process, nothing
     is sent.
@@ -86,9 +86,9 @@ def exchange_cuts(
 
 
 def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
-    """Exchange 1-d arrays of equal length. Return the arrays of all processes as the rows of a matrix.
+    """Exchange 1-d arrays of equal length, and return a matrix whose row i is the array of process i.
 
-    mine: the array of this process.
+    mine: the array of this process. With one process, nothing is sent.
     """
     return np.asarray(comm.all_gather(mine)).reshape(comm.size, len(mine)) if comm.size > 1 else mine[None]
 
