@@ -30,13 +30,15 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A title, facts, a table and a bar chart that can be rendered as text or HTML. Empty parts are left out.
+    """A title, facts, a table and a bar chart that can be rendered as text or HTML.
+
+    Parts are left out if they are empty: a table without rows, and a bar chart without bars.
 
     Attributes:
         title: the first line.
         facts: (name, text) pairs, one line each.
-        columns, rows: a table; every column but the first is right-aligned.
-        heading, bars: a bar chart of (label, count) pairs under its heading.
+        columns, rows: the titles and the rows of a table. Every column but the first is right-aligned.
+        heading, bars: the heading and the (label, count) pairs of a bar chart.
     """
 
     title: str
@@ -93,8 +95,11 @@ def share(count: int, total: int) -> str:
 
 
 def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = None) -> list[str]:
-    """Return the rows of a table as lines of text, with columns padded to equal width.
+    """Return the rows of a table as lines of text that begin with two spaces.
 
+    Each cell is padded to the widest cell of its column, and two spaces separate the columns.
+
+    rows: at least one row, all with the same number of cells.
     right: the indices of right-aligned columns; None right-aligns every column but the first.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -114,7 +119,10 @@ def _bar(label: str, count: int, largest: int, total: int) -> Row:
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    """Return a bar of the chart as a row of an HTML table. The arguments are the same as for _bar."""
+    """Return a bar of the chart as a row of an HTML table: label, count, percentage of `total`, and the bar.
+
+    The bar of the count `largest` has the full length. A count of 0 has no bar. The texts of cells are escaped.
+    """
     bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"

@@ -41,15 +41,18 @@ def panel(q: Quantized) -> Panel:
 
 
 def text_of(q: Quantized) -> str:
-    """Return the panel of a Quantized as text, or repr(q) if the arrays hold no values (when traced by JAX, say)."""
+    """Return the panel of a Quantized as text, for print. All codes are read.
+
+    If the arrays hold no values, for example because JAX traces them, return repr(q).
+    """
     panel = _panel_if_there(q)
     return repr(q) if panel is None else panel.text()
 
 
 def html_of(q: Quantized) -> str | None:
-    """Return the panel of a Quantized as HTML.
+    """Return the panel of a Quantized as HTML, for notebooks. All codes are read.
 
-    If its arrays hold no values, return None; a notebook then shows repr(q).
+    If the arrays hold no values, for example because JAX traces them, return None; a notebook then shows repr(q).
     """
     panel = _panel_if_there(q)
     return None if panel is None else panel.html()
@@ -76,10 +79,13 @@ def _held(array: Any) -> str:
 
 
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
-    """Return (name, text) pairs that describe the format, layout and finite range of the scales of q.
+    """Return (name, text) pairs about the scales of q, for its panel.
 
-    The range describes the block scales, or the tensor scales if q has no block scales. Pairs that do not apply to q
-    are left out. found: the statistics of q.
+    - "block scales": their format, block and layout. Left out if q has no block scales.
+    - "scales": the smallest and the largest finite block scale, or tensor scale if q has no block scales. Left out if
+      there is only one scale, or no finite one.
+
+    found: the statistics of q.
     """
     facts = (
         [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]
@@ -91,14 +97,14 @@ def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
 
 
 def _block(q: Quantized) -> str:
-    """Return the size of a block as text, such as "1 x 32 elements"."""
+    """Return the size of a block of q's recipe as text, rows x columns: "1 x 32 elements"."""
     rows, columns = q.recipe.block or (1, 1)
     return f"{rows} x {columns} elements"
 
 
 def _largest(q: Quantized) -> str:
-    """Return text for the magnitudes that the row "largest code" counts, such as "6 or more".
+    """Return text for the magnitudes that the row "largest code" counts, such as "6 or more" for E2M1.
 
-    The words "or more" are for two's complement integers, whose negative range reaches one further.
+    All formats have the words "or more", because the negative range of two's complement integers reaches one further.
     """
     return f"{q.recipe.element.max:g} or more"

@@ -56,7 +56,10 @@ def _scales(r: Recipe) -> str:
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:
-    """Return (field, value) pairs: every rule, and every other field that differs from its default."""
+    """Return (name of a field, its value as text) pairs: every rule, and every other field that is not its default.
+
+    Fields that are None, and fields that other lines of the panel describe, are left out.
+    """
     shown = [field for field in fields(r) if field.name not in _DESCRIBED]
     rules = [field.name for field in shown if field.name.endswith("_rule")]
     names = [field.name for field in shown if field.name in rules or getattr(r, field.name) != field.default]

@@ -161,7 +161,7 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
     Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars besides those, neighboring
     exponents share a bar. Without scales, the histogram is empty.
 
-    counts: how often each scale occurs.
+    scales: numbers. counts: how often each of them occurs.
     """
     sizes = np.abs(scales)
     nonzero = (sizes > 0) & np.isfinite(sizes)

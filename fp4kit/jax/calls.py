@@ -33,9 +33,9 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Return whether any array among the arguments is traced and has no values yet.
+    """Return True if any array among the arguments is traced by JAX, so that it has no values yet; otherwise False.
 
-    Arrays in lists and in a Quantized count. Numbers, strings and None do not.
+    Arrays inside lists, tuples, dicts and a Quantized count too.
     """
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
@@ -49,9 +49,9 @@ def outline(a: Any) -> Any:
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """Return a jax.ShapeDtypeStruct with the shape and dtype of an array, to declare a result of `traced`.
+    """Return a jax.ShapeDtypeStruct with the shape and dtype of `a`, to declare a result of `traced`.
 
-    The array is one of JAX, traced or not, or of NumPy.
+    a: an array of JAX, traced or not, or of NumPy.
     """
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
@@ -146,9 +146,12 @@ def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[JaxArray]) -> Any:
-    """Return the argument from the JSON form that _encoded made. Indices are replaced by the entries of `arrays`.
+    """Return the argument from the JSON form that _encoded made. This is the inverse of _encoded.
 
-    Numbers, strings and None are returned unchanged.
+    - A reference to an array becomes the entry of `arrays` with that index.
+    - The fields of a Recipe, a Unit or a Quantized become such an object.
+    - Lists stay lists (also if _encoded was given a tuple), of decoded entries.
+    - Numbers, strings and None are returned unchanged.
     """
     if isinstance(value, list):
         return [_decoded(entry, arrays) for entry in value]

@@ -89,7 +89,7 @@ def _shape(buffer: Any) -> tuple[int, ...]:
 
 
 def _buffers(found: Any) -> list[Any]:
-    """Return the buffer structures of the arguments or results that XLA passes in `found`, a _List."""
+    """Return a list of the _Buffer structures to which `found` points: a _List of the call's arguments or results."""
     return [_Buffer.from_address(found.entries[i]) for i in range(found.size)]
 
 
@@ -127,7 +127,10 @@ def _text(frame: Any) -> str:
 
 
 def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
-    """Run a call on XLA's host buffers with `run` (calls.run), and copy its results into the result buffers."""
+    """Run a call on XLA's host buffers with `run` (calls.run), and copy its results into the result buffers.
+
+    frame: the structure that XLA passed to the handler. Raises what the call raises.
+    """
     values = run(_text(frame), *map(host_array, _buffers(frame.arguments)))
     for out, value in zip(_buffers(frame.results), values, strict=True):
         host_array(out)[...] = value
@@ -168,7 +171,8 @@ def _answer_metadata(frame: Any) -> bool:
 def handler(execute: Callable[[Any, Any], None], run: Callable[..., list[Any]]) -> Any:
     """Return a C function pointer that XLA can call, which runs execute(frame, run). The caller must keep it alive.
 
-    Any exception becomes the error message of the JAX program.
+    If XLA only asks for the version of the interface, the function answers without a run. Any exception becomes the
+    error message of the JAX program.
 
     execute: _execute_on_cuda or _execute_on_host.
     run: the function that makes the call, calls.run.
@@ -192,7 +196,7 @@ _HANDLERS: list[Any] = []
 
 @cache
 def register(platform: str, run: Callable[..., list[Any]]) -> None:
-    """Register the handler with XLA under the name TARGET, for the platform "CUDA" or "cpu".
+    """Register a handler that calls `run` with XLA, under the name TARGET, for the platform "CUDA" or "cpu".
 
     A second call with equal arguments does nothing. Only tests use "cpu", to run this code without a GPU.
     """

@@ -34,9 +34,10 @@ class StaticOptions(NamedTuple):
 
 
 class TracedOptions(NamedTuple):
-    """The optional arguments of fake_quantize that may be arrays traced by JAX.
+    """The optional arguments of fake_quantize that may be arrays traced by JAX; None for those that were not passed.
 
-    seed holds random bytes or a 0-d integer. amax is the clip limit of the gradient.
+    seed: an array of random bytes, or a 0-d integer array. It is None if the seed is an int, which is static.
+    amax: the clip limit of the gradient.
     """
 
     tensor_amax: Any = None
@@ -135,7 +136,9 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
 def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[StaticOptions, Any]:
-    """Return the arguments that JAX treats as static, and the seed if it is an array, otherwise None.
+    """Return (StaticOptions, seed): the arguments that JAX treats as static, and the seed if it is an array.
+
+    If the seed is an int, it is in the StaticOptions, and the second entry is None. Without a seed, both are None.
 
     op: the public function, with which error messages begin. The other arguments are those of this function.
 
@@ -239,7 +242,9 @@ _fake_quantize.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
-    """Return grad, with 0 where |x| > amax or x or amax is NaN. If amax is None, compute the limit from x.
+    """Return grad, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN.
+
+    If amax is None, the limit is the amax of x.
 
     For second derivatives, JAX treats this function as linear in grad, with x and amax as constants.
     """

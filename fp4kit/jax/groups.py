@@ -76,9 +76,9 @@ def fake_quantize_grouped(
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """Return the optional arguments of each array of xs, from `given`, which holds one list per argument.
+    """Return one TracedOptions per array of xs, from `given`, whose fields are lists with one entry per array.
 
-    An argument that is None, or an empty list, is None in every row. Every row has the seed of `given`.
+    A field of `given` that is None or an empty list becomes None for every array. All get the one seed of `given`.
     """
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
@@ -127,7 +127,9 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """Return grads, with 0 where |x| > amax or x or amax is NaN. If amaxes is None, compute the limits from xs.
+    """Return the list grads, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN.
+
+    If amaxes is None, the limits are the amaxes of xs.
 
     For second derivatives, JAX treats this function as linear in grads, with xs and amaxes as constants.
     """

@@ -30,7 +30,8 @@ from fp4kit.units import Unit
 class StaticLinear(NamedTuple):
     """The arguments of linear that JAX treats as static.
 
-    seed is an int, or None if the caller passed no seed or an array.
+    settings: all arguments except x, w and seed.
+    seed: the seed if it is an int; None if the caller passed an array, which is not static, or no seed.
     """
 
     settings: LinearSettings
@@ -159,9 +160,9 @@ def _seeds(seed: Any) -> tuple[int | None, Any]:
 
 
 def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
-    """Return fp4kit.matmul of two matrices, (M, N) of out_dtype.
+    """Return fp4kit.matmul(a, b) as a JAX array (M, N) of out_dtype, for a with M rows and b with N rows.
 
-    The matrices may be traced; then the result is traced, too.
+    The matrices may be traced by JAX; then the result is traced, too.
     """
     if not is_traced(a, b):
         return fp4kit.matmul(a, b, unit=unit, out_dtype=out_dtype)
@@ -247,9 +248,13 @@ def _seed_of(static: StaticLinear, given: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to x, from quantized operands. Differentiating it raises an error.
+    """Return the gradient of _linear with respect to x, (M, K), from quantized operands.
+
+    Differentiating the result raises NotImplementedError.
 
     dtype: the dtype of x, and of the result.
+    grad: the gradient with respect to y, (M, N).
+    w: an array (N, K), or a Quantized of one.
     seed: the seed if it is an array; None to use static.seed.
     """
     return gradient_of_x(_OPERATIONS, static.settings, grad, w, _seed_of(static, seed), dtype)
@@ -257,9 +262,13 @@ def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: An
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to w, from quantized operands. Differentiating it raises an error.
+    """Return the gradient of _linear with respect to w, (N, K), from quantized operands.
+
+    Differentiating the result raises NotImplementedError.
 
     dtype: the dtype of w, and of the result.
+    grad: the gradient with respect to y, (M, N).
+    x: an array (M, K).
     seed: the seed if it is an array; None to use static.seed.
     """
     return gradient_of_w(_OPERATIONS, static.settings, grad, x, _seed_of(static, seed), dtype)

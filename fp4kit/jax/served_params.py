@@ -23,7 +23,7 @@ class _Leaf(NamedTuple):
 
     Attributes:
         weight: the name, shape and other properties of the array that decide whether it is quantized.
-        axis: the axis along which blocks run, from the end.
+        axis: the axis of the array along which blocks run, counted from the end: -1 or -2.
     """
 
     weight: TrainedWeight

@@ -7,13 +7,17 @@ from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, request or destination is unusable. The message says what came, what is needed and what to do."""
+    """The error that is raised if a checkpoint, a request or a destination is unusable.
+
+    The message says what came, what is needed and what to do.
+    """
 
 
 def shown(name: str) -> str:
-    """Return ``name`` with unprintable characters escaped.
+    """Return ``name`` with each unprintable character replaced by a backslash escape, such as ``\\x1b``.
 
-    Names in a checkpoint are untrusted data and may contain terminal control codes.
+    Messages show names in this way, because names in a checkpoint are untrusted and may contain terminal control codes.
+    Printable characters, also a backslash, are kept.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 

@@ -190,7 +190,10 @@ class _HeaderReader:
         return data
 
     def _number(self, form: str) -> Any:
-        """Read the next number and return it. ``form`` is its format for struct.unpack, such as "<I"."""
+        """Read the next number and return it. Raise CheckpointError if the file ends too early.
+
+        ``form`` is the number's format for struct.unpack, such as "<I" for a uint32.
+        """
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:

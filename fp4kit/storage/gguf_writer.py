@@ -34,7 +34,7 @@ def gguf_header(
     Args:
         file: the source of the version, the alignment and the keys, which keep their order.
         specs: the tensors in the order of their bytes, each of a GGUF type.
-        keys: additional values. A key of the source file with the same name is dropped.
+        keys: {name: value} of keys to add behind the copied ones. A copied key of the same name is dropped.
         dropped: keys of the source file that are dropped too.
         takes_keys: False to copy no key of the source file, so that the alignment is GGUF's default. The later files of
             a split model have no keys of the source.

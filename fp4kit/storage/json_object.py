@@ -13,7 +13,7 @@ MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint 
 
 
 class _DuplicateKey(ValueError):
-    """Raised for a JSON object in which a key occurs twice. Its text is the key."""
+    """The error that is raised while JSON text is parsed in which an object has a key twice. Its text is the key."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,6 +62,9 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
 
 def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
     """Return ``value`` as JSON bytes in ASCII that end with a newline. Keys keep their order.
+
+    Raise TypeError for a value that JSON cannot hold. NaN and infinity are not rejected; they give bytes that strict
+    parsers do not read.
 
     indent: the number of spaces per level of nesting.
     """

@@ -158,7 +158,10 @@ def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, st
 
 
 def _facts(q: Quantized) -> dict[str, Any]:
-    """Return the metadata of an array: every field of the Quantized except its arrays, and the names of its parts."""
+    """Return the metadata of an array as a dict for JSON: one entry per name in _FIELDS.
+
+    These are all fields of the Quantized except its arrays, and the list of the arrays (parts) that are not None.
+    """
     parts = [part for part in PARTS if getattr(q, part) is not None]
     values = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
     return dict(zip(_FIELDS, values, strict=True))
@@ -211,10 +214,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
 
 
 def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
-    """Return a dict from array name to recipe, for a file that fp4kit.save wrote; None for any other file.
+    """Return {array name: Recipe} for a file that fp4kit.save wrote; None for any other safetensors file.
 
-    Only the header is read. Raise CheckpointError if the header is damaged, or if it describes an unknown or changed
-    recipe.
+    Only the header is read. Raise CheckpointError if the file is not a safetensors file, if its header is damaged, or
+    if it describes an unknown or changed recipe. Raise OSError if the file cannot be read.
     """
     source = as_path("load", path)
     file = read_header(source, f"load: {source.name}")
@@ -332,7 +335,10 @@ _NEEDED = {
 
 
 def _orders() -> list[list[str]]:
-    """Return every value that the metadata field "parts" can have: the lists of part names that save writes."""
+    """Return the six lists that the metadata field "parts" can be, as ``save`` writes it.
+
+    Each list begins with "packed". "block_scale" and "tensor_scale" may follow, and "tensor_amax" after "tensor_scale".
+    """
     ends: list[list[str]] = [[], ["tensor_scale"], ["tensor_scale", "tensor_amax"]]
     return [["packed", *scales, *end] for scales in ([], ["block_scale"]) for end in ends]
 
@@ -355,7 +361,7 @@ class _Contents(NamedTuple):
     sums: Mapping[str, str] | None
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor as an array. Raise CheckpointError if its CRC-32 differs from the stored one.
+        """Read a tensor and return it as a new array. Raise CheckpointError if its CRC-32 differs from the stored one.
 
         If the file has no checksums, the tensor is not checked.
         """

@@ -81,10 +81,10 @@ _PLAIN_WORDS = {
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the size of a tensor in bytes.
+    """Return the size of a tensor in bytes, for a dtype of safetensors or GGUF.
 
-    Elements below 8 bits are packed without padding. GGUF types are stored in blocks. Raise KeyError for a dtype that
-    neither safetensors nor GGUF has.
+    Elements below 8 bits are packed; only the last byte is padded. GGUF types such as Q4_K are stored in blocks. Raise
+    KeyError for a dtype that neither has.
     """
     if dtype in BLOCKED:
         return ggml_nbytes(BLOCKED[dtype], shape)
@@ -160,7 +160,10 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
 
 
 def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library rejects the header of a file. ``label`` names it in errors."""
+    """Raise CheckpointError if the safetensors library rejects the header of the file at ``path``.
+
+    The message explains the fault in plain words. ``label`` is the name of the file in it.
+    """
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -240,7 +243,7 @@ class TensorReader:
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
         """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``.
 
-        Raise CheckpointError if the file ends too early.
+        Raise CheckpointError if the file ends too early. Whether the tensor has so many bytes is not checked.
         """
         self._stream.seek(entry.start + start)
         done = 0

@@ -38,14 +38,18 @@ def bytes_of_text(text: str) -> int:
 
 
 def name_of_part(index: int, count: int) -> str:
-    """Return how the name of a split model's file ends, such as "00001-of-00003.gguf" for index 0 and count 3."""
+    """Return the end of a file name of a split model: "00001-of-00003.gguf" for index 0 and count 3.
+
+    index: the number of the file, counted from 0.
+    count: the number of files.
+    """
     return f"{index + 1:05}-of-{count:05}.gguf"
 
 
 def whole_path(path: Path) -> Path:
-    """Return the path of a split model without the part number: "a.gguf" for its file "a-00001-of-00003.gguf".
+    """Return the path of a file of a split model without the part number: "a-00001-of-00003.gguf" gives "a.gguf".
 
-    Return ``path`` itself if it has no part number.
+    Return ``path`` itself if its name has no part number. No file is read or needs to exist.
     """
     match = _NAME.fullmatch(path.name)
     return path if match is None else path.with_name(f"{match[1]}.gguf")

@@ -14,7 +14,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, to which the caller writes the new file.
 
     When the ``with`` statement ends, the temporary file replaces ``path``. If it ends with an exception, the temporary
-    file is removed and ``path`` stays as it was. The caller flushes the content to the disk if it must survive a crash.
+    file is removed and ``path`` stays as it was. Raise FileNotFoundError at the end if the caller wrote no file. The
+    caller flushes the content to the disk if it must survive a crash.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -34,7 +35,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the entries of a directory to disk."""
+    """Flush the entries of a directory (names of new, renamed and removed files) to disk, so they survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

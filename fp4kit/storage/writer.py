@@ -22,7 +22,10 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 
 class TensorSpec(Protocol):
-    """The attributes of a tensor to be written: its name, safetensors dtype and shape."""
+    """Any object with the attributes ``name``, ``dtype`` and ``shape`` of a tensor to be written.
+
+    The dtype is spelled as in safetensors, such as "BF16" (in GGUF files: as in GGML_TYPES).
+    """
 
     @property
     def name(self) -> str: ...
@@ -33,7 +36,7 @@ class TensorSpec(Protocol):
 
 
 class NewTensor(NamedTuple):
-    """The name, safetensors dtype and shape of a tensor to be written."""
+    """A tensor to be written: its name, its dtype as safetensors spells it, such as "BF16", and its shape."""
 
     name: str
     dtype: str
@@ -44,17 +47,19 @@ _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return ``specs`` in the order in which a file stores them.
+    """Return a new list of ``specs`` in the order in which a safetensors file stores the tensors.
 
     Tensors with wide elements come first, which keeps every tensor aligned. Tensors of one dtype are sorted by name.
+    Dtypes of equal width have the order of the safetensors library.
     """
     return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the beginning of a file up to its first tensor: the length field and the padded header.
+    """Return the bytes of a safetensors file before its first tensor: the length field and the padded header.
 
-    The tensors are stored in the order of ``specs``.
+    specs: the tensors in the order in which the file stores them.
+    metadata: the entry __metadata__ of the header, which is left out if it is empty.
     """
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
