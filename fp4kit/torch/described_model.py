@@ -59,9 +59,10 @@ def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
-    """Return the parameter `leaf` of a module, without computing parametrizations, to read its shape, dtype and device.
+    """Return the tensor of a module's parameter `leaf`, to read its shape, dtype and device.
 
-    A parametrized parameter that is stored as several tensors is computed after all.
+    For a parametrized parameter, this is the stored original, so nothing is computed. If it is stored as several
+    tensors, the parametrizations are applied to them.
     """
     if not parametrize.is_parametrized(module, leaf):
         return module._parameters[leaf]  # type: ignore[return-value]

@@ -27,7 +27,7 @@ _INT64 = 2**63
 
 @torch._dynamo.assume_constant_result
 def _spec(recipe: Any) -> str:
-    """Return the string that stands for a Recipe in an operator's arguments.
+    """Return the string of recipes.to_string.to_spec for a Recipe, because operators take strings and no Recipe.
 
     Under torch.compile, the string is a constant of the graph. So PyTorch compiles the graph again for another Recipe.
     """
@@ -41,16 +41,20 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def named_recipe(recipe: str | Recipe) -> str:
-    """Return the string by which operators name a recipe: an id unchanged, or the result of _spec for a Recipe."""
+    """Return the string by which operators name a recipe: an id unchanged and unchecked, or for a Recipe its _spec."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """Return an amax as a tensor on the device of x, or None if none is given. A tensor is returned unchanged.
+    """Return the caller's amax as a tensor on the device of x.
 
-    A single number becomes float32, and is transferred without waiting for the device. A list or tuple becomes float64,
-    because PyTorch's default dtype would round it. Other arrays keep their dtype. Raises TypeError, which names the
-    argument, for a bool, a complex number or a string.
+    - None gives None.
+    - A tensor is returned unchanged, on whatever device it is.
+    - A Python number becomes float32 (), and is transferred without waiting for the device.
+    - A list or tuple becomes float64, because PyTorch's default dtype would round it.
+    - Other arrays keep their dtype.
+
+    Raises TypeError, which begins with `op` and `name`, for a bool, a complex number or a string.
     """
     if given is None or isinstance(given, Tensor):
         return given

@@ -93,7 +93,10 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """Return the gradient of each argument of fake_quantize_grouped: None for all arguments except xs.
 
     If pass_through is True, the gradients of xs are the upstream gradients `grads`, unchanged. Otherwise, they are 0
-    where |x| > amax. If the caller passed neither amax nor tensor_amax, the limit is computed from x.
+    where |x| > amax, and where x or amax is NaN. If the caller passed neither amax nor tensor_amax, the limit is
+    computed from x.
+
+    ctx: the context that _save_inputs filled.
     """
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
@@ -131,7 +134,10 @@ def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[
 
 
 def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_grouped_backward that _clip_backward reads."""
+    """Save on ctx the inputs of fake_quantize_grouped_backward that _clip_backward reads: all except grads.
+
+    inputs: the arguments of fake_quantize_grouped_backward. output: not used; PyTorch passes it.
+    """
     _, xs, recipe, axis, amax = inputs
     ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
     ctx.save_for_backward(*xs, *amax)
@@ -140,8 +146,10 @@ def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _clip_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """Return the gradient of each argument of fake_quantize_grouped_backward: None for all arguments except grads.
 
-    fake_quantize_grouped_backward is linear in its grads. So their gradient is the incoming `grads`, clipped in the
-    same way.
+    fake_quantize_grouped_backward is linear in its grads. So their gradient is the upstream gradient `grads`, with 0
+    where |x| > amax, or where x or amax is NaN.
+
+    ctx: the context that _save_clip_inputs filled.
     """
     count, limits = ctx.counts
     xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])

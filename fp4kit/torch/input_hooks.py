@@ -97,7 +97,7 @@ def _check_not_compiled(model: torch.nn.Module) -> None:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """Return whether a module is a torch.nn.Linear whose weight is a matrix."""
+    """Return whether a module is a torch.nn.Linear, or of a subclass, whose weight has two axes."""
     return isinstance(module, torch.nn.Linear) and module.weight.ndim == 2
 
 
@@ -171,7 +171,13 @@ def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple
 
 
 class _Products(TorchFunctionMode):
-    """Collect the first factor of every matrix product whose second factor is an expert, or a stack of experts."""
+    """Collect the first factor of every matrix product whose second factor is an expert, or several experts of a stack.
+
+    Use it in a ``with`` statement, inside which PyTorch reports every matrix product to it.
+
+    collector: the Collector to which inputs are added.
+    stacks: the stacks of experts, as _stacks_of returns them.
+    """
 
     def __init__(self, collector: Collector, stacks: dict[int, list[_Stack]]) -> None:
         super().__init__()
@@ -190,7 +196,8 @@ class _Products(TorchFunctionMode):
         """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts.
 
         Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs
-        of expert i of the batch. A view that does not begin where an expert begins is ignored.
+        of expert i of the batch, of which rows that are all zero are left out (see _routed). A view that does not begin
+        where an expert begins is ignored.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return

@@ -22,13 +22,20 @@ Tensor = torch.Tensor
 
 @torch._dynamo.assume_constant_result
 def _unit_spec(unit: Any) -> str:
-    """Return the string that stands for a Unit in an operator's arguments."""
+    """Return the string of units.to_spec for a Unit, because operators take strings and no Unit.
+
+    Under torch.compile, the string is a constant of the graph. Raises an error for anything that is not a Unit or the
+    id of one.
+    """
     return to_spec(unit_of(OP, unit))
 
 
 @torch._dynamo.assume_constant_result
 def _dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype of PyTorch or NumPy, such as "float32"."""
+    """Return the name of a dtype of PyTorch or NumPy, such as "float32", to pass it to an operator as a string.
+
+    Under torch.compile, the name is a constant of the graph.
+    """
     return numpy_dtype(OP, dtype).name
 
 

@@ -30,7 +30,7 @@ _EAGER = LinearOperations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x (..., K) as a matrix (M, K), where M is the product of all lengths but the last; 1 if x is 1-d."""
+    """Return x (..., K) reshaped to a matrix (M, K): M is the product of all lengths but the last, or 1 if x is 1-d."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -197,12 +197,18 @@ def _(x: Tensor, recipe: str) -> Tensor:
 
 
 def save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the dtype of x, which values_backward reads."""
+    """Save the dtype of x as ctx.dtype, which values_backward reads.
+
+    inputs: the arguments of quantized_values, of which x is the first. output: not used; PyTorch passes it.
+    """
     ctx.dtype = inputs[0].dtype
 
 
 def values_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of quantized_values: for x the upstream gradient in the dtype of x, otherwise None."""
+    """Return the gradients of quantized_values' two arguments: `grad` in the dtype of x for x, and None for recipe.
+
+    ctx: the context that save_dtype filled. grad: the gradient with respect to the result.
+    """
     return grad.to(ctx.dtype), None
 
 
@@ -211,7 +217,15 @@ quantized_values.register_vmap(loop_over(quantized_values))
 
 
 class BackwardOperators(NamedTuple):
-    """The functions that `backward` calls: operators, or versions that are differentiable inside transforms."""
+    """The functions that `backward` calls. By default, they are the operators of this file.
+
+    Inside torch.func transforms, transforms.py passes versions of them that have gradients there.
+
+    Attributes:
+        values: quantized_values.
+        gradient_of_x: linear_gradient_of_x.
+        gradient_of_w: linear_gradient_of_w.
+    """
 
     values: Callable[..., Tensor] = quantized_values
     gradient_of_x: Callable[..., Tensor] = linear_gradient_of_x

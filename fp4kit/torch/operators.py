@@ -230,7 +230,10 @@ def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> T
 
 
 def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_backward that clip_backward reads."""
+    """Save on ctx the inputs of fake_quantize_backward that clip_backward reads: all except grad.
+
+    inputs: the arguments of fake_quantize_backward. output: not used; PyTorch passes it.
+    """
     _, x, recipe, axis, amax = inputs
     ctx.how = recipe, axis
     ctx.save_for_backward(x, amax)
@@ -240,7 +243,7 @@ def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = N
     """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad.
 
     fake_quantize_backward is linear in its grad. So the gradient is the upstream gradient `grad`, with 0 where |x| >
-    amax.
+    amax, or where x or amax is NaN.
 
     ctx: the context that save_clip_inputs filled.
     clip: the function that sets these zeros; None stands for fake_quantize_backward.

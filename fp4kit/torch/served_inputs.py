@@ -22,7 +22,9 @@ _HANDLE = "_fp4kit_input_hook"
 
 
 class InputHook:
-    """Fake-quantize the first argument of a layer's forward, as a forward pre-hook of PyTorch.
+    """Fake-quantize the inputs with which a layer is called, as a forward pre-hook of PyTorch.
+
+    The inputs are the first positional argument or, without positional arguments, the argument called `input`.
 
     Args:
         recipe: the recipe as the string that recipes.to_string.to_spec returns.
@@ -33,7 +35,10 @@ class InputHook:
         self.recipe, self.amax = recipe, amax
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments of the layer's forward, with the inputs fake-quantized along their last axis."""
+        """Return (args, kwargs) of the layer's forward, in which fake-quantized inputs replace the inputs.
+
+        Blocks run along the last axis. The given args and kwargs are not changed. Raises what fake_quantize raises.
+        """
         if args:
             return (self._values(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "input": self._values(kwargs["input"])}

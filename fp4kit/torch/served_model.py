@@ -206,7 +206,10 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
 
 
 def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
-    """Yield (name, module, name within the module, parametrization) of every fake-quantized parameter, once each."""
+    """Yield (name, module, name within the module, parametrization) for every fake-quantized parameter of a model.
+
+    The parametrization is a ServedWeight or FakeQuantized, and each is yielded once, under its first name.
+    """
     seen = set()
     for name, module, leaf in parameters_of(model):
         for part in parts_of(module, leaf):
@@ -226,7 +229,10 @@ def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch
 
 
 def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
-    """Remove the parametrization `part` of a module's parameter `leaf`, and the hooks that keep its name."""
+    """Remove the parametrization `part` of a module's parameter `leaf`, and the hooks that keep its name.
+
+    The parameter gets back its original values. Other parametrizations of the parameter stay.
+    """
     parts = parts_of(module, leaf)
     if len(parts) == 1:
         parametrize.remove_parametrizations(module, leaf, leave_parametrized=False)

@@ -114,7 +114,11 @@ def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
 
 
 def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
-    """Return the parameter `leaf` of a module as ServedWeight receives it: with earlier parametrizations applied."""
+    """Return the parameter `leaf` of a module before it is fake-quantized by a ServedWeight.
+
+    Without parametrizations, this is the parameter itself. Otherwise, all parametrizations before the first
+    ServedWeight, or all if there is none, are applied to the stored original.
+    """
     parts = parts_of(module, leaf)
     if not parts:
         return module._parameters[leaf]  # type: ignore[return-value]

@@ -34,7 +34,7 @@ def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
 
 
 class FakeQuantize(torch.autograd.Function):
-    """Provide the gradient of operators.fake_quantize inside torch.func transforms."""
+    """Compute operators.fake_quantize with a gradient inside torch.func transforms, which ignore the operator's own."""
 
     setup_context = staticmethod(operators.save_inputs)
     vmap = staticmethod(operators.loop_over(fake_quantize))
@@ -102,7 +102,7 @@ def quantized_values(*arguments: Any) -> torch.Tensor:
 
 
 class QuantizedValues(torch.autograd.Function):
-    """Provide the gradient of linear_operators.quantized_values inside torch.func transforms."""
+    """Compute linear_operators.quantized_values with a gradient inside torch.func transforms."""
 
     setup_context = staticmethod(linear_operators.save_dtype)
     vmap = staticmethod(operators.loop_over(quantized_values))
@@ -114,12 +114,12 @@ class QuantizedValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return one gradient per argument, which is None for `recipe`."""
+        """Return the gradients of both arguments: the upstream gradient in the dtype of x for x, and None for recipe."""
         return linear_operators.values_backward(ctx, grads[0])
 
 
 class Linear(torch.autograd.Function):
-    """Provide the gradient of linear_operators.linear inside torch.func transforms."""
+    """Compute linear_operators.linear with a gradient inside torch.func transforms."""
 
     setup_context = staticmethod(linear_operators.save_inputs)
     vmap = staticmethod(operators.loop_over(linear))
@@ -131,7 +131,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return one gradient per argument. Gradients of backward="straight-through" are differentiable themselves."""
+        """Return the gradient of each argument of linear, as linear_operators.backward does.
+
+        The gradients can be differentiated again inside transforms, except those of the setting "quantized".
+        """
         return linear_operators.backward(ctx, grads[0], _PARTS)
 
 

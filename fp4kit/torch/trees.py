@@ -20,7 +20,10 @@ _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 
 
 def register() -> None:
-    """Register Quantized with PyTorch's tree functions."""
+    """Register Quantized with PyTorch's tree functions, so that torch.compile and torch.export accept it. Call it once.
+
+    The name under which torch.export saves a Quantized is "fp4kit.Quantized".
+    """
     _pytree.register_pytree_node(
         Quantized,
         _flatten,
@@ -33,13 +36,16 @@ def register() -> None:
 
 
 def _flatten(q: Quantized) -> tuple[list[Any], Any]:
-    """Return the arrays of a Quantized that are not None, and its static fields, as PyTorch's pytrees need them."""
+    """Return (arrays of a Quantized that are not None, its static fields), as PyTorch's pytrees need them."""
     arrays, facts = flatten(q)
     return list(arrays), facts
 
 
 def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
-    """Return the arrays of a Quantized, each with its field name as a pytree key, and the static fields."""
+    """Return (list of (pytree key, array) pairs, static fields) of a Quantized, for trees with paths.
+
+    The key is the name of the field, such as "packed". Arrays that are None are left out.
+    """
     arrays, facts = flatten(q)
     return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
 
