@@ -28,7 +28,8 @@ class ArrayAccess(NamedTuple):
         is_float32: is_float32(array) returns True for a contiguous, aligned float32 array, which the C library can read
             in place.
         to_bytes: to_bytes(array) returns the bytes of the array's elements in row-major order.
-        move_last: move_last(array, axis) returns a view whose last axis is moved to `axis`.
+        move_last: move_last(array, axis) returns a view whose last axis is moved to `axis`, or the array itself if
+            `axis` is already the last one.
         result: result(array) converts an array from a maker to the array that the caller gets. The field is None if no
             conversion is needed.
     """
@@ -43,9 +44,11 @@ class ArrayAccess(NamedTuple):
     def amax_pointer(self, amax: Any) -> Any:
         """Return a pointer to the caller's tensor_amax, for the C library.
 
-        amax: a float of Python or NumPy, or an array; not None. For a float, the result points to a new c_float. For
-            a contiguous, aligned float32 array, it is the address of the data, as an int. For any other array, it is
-            None, because the C library cannot read the array.
+        - For a float of Python or NumPy, it points to a new c_float.
+        - For a contiguous, aligned float32 array, it is the address of the data, as an int.
+        - For any other array, it is None, because the C library cannot read the array.
+
+        amax: such a float or an array of this library; not None.
         """
         if isinstance(amax, (float, np.floating)):
             return ctypes.byref(ctypes.c_float(float(amax)))
@@ -109,11 +112,11 @@ def _torch() -> ArrayAccess:
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the ArrayAccess for JAX, whose arrays are read-only.
+    """Return the ArrayAccess for JAX arrays in host memory.
 
-    So results are written to NumPy arrays, which are converted to JAX arrays at the end.
+    JAX arrays are read-only. So results are written to NumPy arrays, which `result` converts to JAX arrays at the end.
 
-    like: a JAX array, on whose device results are placed.
+    like: a JAX array, on whose device the results are placed.
     """
 
     def address_of(a: Any) -> int | None:

@@ -19,9 +19,10 @@ _kept: list[np.ndarray] = []  # the memory that is kept for the next result: one
 
 
 class _Owner:
-    """The object that owns the memory of an array and its views, as NumPy's `base`.
+    """The owner of the memory of an array and of all its views. NumPy refers to this object as their `base`.
 
-    When the last of these arrays is freed, NumPy frees this object, which then stores its memory in _kept.
+    When the last of these arrays is freed, this object is freed, too. It then stores its memory in _kept, in place of
+    any memory that is there.
     """
 
     __slots__ = ("__array_interface__", "memory")
@@ -36,7 +37,8 @@ class _Owner:
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an uninitialized array of this shape and dtype.
 
-    If it has 4 to 64 MiB, its memory is reused after it is freed.
+    If it has 4 to 64 MiB, it may use the memory of an earlier result, and its memory is kept for a later one.
+    Otherwise, it is an array of np.empty.
     """
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
@@ -46,9 +48,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """Return at least nbytes bytes: the kept memory if it is large enough, otherwise new memory.
+    """Return a byte array of at least nbytes: the kept memory if it fits, otherwise new memory.
 
-    The kept memory must also be at most half unused. If it does not fit, it is freed.
+    Kept memory fits if it has nbytes to 2 * nbytes. If it does not fit, it is freed. In either case, no memory is kept
+    any more.
     """
     try:
         found = _kept.pop()  # atomic: no other thread gets this memory
@@ -58,7 +61,7 @@ def _memory(nbytes: int) -> np.ndarray:
 
 
 def _new(nbytes: int) -> np.ndarray:
-    """Return nbytes bytes or more of new memory, aligned to a huge page."""
+    """Return new memory: an uninitialized byte array (nbytes,) that begins at a multiple of HUGE_PAGE (2 MiB)."""
     memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
     first = -memory.ctypes.data % HUGE_PAGE
     return memory[first : first + nbytes]

@@ -73,14 +73,14 @@ class CpuQuantizeCall:
 
 
 def _is_whole(*arrays: Any) -> bool:
-    """Return whether all arrays are nonempty, contiguous and aligned. Arguments that are None do not count."""
+    """Return True if every array is nonempty, contiguous and aligned. Arguments that are None are ignored."""
     return all(a is None or (a.size and a.flags.c_contiguous and a.flags.aligned) for a in arrays)
 
 
 class _MatrixCall(NamedTuple):
-    """The fields that CpuQuantizeCall and CpuFakeQuantizeCall share.
+    """The fields that CpuQuantizeCall and CpuFakeQuantizeCall share, as _matrix_call returns them.
 
-    prototype: the arguments that the C library takes, with all addresses still unset.
+    prototype: the arguments of the C function, without addresses.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
     """
 
@@ -89,7 +89,7 @@ class _MatrixCall(NamedTuple):
 
 
 def _matrix(call: Call) -> np.ndarray | None:
-    """Return the array of a call as one matrix whose rows are quantized.
+    """Return the array of a call as one matrix (rows, K) whose rows are quantized, as a view.
 
     Return None if the array is empty, or if the call needs several calls to the library. It needs several in these
     cases:
@@ -109,7 +109,7 @@ def _matrix(call: Call) -> np.ndarray | None:
 
 
 def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall | None:
-    """Return the prototype of a call and the index of its tensor rule.
+    """Return the prototype of a call (the C function's arguments without addresses) and the index of its tensor rule.
 
     Return None in these cases:
 
@@ -200,7 +200,10 @@ class CpuFakeQuantizeCall:
 
 
 def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
-    """Return new values as the caller gets them: the last axis moved to `axis`, as an array of x's library."""
+    """Return new values as the caller gets them: the last axis moved to `axis`, as an array of the caller's library.
+
+    values: an array that access.maker made.
+    """
     moved = access.move_last(values, axis)
     return moved if access.result is None else access.result(moved)
 
@@ -264,7 +267,8 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
 
     Return None in these cases:
 
-    - There are no elements, or too many elements or tensor scales for one call to the library.
+    - There are no elements, or more than ELEMENTS_PER_CALL (2^26).
+    - There are several tensor scales: more than one per tensor, or more than MAX_TENSORS (2^12) per row or block.
     - The scales are not linear, or an array is not contiguous and aligned.
     - The recipe has amax rules.
 
@@ -287,7 +291,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
 
 
 def _not_cached(*arguments: Any) -> None:
-    """Return None, because operations that use this function are never cached."""
+    """Return None for any arguments, because transpose and swizzle are never cached on the CPU."""
 
 
 transpose = swizzle = _not_cached

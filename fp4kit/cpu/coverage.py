@@ -22,8 +22,9 @@ from fp4kit.reference.search_factors import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
-    """Return the key of a recipe's block rule (4over6 included), which computes the block scale from a block's amax.
+    """Return the key of a recipe's block rule, which computes a block's scale from its amax.
 
+    The key is a text that lists the fields of the recipe on which the rule's results depend, those of 4over6 included.
     Return None for a recipe without block scales.
     """
     if r.block_rule is None or r.scale is None:
@@ -43,13 +44,17 @@ def rule_key(r: Recipe) -> str | None:
 def tensor_key(r: Recipe) -> str | None:
     """Return the key of a recipe's tensor rule, which computes the tensor scale from the tensor amax.
 
-    Return None for a recipe without a tensor scale.
+    The key is a text that lists the fields of the recipe on which the rule's results depend. Return None for a recipe
+    without a tensor rule.
     """
     return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(computed_format(r))} {r.scale_max}"
 
 
 def element_key(r: Recipe) -> str:
-    """Return the key of a recipe's element arithmetic, which computes codes from finite elements and finite factors."""
+    """Return the key of a recipe's element arithmetic, which computes a code from a finite element and a finite factor.
+
+    The key is a text that lists the fields of the recipe on which the codes depend.
+    """
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
     flags += ["stochastic_float16"] * (r.stochastic == "comfy_kitchen_fp8")
     flags += ["then_encode"] * then_encodes(r)
@@ -67,7 +72,8 @@ def computed_format(r: Recipe) -> ElementFormat:
 def decode_key(r: Recipe) -> str:
     """Return the key of a recipe's decoder, which computes a value from a code, a block scale and a tensor scale.
 
-    In the key, "none" stands for the format of the block scales if the recipe has none.
+    The key is a text that lists the fields of the recipe on which the values depend. If the recipe has no block scales,
+    "none" stands for their format.
     """
     scale = "none" if r.scale is None else _name(r.scale)
     return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
@@ -83,7 +89,7 @@ def top_rule(r: Recipe) -> str:
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest factor that the engine may use for a recipe and an input dtype.
+    """Return the smallest and the largest factor with which the engine may encode, for a recipe and an input dtype.
 
     Some producers quantize, dequantize to dtype and then pack the values by encoding them again (recipe.repacked).
     Between these two factors, the second encoding gives the codes of the first, so the engine can skip it. Recipes that
@@ -115,7 +121,7 @@ MIN_COLUMNS = 16
 
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot encode blocks like those of a recipe, or None if it can."""
+    """Return the reason why the engine cannot encode blocks of the shape of a recipe's blocks, or None if it can."""
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"
@@ -148,9 +154,9 @@ def not_searched(r: Recipe) -> str | None:
 
 
 def not_encoded_under_scales(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot encode under given block scales, though it can compute scales itself.
+    """Return the reason why the engine cannot encode by a recipe under scales that the caller passes, or None.
 
-    Return None if it can.
+    Only IF4 recipes have such a reason. The engine can encode them with scales that it computes itself.
     """
     return "in IF4, a given scale may select INT4 elements" if isinstance(r.element, IntegerOrFloat) else None
 
@@ -167,7 +173,8 @@ COVERAGE_COLUMNS = ("operation", "recipes", "why")
 def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
     """Return what the engine leaves to the specification, as rows of a table for the documentation.
 
-    Each row is (operation, ids of the recipes, reason).
+    Each row is (operation, ids of the recipes, reason), with the ids in one text. Recipes with one operation and one
+    reason share a row. An operation without such recipes has no row.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for operation, why in COVERAGE.items():
@@ -179,10 +186,10 @@ def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
 
 
 def _name(f: ElementFormat) -> str:
-    """Return the name of a format for use in a key.
+    """Return the name of a format for use in a key, such as "E2M1".
 
-    If the format differs from fp4kit's format of this name, return a name that no compiled key contains. So the engine
-    does not support a recipe with such a format.
+    If fp4kit has no format of this name, or a different one, return "other " and the name. No compiled key contains
+    that, so the engine does not support a recipe with such a format.
     """
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

@@ -27,9 +27,9 @@ TABLES_FROM = 256
 
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
-    """Return the library's index of the decoder for a recipe and an output dtype.
+    """Return the library's index of the compiled decoder for a recipe and an output dtype.
 
-    Return -1 for a recipe with amax rules, which is decoded by tables (own_format.py) instead of a compiled decoder.
+    Return -1 for a recipe with amax rules, which is decoded by tables (own_format.py) instead.
 
     Raise Declined if there is no usable library, or if it has no decoder for the recipe.
     """
@@ -43,9 +43,10 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
 
 
 def are_looked_up(r: Recipe) -> bool:
-    """Return True if large matrices of a recipe are decoded by look-ups in tables of values, one table per scale code.
+    """Return True if the library decodes large matrices of a recipe by look-ups in tables, one table per scale code.
 
-    Such decoding is quick, so it pays to use fewer threads.
+    It does so for 4-bit elements with block scales and at most one tensor scale. Look-ups are so quick that each thread
+    should get more elements (threads_for).
     """
     return r.element.bits == 4 and r.scale is not None and r.tensor_scaling in ("none", "tensor")
 
@@ -74,12 +75,15 @@ def dequantize_matrix(
 
 
 def _in_rows(bytes_: np.ndarray) -> np.ndarray:
-    """Return the array itself if its rows are contiguous, as the library needs them, otherwise a contiguous copy."""
+    """Return an array of bytes whose rows are contiguous, as the library needs: the array itself, or else a copy."""
     return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 
 def _spread(tensor: TensorScale) -> TensorScale:
-    """Return a TensorScale whose parts are broadcast to one shape: (1, 1), (rows, 1) or (rows, blocks)."""
+    """Return a TensorScale whose parts are contiguous float32 arrays of one shape, to which they are broadcast.
+
+    The shape is (1, 1), (rows, 1) or (rows, blocks).
+    """
     return TensorScale(*(np.ascontiguousarray(part, np.float32) for part in np.broadcast_arrays(*tensor)))
 
 
@@ -88,7 +92,8 @@ def _decode(
 ) -> Iterator[tuple[slice, slice]]:
     """Decode a matrix by the library into out. Yield the rows and columns of each tile that the library cannot decode.
 
-    The caller decodes these tiles by the specification. The arguments are the same as for dequantize_matrix.
+    The caller must decode these tiles by the specification. All other values are written when the generator is
+    exhausted. The arguments are those of dequantize_matrix, with contiguous rows of bytes.
     """
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
     call = decode_call(out.shape, out.dtype, r, *steps)
@@ -111,9 +116,12 @@ def _decode(
 
 
 def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
-    """Set the fields of a call for its tensor scales: three addresses, and the steps per row and per block.
+    """Set the fields of a DecodeCall for its tensor scales.
 
-    A step is 0 if all rows or all blocks share one tensor scale.
+    They are the addresses of the encode scales, decode scales and amaxes, and the steps in elements from one row to the
+    next (row_step) and from one block to the next (block_step). A step is 0 if all rows or all blocks share one scale.
+
+    tensor: the tensor scales, broadcast to one shape. The call does not keep them alive.
     """
     call.encode, call.decode, call.amax = map(address, tensor)
     rows, blocks = tensor.decode.shape
@@ -140,7 +148,9 @@ _ONES = np.ones(3, np.float32)
 def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobytes) -> np.ndarray:
     """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
 
-    Return three ones if q has no tensor scale. to_bytes: a function that returns the bytes of an array of q's library.
+    Return three ones if q has no tensor scale.
+
+    to_bytes: a function that returns the bytes of an array of the library of q's arrays.
     """
     if q.tensor_scale is None:
         return _ONES
@@ -151,7 +161,9 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
 def decode_call(
     shape: tuple[int, int], dtype: np.dtype, r: Recipe, out_step: int, packed_step: int, scales_step: int
 ) -> DecodeCall:
-    """Return a prototype, which is a DecodeCall without addresses, for a matrix of values under one tensor scale.
+    """Return a prototype: a DecodeCall without addresses, for a matrix of values under one tensor scale.
+
+    Raise Declined if the library has no decoder for the recipe.
 
     shape: the shape of the matrix of values. dtype: the dtype of the values. out_step: elements from one row of values
     to the next. packed_step, scales_step: bytes from one row of codes or block scales to the next; 0 without block

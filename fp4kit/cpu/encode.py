@@ -69,7 +69,11 @@ class Kernels(NamedTuple):
 
 @lru_cache(256)
 def kernels_of(r: Recipe) -> Kernels:
-    """Return the Kernels of a recipe. Raise Declined if the library does not support its block or one of its rules."""
+    """Return the Kernels of a recipe.
+
+    Raise Declined if there is no usable library, or if it does not support the recipe's blocks or one of its rules. A
+    recipe without blocks is encoded in blocks of SEGMENT (32) columns, which share the tensor scale.
+    """
     found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
@@ -86,7 +90,10 @@ def kernels_of(r: Recipe) -> Kernels:
 
 
 def check_array(x: np.ndarray) -> None:
-    """Raise Declined unless the elements of an array are aligned, at addresses that are multiples of their size."""
+    """Raise Declined unless the library can read an array: all elements at addresses that are multiples of their size.
+
+    The strides must be multiples of the element size, too.
+    """
     if not x.flags.aligned or any(step % x.itemsize for step in x.strides):
         raise Declined("the CPU engine needs aligned elements")
 
@@ -108,11 +115,11 @@ class Tiles(NamedTuple):
         """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest.
 
         tile_columns is a multiple of `block` and of SEGMENT (32). tile_rows is a multiple of block_rows. Both may
-        exceed the size of x.
+        exceed the size of x. Rows of tiles are as long as possible, because the processor does not prefetch rows of
+        half a page, which doubles the time. Only gathered tiles are small.
 
         block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
-        tile into a contiguous buffer, because they are strided or transformed. Such tiles are small. Other tiles have
-        rows as long as possible, because the processor does not prefetch rows of half a page, which doubles the time.
+        tile into a contiguous buffer, because they are strided or transformed.
         """
         M, K = x.shape
         step = lcm(block, SEGMENT)
@@ -125,9 +132,12 @@ class Tiles(NamedTuple):
         return cls(M, K, rows_of_blocks * block_rows, tile_columns)
 
     def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Yield the slabs of the matrix. A slab consists of whole tiles, and is the work of one call to the library.
+        """Yield the slabs of the matrix as (rows, columns). A slab is the work of one call to the library.
 
-        cost: the time per element relative to encoding. Expensive operations have smaller slabs.
+        A slab consists of whole tiles: about 2^26 / cost elements at most, but at least one tile. A matrix without rows
+        has no slabs. The matrix must have columns.
+
+        cost: the time per element, as a multiple of the time to encode it.
         """
         max_elements = ELEMENTS_PER_CALL // cost
         across = max(max_elements // self.tile_rows // self.tile_columns, 1) * self.tile_columns
@@ -149,17 +159,22 @@ class Tiles(NamedTuple):
                 )
 
     def count_tiles(self, rows: slice, columns: slice) -> int:
-        """Return the number of tiles in the slab that has the given rows and columns."""
+        """Return the number of tiles in a slab. rows, columns: the slab."""
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of the slab (rows, columns) whose mark is not 0. marks: one byte per tile, in tile order."""
+        """Yield the tiles of a slab that the library has marked, because it cannot compute them.
+
+        rows, columns: the slab. marks: one byte per tile, in the order of `tiles`; 0 if the tile is not marked.
+        """
         if marks.any():
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
 
 def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
-    """Return the SourceMatrix that describes a matrix to the library.
+    """Return the SourceMatrix that describes a matrix to the library: its address, shape and strides in elements.
+
+    The result does not keep x alive.
 
     hadamard: the sign mask of a Hadamard transform that the library applies while it reads; None for no transform.
     """
@@ -180,10 +195,10 @@ class _Scales(NamedTuple):
 
 
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
-    """Return a prototype, which is an EncodeCall without addresses, for matrices with the shape and strides of x.
+    """Return a prototype: an EncodeCall for matrices with the shape, strides and dtype of x, but without addresses.
 
-    The matrices have one tensor scale. packed_step, scales_step: bytes from one row of codes or block scales to the
-    next.
+    Fields for options, such as random bytes, and the number of threads are 0. tensor_step is 0, too, so all rows share
+    one tensor scale. packed_step, scales_step: bytes from one row of codes or block scales to the next.
     """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     matrix = source(x)
@@ -216,10 +231,12 @@ def quantize_matrix(
 ) -> None:
     """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales.
 
-    The arguments and the result are those of reference.quantize.quantize_matrix. Raise Declined if the library does not
-    support the recipe (kernels_of).
+    The arguments and the written bytes are those of reference.quantize.quantize_matrix. Raise Declined if the library
+    does not support the recipe (kernels_of).
 
-    amax: the tensor amaxes; None without a tensor scale. scales: None for a recipe without block scales.
+    amax: the tensor amaxes; None without a tensor scale. packed: uint8 (M, bytes per row). scales: uint8 (block rows of
+    M, blocks); None for a recipe without block scales. options: block amaxes, random numbers and a Hadamard transform,
+    if any.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     given = _Scales(tensor, options.block_amax)
@@ -250,8 +267,9 @@ def encode_matrix(
 ) -> None:
     """Encode a matrix x (M, K) under given scales, and write its codes into packed.
 
-    The arguments and the result are the same as for reference.quantize.encode_matrix. Raise Declined if the library
-    does not support the recipe (kernels_of), or not under given scales (not_encoded_under_scales).
+    The arguments and the written codes are those of reference.quantize.encode_matrix. Raise Declined if the library
+    does not support the recipe (kernels_of), or supports it only with scales that it computes
+    (not_encoded_under_scales).
 
     tensor: the tensor scale. scales: the codes of the block scales; None for a recipe without block scales.
     """
@@ -273,9 +291,12 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode some rows of a matrix, as encode_matrix does, and write their codes into packed.
+    """Encode some rows of a matrix under given scales, and write their codes into packed. encode_matrix calls this.
 
-    All arrays hold only the data of these rows. kernels: the result of kernels_of(r).
+    If the recipe encodes no zero blocks (four_over_six.leaves_zero_blocks), blocks whose amax is 0 or subnormal get the
+    code 0.
+
+    All arrays hold only the data of these rows. kernels: the Kernels of r, but with block_rule -1 and block_rows 1.
     """
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
@@ -298,6 +319,9 @@ def _given_scales(
     x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None
 ) -> _Scales:
     """Return the _Scales for encoding a matrix under given block scales and a given tensor scale.
+
+    They hold the factor of each block, computed from its scales. Without block scales, they hold no factors, except if
+    the recipe has one tensor scale per block.
 
     scales: the codes of the block scales; None without block scales. hadamard: the sign mask of a Hadamard transform;
     None for no transform.
@@ -333,7 +357,8 @@ def _encode(
 ) -> Iterator[tuple[slice, slice]]:
     """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode.
 
-    The caller encodes these tiles by the specification.
+    The caller must encode these tiles by the specification. All other codes and scales are written when the generator
+    is exhausted.
 
     kernels: the result of kernels_of(r). given: the scales that are known beforehand. packed: the array to write codes
     to. scales: the array to write block scales to; None if they are given or the recipe has none.
@@ -405,10 +430,10 @@ class _RandomBytes(NamedTuple):
     def of(cls, random: RandomNumbers | None, rows: slice, columns: slice) -> _RandomBytes:
         """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest rounding.
 
-        If `random` is a RandomStream, return the seed and the position of the bytes in the stream. Otherwise return the
-        bytes, copied only if they are not contiguous.
+        For a RandomStream, the result holds the seed and the position of the bytes in the stream. For random bytes of
+        the caller (GivenNumbers), it holds the bytes, copied only if they are not contiguous.
 
-        random: the random bytes of the whole matrix; None for nearest rounding.
+        random: the random numbers of the whole matrix; None for nearest rounding.
         """
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
@@ -437,10 +462,14 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
     """Return the tensor amaxes of a matrix (M, K), as reference.quantize.tensor_amax does.
 
     The result is float32 of shape () for one tensor scale or none, (M,) for one per row, or (M, blocks) for one per
-    block.
+    block. The amax of a block with several rows is repeated for each row.
 
-    Return None if the library cannot compute them, because an element is NaN or infinite. For recipes with one tensor
-    scale per row or block, also return None if x is transformed, or if rows or blocks have an unsupported length.
+    Return None if the library cannot compute them:
+
+    - An element is NaN or infinite.
+    - The recipe has one tensor scale per row, and K is not a multiple of SEGMENT (32).
+    - It has one per block, and a block has neither 16 columns nor a multiple of 32 up to PANEL_COLUMNS (2048).
+    - It has one per row or block, and x is transformed first.
 
     mask: the sign mask of a Hadamard transform; None for no transform.
     """
@@ -464,9 +493,9 @@ def largest(
 ) -> np.float32 | None:
     """Return the largest magnitude of a matrix, or None if an element is NaN or infinite.
 
-    out: an array to write the amaxes of the blocks to, or None to write none. Its content is invalid if the result is
-    None. block, block_rows: the columns and rows of a block; they matter only if out is given. hadamard: the sign mask
-    of a Hadamard transform to apply first; None for no transform.
+    x: the matrix, not empty. out: a float32 array to which the amax of each block is written, too; None to write none.
+    Its content is invalid if the result is None. block, block_rows: the columns and rows of a block. hadamard: the sign
+    mask of a Hadamard transform to apply first; None for no transform.
     """
     tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     input_kind, amax_bits = INPUTS[x.dtype], 0
@@ -493,9 +522,10 @@ def largest(
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return the packed codes of the transpose of a matrix, as reference.transpose.transpose_codes does.
+    """Return the packed codes of the transpose of a matrix (M, K): a new uint8 array (K, bytes per row).
 
-    stored: the packed codes of the matrix, uint8 (M, bytes per row). packing: how these bytes hold the codes.
+    stored: the packed codes of the matrix, uint8 (M, bytes per row). packing: how these bytes hold the codes, one or
+    two per byte.
     """
     stored, is_nibble = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
@@ -508,26 +538,32 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
-    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements and whole rows of blocks.
+    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements that do not cut blocks.
 
-    block_rows: the number of rows of a block. The rows of each part, except the last, are a multiple of block_rows.
+    Each part, except the last, has a multiple of block_rows rows, even if these have more than 2^20 elements. A matrix
+    without rows has no parts.
+
+    shape: the rows and columns of the matrix. block_rows: the number of rows of a block.
     """
     step = max((1 << 20) // max(shape[1], 1) // block_rows, 1) * block_rows
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
 
 def blocks_of(columns: slice, r: Recipe) -> slice:
-    """Return the slice of the blocks that are in some columns."""
+    """Return the slice of a row's blocks that are in some columns. columns: a slice that begins and ends at blocks."""
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
 def bytes_of(columns: slice, r: Recipe) -> slice:
-    """Return the slice of the bytes that hold the codes of some columns."""
+    """Return the slice of a row's packed bytes that hold the codes of some columns.
+
+    columns: a slice that begins at a whole byte.
+    """
     return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the tensor amaxes of some rows and blocks of a matrix. A single amax, or None, is returned unchanged.
+    """Return the tensor amaxes of some rows and blocks of a matrix, as a view. Return one amax or None unchanged.
 
     amax: one amax per tensor, per row or per block; None for a recipe without a tensor scale.
     """
@@ -537,7 +573,10 @@ def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | No
 
 
 def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
-    """Return the EncodeOptions for some rows and columns of a matrix, with the block amaxes and random bytes there."""
+    """Return the EncodeOptions for some rows and columns of a matrix: the block amaxes and random numbers there.
+
+    The sign mask of a Hadamard transform stays. rows, columns: slices that begin and end at blocks.
+    """
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]

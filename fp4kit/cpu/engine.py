@@ -30,11 +30,13 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array in their canonical shape (call/amaxes.py), like compute_tensor_amax.
+    """Return the tensor amaxes of an array, float32 in their canonical shape (call/amaxes.py).
 
     The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
-    example because an element is NaN or infinite. mask: the sign mask of a Hadamard transform to apply first; None for
-    no transform.
+    example because an element is NaN or infinite.
+
+    moved: the array with its quantized axis last. r: the recipe. mask: the sign mask of a Hadamard transform to apply
+    first; None for no transform.
     """
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
@@ -57,7 +59,7 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize the array of a call. Return call.out with the result, or a new Quantized if call.out is None.
+    """Quantize the array of a call. Return the result: in call.out, which is overwritten, or in a new Quantized.
 
     Raise Declined if the engine does not support the call, or is not faster than the specification for it.
     """
@@ -76,7 +78,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 def quantize_with_scales(call: Call) -> Quantized:
     """Quantize the array of a call with the scales that the caller passed: only codes are computed.
 
-    Return call.out with the result, or a new Quantized if call.out is None. Raise Declined if the engine does not
+    Return the result: in call.out, which is overwritten, or in a new Quantized. Raise Declined if the engine does not
     support the call, or is not faster than the specification for it.
     """
     _check(call)
@@ -86,8 +88,10 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call, min_elements: int | None = None) -> None:
     """Raise Declined if the engine does not support a call, or is not faster than the specification for it.
 
-    min_elements: the smallest number of elements for which the engine is faster. None takes it from
-    coverage.MIN_ELEMENTS.
+    It is not faster for arrays with fewer than min_elements elements, or with rows of fewer than 16. It does not
+    support unaligned elements, some recipes (encode.kernels_of), and stochastic rounding by some others.
+
+    min_elements: None takes the number for the recipe from coverage.MIN_ELEMENTS.
     """
     if min_elements is None:
         min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
@@ -102,7 +106,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array.
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
 
     Raise Declined if the engine cannot decode the recipe to dtype, or if q has so few values that NumPy is as fast.
     """
@@ -125,12 +129,12 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call, in the shape and dtype of call.x.
+    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x.
+
+    The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
 
     Raise Declined if the recipe has a fake_rule, if the engine does not support the call, or if the specification is at
     least as fast.
-
-    Quantize and dequantize FAKE_ELEMENTS (2^22) elements at a time, so that the codes take little memory.
     """
     if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
@@ -168,7 +172,11 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
 
 
 def _cut(call: Call, index: Any) -> Call:
-    """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part."""
+    """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part.
+
+    index: an int or a slice of the first axis. In `call`, the quantized axis is the last one. A tensor amax of shape ()
+    stays as it is.
+    """
     x, tensor, blocks, random = (
         a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
     )
@@ -177,18 +185,21 @@ def _cut(call: Call, index: Any) -> Call:
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Transpose each matrix of a Quantized q with square blocks. Return the pair (packed, scales).
+    """Transpose each matrix of a Quantized q with square blocks. Return new codes and block scales (packed, scales).
 
-    Raise Declined if there is no usable library. packed, scales: the codes and block scales of q.
+    The scales have the scale layout of q. Raise Declined if there is no usable library.
+
+    packed, scales: the codes and block scales of q.
     """
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over the elements of one shard (see ops/partial.py).
+    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/partial.py).
 
-    A shard is the part of the flattened matrix that one process holds. Blocks without elements in the shard get 0.
+    A shard is the part of the flattened matrix that one process holds. Blocks without elements in the shard get 0. The
+    result is float32 (ceil(M / block rows), K / block columns).
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
@@ -217,10 +228,10 @@ def partial_cast(
 
 
 def amax(call: Call) -> np.ndarray:
-    """Return the amax of each block of call.moved, float32 (..., M / block rows, K / block).
+    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
-    Raise Declined if the recipe has no blocks, or blocks that the engine does not support. Also raise it if the array
-    is empty or small (see _check), or if its elements are not aligned.
+    Raise Declined if the recipe has no blocks, or if the engine does not support it. Raise Declined also if the array
+    is empty or so small that the specification is as fast (see _check), or if its elements are not aligned.
     """
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
@@ -233,10 +244,13 @@ def amax(call: Call) -> np.ndarray:
 
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest magnitude of an array, float32 (). NaN propagates.
+    """Return the largest magnitude of a whole array as a float32 array of shape (). NaN propagates.
 
-    Raise Declined if axis is not None, if the array is empty, if its elements are not aligned, or if there is no usable
-    library. Also raise Declined for a strided array of more than two dimensions.
+    fp4kit.amax calls this if it gets no recipe. Raise Declined in these cases:
+
+    - axis is not None, or the array is empty.
+    - The array is not contiguous and has more than two dimensions.
+    - Its elements are not aligned, or there is no usable library.
     """
     functions()
     if axis is not None or not x.size:
@@ -247,7 +261,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the float32 block amaxes whose scales give the smallest loss.
+    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block).
 
     Raise Declined in these cases:
 
@@ -264,7 +278,10 @@ def search_scales(search: Search) -> np.ndarray:
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:
-    """Return an array of at most two dimensions as a matrix. Raise Declined for more dimensions."""
+    """Return an array as a matrix: a 0-d or 1-d array as one row, a 2-d array itself.
+
+    Raise Declined for more dimensions.
+    """
     if x.ndim > 2:
         raise Declined("the CPU engine supports non-contiguous arrays only up to two dimensions")
     return x.reshape(1, -1) if x.ndim < 2 else x
@@ -280,9 +297,10 @@ def _declining(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function that raises Declined, for operations that host/engine.py has and this module does not define.
+    """Return a function that raises Declined, for an operation of host/engine.py that this module does not define.
 
-    Python calls this function for attributes that the module does not have.
+    Python calls this function for every attribute that the module does not have. Raise AttributeError if `name` is no
+    operation of host/engine.py.
     """
     if name in reference.__all__:
         return _declining(name)

@@ -22,7 +22,7 @@ PATH = Path(__file__).parent / "source" / "recipes.inc"
 
 
 def text() -> str:
-    """Return the text of recipes.inc for the current recipes of the table."""
+    """Return the C++ text that recipes.inc should have for the current recipes of the table."""
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
@@ -54,7 +54,11 @@ def text() -> str:
 
 
 def _stored_directions(r: Recipe) -> tuple[bool, ...]:
-    """Return the values of `divides` (schema.as_stored) for which a recipe needs a decoder of stored checkpoints."""
+    """Return the directions of stored tensor scales for which a recipe needs a decoder of checkpoints.
+
+    They are values of the argument `divides` of schema.as_stored: (False, True) for a recipe with block scales and one
+    tensor scale, otherwise (False,).
+    """
     return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
 
 
@@ -64,10 +68,10 @@ def _format(f: ElementFormat) -> str:
 
 
 def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list[str]]) -> list[str]:
-    """Return the definitions of C++ structs, one per key of `found`.
+    """Return the definitions of C++ structs, one per key of `found` in sorted order.
 
-    The structs are named by `name` and a number, in the order of the keys. facts: a function that returns the members
-    of a recipe's struct.
+    The structs are called name0, name1, ... found: {key: a recipe with this key}. facts: a function that returns the
+    definitions of the members of a recipe's struct.
     """
     return [f"struct {name}{i} {{ {' '.join(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
 
@@ -86,7 +90,10 @@ def _rule(r: Recipe) -> list[str]:
 
 
 def _two_formats(r: Recipe) -> list[str]:
-    """Return the C++ definition that marks a struct of an IF4 recipe (kHasTwoFormats), or an empty list."""
+    """Return the C++ definition of FloatElement for an IF4 recipe, as a list; otherwise an empty list.
+
+    In C++, a struct with this member is one of an IF4 recipe (kHasTwoFormats).
+    """
     return [f"using FloatElement = {_format(E2M1)};"] if isinstance(r.element, IntegerOrFloat) else []
 
 
@@ -153,14 +160,14 @@ def _decode(r: Recipe) -> list[str]:
 
 
 def _bool(value: bool) -> str:
-    """Return a bool as C++ spells it."""
+    """Return a bool as C++ spells it: "true" or "false"."""
     return str(value).lower()
 
 
 def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
-    """Return the definition of a C++ macro that calls the macro `entry` for every rule in `found`.
+    """Return the definition of a C++ macro called `name`, which calls the macro `entry` for every key in `found`.
 
-    The macro is called `name`. Each call of `entry` has the key and the struct of the rule as arguments.
+    Each call is entry("key", struct<i>), where i is the index of the key in sorted order, as in _structs.
     """
     entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
     return f"#define {name} " + " ".join(entries)

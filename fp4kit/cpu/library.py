@@ -39,13 +39,20 @@ _SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
 
 
 class SourceMatrix(ctypes.Structure):
-    """A matrix in memory, with strides in elements. It mirrors the C++ struct Source of source/input_types.h."""
+    """The address, shape and strides of a matrix in memory. It mirrors the C++ struct Source of source/input_types.h.
+
+    Strides (row_step, column_step) are in elements. hadamard is the sign mask of a Hadamard transform that the library
+    applies while it reads, or -1 for no transform.
+    """
 
     _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
 
 
 class EncodeCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_encode. source/encode_matrix.h describes the fields."""
+    """The arguments of the C function fp4kit_encode, which writes the codes and block scales of a matrix.
+
+    source/encode_matrix.h describes the fields.
+    """
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -67,7 +74,10 @@ class EncodeCall(ctypes.Structure):
 
 
 class OwnFormat(ctypes.Structure):
-    """The tables of a user-defined format. source/own_format.h describes the fields."""
+    """The tables by which the library encodes and decodes a user-defined format.
+
+    source/own_format.h describes the fields. cpu/own_format.py makes the tables.
+    """
 
     _fields_ = [
         *((name, c_void_p) for name in ("bounds", "codes", "values", "scale_bounds", "scale_codes", "scale_values")),
@@ -77,7 +87,10 @@ class OwnFormat(ctypes.Structure):
 
 
 class AmaxCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_amax. source/tensor_scale.h describes the fields."""
+    """The arguments of the C function fp4kit_amax, which computes the amax of a matrix and those of its blocks.
+
+    source/tensor_scale.h describes the fields.
+    """
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -88,7 +101,10 @@ class AmaxCall(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_decode. source/decode_matrix.h describes the fields."""
+    """The arguments of the C function fp4kit_decode, which writes the values of a quantized matrix.
+
+    source/decode_matrix.h describes the fields.
+    """
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
@@ -102,7 +118,10 @@ class DecodeCall(ctypes.Structure):
 
 
 class SearchScalesCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_search_scales. source/search_scales.h describes the fields."""
+    """The arguments of the C function fp4kit_search_scales, which searches the best E4M3 scale of each block.
+
+    source/search_scales.h describes the fields.
+    """
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -117,7 +136,10 @@ class SearchScalesCall(ctypes.Structure):
 
 
 class SearchFactorsCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_search_factors. source/search_factors.h describes the fields."""
+    """The arguments of the C function fp4kit_search_factors, which searches the best multiple of each block's amax.
+
+    source/search_factors.h describes the fields.
+    """
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -135,7 +157,10 @@ class SearchFactorsCall(ctypes.Structure):
 
 
 class SearchQuestCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_search_quest. source/search_quest.h describes the fields."""
+    """The arguments of the C function fp4kit_search_quest, which computes block amaxes by FP-Quant's method QuEST.
+
+    source/search_quest.h describes the fields.
+    """
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -146,7 +171,7 @@ class SearchQuestCall(ctypes.Structure):
 
 
 class ProductOperand(ctypes.Structure):
-    """One operand of a ProductCall. source/matmul.h describes the fields."""
+    """One operand of a ProductCall: a matrix of codes with its scales. source/matmul.h describes the fields."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "factors", "values", "powers", "scale_values")),
@@ -157,7 +182,10 @@ class ProductOperand(ctypes.Structure):
 
 
 class ProductCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_matmul. source/matmul.h describes the fields."""
+    """One matrix product, or some rows of it, for the C function fp4kit_matmul, which takes an array of these.
+
+    source/matmul.h describes the fields.
+    """
 
     _fields_ = [
         ("a", ProductOperand),
@@ -170,7 +198,10 @@ class ProductCall(ctypes.Structure):
 
 
 class RotateCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_rotate. source/rotate.h describes the fields."""
+    """The arguments of the C function fp4kit_rotate, which rotates blocks of elements.
+
+    source/rotate.h describes the fields.
+    """
 
     _fields_ = [
         *((name, c_void_p) for name in ("x", "out", "signs", "matrices")),
@@ -197,9 +228,10 @@ class CompiledLibrary(NamedTuple):
 
 
 def _open(level: str) -> Any:
-    """Open the library of a level, without checking that it was compiled from the current sources.
+    """Open the library of a level, and return it, without checking that it was compiled from the current sources.
 
-    Raise OSError if there is no compiled library of this level.
+    Only the functions fp4kit_digest and fp4kit_level have their result types set. Raise OSError if there is no compiled
+    library of this level, or if it cannot be opened.
     """
     found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
     if not found:
@@ -211,9 +243,10 @@ def _open(level: str) -> Any:
 
 
 def _load(level: str) -> Any:
-    """Return the functions of a level's library, with their argument types.
+    """Return the C functions of a level's library, with their argument and result types set.
 
-    Raise OSError if there is no compiled library of this level, or if it was compiled from other sources.
+    Raise OSError if there is no compiled library of this level, if it cannot be opened, or if it was compiled from
+    other sources.
     """
     functions = _open(level)
     if functions.fp4kit_digest().decode() != digest():
@@ -248,9 +281,11 @@ def _load(level: str) -> Any:
 def library() -> CompiledLibrary:
     """Return the library of the highest level that this processor supports and that can be loaded.
 
-    If there is none, the result has no functions, and its level is the reason as text.
+    If there is none, the result's `functions` is None, and its `level` is the reason as text. The result is computed
+    once per process.
 
-    Warn once per process if a higher level is missing, or if libraries are compiled but none can be used.
+    Issue a RuntimeWarning if a level that the processor supports is missing and a lower one is used, or if libraries
+    are compiled but none can be used. If not even the library of level base can be opened, there is no warning.
     """
     try:
         best = _open("base").fp4kit_level().decode()  # correct even if the library was compiled from other sources
@@ -407,9 +442,11 @@ def alone() -> None:
 
 
 def threads_for(elements: int, is_quick: bool = False) -> int:
-    """Return how many threads a call on this number of elements should use.
+    """Return how many threads a call on this number of elements should use: from 1 to num_threads().
 
-    is_quick: True if an element takes so little time that a thread needs four times as many elements.
+    Each thread gets at least 2^16 elements (ELEMENTS_PER_THREAD).
+
+    is_quick: True if an element takes so little time that each thread should get four times as many.
     """
     return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))
 

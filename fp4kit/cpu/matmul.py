@@ -28,8 +28,8 @@ TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
     """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
 
-    The library computes all products at once, or parts of them one after the other, because Python can handle Ctrl-C
-    only between its calls. A part is some rows of one matrix. Raise Declined if there is no usable library.
+    The work is divided into calls to the library of about 2^30 multiplications (TERMS_PER_CALL), because Python can
+    handle Ctrl-C only between them. Raise Declined if there is no usable library.
     """
     outs = [np.empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
     parts: list[ProductCall] = []
@@ -47,14 +47,18 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
 
 
 def _run(parts: list[ProductCall], terms: int) -> None:
-    """Compute parts of matrix products. `terms` is the number of multiplications in all parts together."""
+    """Compute parts of matrix products by one call to the library, which writes the results that the parts name.
+
+    terms: the number of multiplications in all parts together.
+    """
     functions().fp4kit_matmul((ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
 
 
 def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
-    """Yield the parts of a call, each with at most TERMS_PER_CALL (2^30) multiplications or with one row.
+    """Yield the parts of a call, which together compute its result. A part is some rows of one matrix of the result.
 
-    out: the array (batch, M, N) for the results.
+    A part has at most TERMS_PER_CALL (2^30) multiplications, or only one row. out: the array (batch, M, N) for the
+    results.
     """
     prototype = _prototype(call)
     batch, M, N = call.shape
@@ -70,7 +74,10 @@ def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
 
 
 def _prototype(call: MatmulCall) -> ProductCall:
-    """Return a ProductCall for a call. The fields that depend on the matrix and its rows are not set."""
+    """Return a ProductCall with the fields that all parts of a call share.
+
+    The operands, c, out, rows and columns are not set.
+    """
     adder, *fields = addition_of(call)
     names = Addition._fields[1:]
     product = ProductCall(length=call.a.k, output=INPUTS[call.out_dtype], adder=ADDERS.index(adder))
@@ -93,17 +100,17 @@ def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
 
 @np.errstate(all="ignore")
 def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays with one entry per code: its value, and 2^exponent.
+    """Return two arrays with one entry per code: its value, and 2^exponent as float64.
 
-    reference.matmul.as_terms gives the exponent.
+    The exponent is that of the value, as reference.matmul.as_terms gives it.
     """
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
-    """Return matrix i of an operand, starting at row `start`, in the form that the library takes.
+    """Return matrix i of an operand from row `start` on, in the form that the library takes.
 
-    If the operand has one matrix for the whole batch, return that matrix.
+    If the operand has one matrix for the whole batch, it is used for every i. The result does not keep arrays alive.
     """
     i = min(i, x.codes.shape[0] - 1)
     values, powers = _element_tables(x.element)

@@ -60,10 +60,12 @@ def tables_of(r: Recipe) -> Tables:
 
 
 def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces (intervals that round to one code each) of scaled elements, as _pieces does.
+    """Return the pieces (intervals that round to one code each) of elements after scaling, as (bounds, codes).
 
-    size: the number of element codes. With paired microexponents, entries 0 to 7 are the pieces under microexponent 0,
+    Both are as _pieces returns them. With paired microexponents, entries 0 to 7 are the pieces under microexponent 0,
     and entries 8 to 15 those under microexponent 1. Each has 7 bounds, so bounds[7] is not used.
+
+    size: the number of element codes.
     """
     e = r.element
     if not isinstance(e, PairedMicroexponents):
@@ -74,7 +76,7 @@ def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the codes of scaled elements x, float32 (n,), by the specification."""
+    """Return the codes to which the specification rounds elements x, float32 (n,), that are already scaled."""
     one = np.ones(1, np.float32)
     tensor = tensor_scale(None, r, x.dtype)
     return encode_elements(x.reshape(1, 1, -1), one, r, x.dtype, None, tensor).reshape(-1)
@@ -92,19 +94,20 @@ def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 @lru_cache(64)
 def _with_unit_element(r: Recipe) -> Recipe:
-    """Return a copy of a recipe whose largest element is 1."""
+    """Return a copy of a recipe with another element format, whose values are 0 and 1, so that its largest is 1."""
     return replace(r, element=Codebook((0.0, 1.0)), rounding="rn", sign="signbit", nan_code=None, narrow=False)
 
 
 def _values(f: ElementFormat, size: int) -> np.ndarray:
-    """Return the float32 values of codes 0 to size - 1. Bits beyond the width of the format are ignored."""
+    """Return the float32 values of codes 0 to size - 1 in a format. Bits beyond the width of the format are ignored."""
     return decode(np.arange(size, dtype=np.uint8), f)
 
 
 def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the pieces (intervals that round to one code each) as (bounds, codes): int32 (size - 1,), uint8 (size,).
 
-    Keys from bounds[i - 1] to bounds[i] - 1 have codes[i]. Bounds and codes beyond the last piece are not used.
+    A float is given by its key, an integer in the order of floats. Keys from bounds[i - 1] to bounds[i] - 1 have
+    codes[i]. If there are fewer than `size` pieces, the other bounds are above every key, and the other codes are 0.
 
     encode: a monotone function that returns the codes of float32 numbers. first: the smallest key, which is the key of
     0 or of -infinity. size: the largest number of pieces.
@@ -126,6 +129,9 @@ def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -
 
 
 def _floats(keys: np.ndarray) -> np.ndarray:
-    """Return the float32 numbers that have the given keys."""
+    """Return the float32 numbers that have the given keys.
+
+    A key is an integer whose order is that of floats, with -0 before 0: key 0 is 0.0, and key -1 is -0.0.
+    """
     bits = keys.astype(np.int32)
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)

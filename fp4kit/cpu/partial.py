@@ -19,7 +19,8 @@ from fp4kit.reference.quantize import EncodeOptions
 class _Cut(NamedTuple):
     """The part of a shard that consists of whole rows of blocks.
 
-    It holds the shard's elements [first, last), which are the rows [row, row + rows) of the matrix.
+    It holds the shard's elements [first, last), which are the rows [row, row + rows) of the matrix. If there is no such
+    part, rows and row are 0, and first and last are the length of the shard.
     """
 
     first: int
@@ -31,7 +32,7 @@ class _Cut(NamedTuple):
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
     """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape.
 
-    If the shard has no whole row of blocks, the field rows is 0. height: the number of rows of a block.
+    If the shard has no whole row of blocks, the result's `rows` is 0. height: the number of rows of a block.
     """
     M, K = shape
     if not length:
@@ -45,9 +46,10 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over the elements of one shard; 0 for blocks without such elements.
+    """Return the amax of every block of a matrix, counting only the elements of one shard.
 
-    The arguments and the result are the same as for reference.partial.partial_amax.
+    Blocks without an element in the shard get 0. The result is float32 (ceil(M / block rows), K / block columns). The
+    arguments are those of reference.partial.partial_amax.
     """
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
@@ -72,8 +74,8 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out.
 
-    The arguments and the result are those of reference.partial.partial_cast. amax: the amaxes of all blocks of the
-    matrix.
+    The arguments are those of reference.partial.partial_cast. amax: the amaxes of all blocks of the matrix.
+    tensor_amax: its tensor amax; None without a tensor scale.
     """
     cut = _cut(len(shard), start, shape, recipe.block_rows)
     if out.strides[1] != 1:  # the library writes rows of contiguous bytes only

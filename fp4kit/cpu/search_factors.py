@@ -26,7 +26,9 @@ def search_matrix(
 ) -> None:
     """Search the block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
 
-    amax: the tensor amax. hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
+    out: float32 (M, blocks). amax: the tensor amax, or one per row; None without a tensor scale. recipe: the recipe,
+    whose search lists the multiples to try. hadamard: the sign mask of a Hadamard transform to apply first; None for no
+    transform.
     """
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(recipe, np.dtype(np.float32))
@@ -67,7 +69,8 @@ def search_matrix(
 def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
     """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
 
-    amax is not used. hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
+    out: float32 (M, blocks). amax is not used. hadamard: the sign mask of a Hadamard transform to apply first; None for
+    no transform.
     """
     tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
     for rows, columns in tiles.slabs(1):

@@ -38,9 +38,9 @@ def search_matrix(
     A full search computes the loss of every candidate. A pruned search skips candidates whose lower bound of the loss
     is too large, and gives the same result.
 
-    amax: the tensor amax.
+    x: the matrix (M, K). out: float32, one entry per block. amax: the tensor amax, of one element.
     unproven: a uint64 array (1,) to which the number of blocks with a full search is added; None does not count them.
-    bounded: True uses the pruned search where its bounds are valid. False searches every block in full.
+    bounded: True uses the pruned search where its bounds hold. False searches every block in full.
     """
     r, terms = search.call.recipe, search.terms
     is_simple = terms.power in (1, 2, np.inf)
@@ -103,9 +103,9 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     """Return the library's index of the block rule that gives the scale code of a block's own amax.
 
-    The candidates are the codes from offsets[0] to offsets[1] relative to this code. If offsets is None, all codes 1
-    ... 126 are candidates. Then no rule is needed, and the result is -1. Otherwise raise Declined if the recipe's block
-    rule is not specification.OWN_RULE, or is not compiled.
+    Return -1 if offsets is None. Then all codes 1 ... 126 are candidates, and no rule is needed. Otherwise, the
+    candidates are the codes from offsets[0] to offsets[1] relative to the block's own code. Then raise Declined if the
+    recipe's block rule is not specification.OWN_RULE, or if it is not compiled.
     """
     if offsets is None:
         return -1
@@ -120,8 +120,8 @@ def _candidates(amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
     """Return the tables of a search, indexed by scale code, float32 (3, 128).
 
     The rows are the block amaxes, the scales, and approximate reciprocals of the scales, with which the search
-    multiplies elements instead of dividing. Codes that are not candidates have ones. amax: the tensor amax. terms: the
-    loss.
+    multiplies elements instead of dividing. Codes outside of 1 ... 126, which are never candidates, have ones. amax:
+    the tensor amax. terms: the loss.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES
