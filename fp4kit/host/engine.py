@@ -117,12 +117,14 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the amax from which the tensor scale is computed, as float32 in the canonical shape of call/amaxes.py.
+    """Return the amaxes from which the tensor scales are computed, as float32 in the canonical shape of call/amaxes.py.
 
-    For a recipe without a tensor scale, return the amax of the whole array, float32 (). An empty array gives zeros.
-    recipe.amax_nan decides how NaN elements count.
+    The shape is () for one tensor scale. Otherwise, there is one amax per row or block. For a recipe without a tensor
+    scale, return the amax of the whole array, of shape (). An empty array gives zeros. r.amax_nan decides how NaN
+    elements count.
 
     moved: the array with its quantized axis last.
+    r: the recipe.
     mask: sign mask of a Hadamard transform to apply first; None for no transform.
     """
     shape = tensor_amax_shape(moved.shape, r)
@@ -138,7 +140,7 @@ class MatrixFunctions(NamedTuple):
     """The functions of a host engine that compute one matrix or one array; by default those of the specification.
 
     Attributes:
-        tensor_amax: computes the tensor amax of a whole array.
+        tensor_amax: returns the tensor amax of a whole array.
         quantize: writes the codes and scales of a matrix into output arrays.
         encode: writes the codes of a matrix for given scales.
         dequantize: writes the decoded values of a matrix.
@@ -165,7 +167,7 @@ def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
 
 
 def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (immutable)
-    """Return the block amaxes with the smallest loss, float32 (..., M, K / block).
+    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block).
 
     For a recipe without block scales, return the tensor amaxes with the smallest loss, in their canonical shape.
 
@@ -182,9 +184,9 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
 
 
 def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
+    """Quantize call.moved. Return the result: in call.out, which is overwritten, or in a new Quantized if it is None.
 
-    An empty array gives a Quantized of empty arrays. If the recipe has a tensor scale, the tensor scale is computed
+    An empty array gives empty codes and block scales. If the caller passed no amax for it, a tensor scale is computed
     from an amax of 0.
 
     functions: the functions of the engine that computes the codes.
@@ -221,7 +223,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
     """Encode call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
 
-    The scales are copied into the result. A new Quantized has no tensor_amax.
+    The scales are copied into the result. A new Quantized has no tensor_amax; the one of call.out does not change.
 
     functions: the functions of the engine that computes the codes.
     """
@@ -257,10 +259,10 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 
 
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return two arrays to write codes and linear block scales to. The second is None if there are no block scales.
+    """Return the arrays to write codes and linear block scales to. The second is None if there are no block scales.
 
-    Each is the array of call.out if that is contiguous and, for scales, linear, so that no copy is needed. Otherwise,
-    it is a new array.
+    They are the arrays of call.out where these can be written directly: if they are contiguous and, for scales, linear.
+    Otherwise, or if there is no call.out, they are new arrays.
     """
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -364,10 +366,11 @@ def requantize(
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`. Return the new Quantized, the number of changed values, and the largest change.
 
-    The largest change is a float32 array of shape (). Two NaNs count as equal.
+    A value is changed if the new Quantized decodes to another value than q; two NaNs count as equal. The largest change
+    is a float32 array of shape ().
 
-    If reference/requantize.py can keep the codes of q, only those blocks get new codes whose new scale E4M3 cannot
-    hold. Otherwise all values of q are quantized again.
+    Where possible, the codes of q are kept (reference/requantize.py). Then new codes are computed only for blocks whose
+    new scale E4M3 cannot hold. Otherwise, all values of q are quantized again.
 
     functions: the functions of the engine that computes codes and values.
     """
@@ -387,9 +390,10 @@ def requantize(
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call, in the shape and dtype of call.x.
+    """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x.
 
-    If the recipe has a fake_rule, it computes the values. Otherwise x is quantized and dequantized.
+    If the recipe has a fake_rule, this rule computes the values. Otherwise, call.x is quantized and dequantized, by the
+    decode rule of the producer's fake quantizer if it has its own (recipes.schema.faking).
     """
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
@@ -411,7 +415,7 @@ def _fake_matrix(
     """Fake-quantize a matrix by r.fake_rule, and write the result to `values`.
 
     amax: the tensor amax; None if the recipe has no tensor scale.
-    block_amax: the block amaxes that the caller passed; None computes them.
+    block_amax: the block amaxes that the caller passed, with one row per row of x; None computes them.
     """
     with untraced():  # fake rules use only the amax, so these scales are no steps
         tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
@@ -427,16 +431,18 @@ def _fake_matrix(
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """Return the clip limit that fake_quantize_backward uses if the caller passes none, as float32.
+    """Return the clip limit that fake_quantize_backward uses if the caller passes none, as a float32 array.
 
-    The limit is the amax from which the recipe's tensor scale is computed. If the recipe has no tensor scale, the limit
-    is the amax of the whole array.
+    It holds the amaxes from which the recipe's tensor scales are computed: one, or one per row or block. If the recipe
+    has no tensor scale, it is the amax of the whole array.
     """
     return compute_tensor_amax(call.moved, call.recipe)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere and where call.x or amax is NaN.
+    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0.
+
+    It is also 0 where call.x or amax is NaN.
 
     amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). Rows are all axes of call.moved except the last,
     flattened.
@@ -470,9 +476,11 @@ def rotate(r: Rotation) -> np.ndarray:
 def transpose(
     packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Transpose each matrix of a Quantized with square blocks, and return the pair (packed, scales).
+    """Transpose each matrix of a Quantized with square blocks, and return new codes and block scales (packed, scales).
 
-    packed, scales: the codes and block scales of q. The returned scales have the scale layout of q.
+    The returned scales have the scale layout of q.
+
+    packed, scales: the codes and block scales of q.
     codes_of: a function (packed, packing) that transposes the codes of one matrix.
     """
     *lead, M, K = q.moved_shape

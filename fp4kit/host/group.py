@@ -28,8 +28,10 @@ class HostGroup:
 
     Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
 
-    vector: the amaxes of all arrays in one array, which the group computes; None if the caller passed the amaxes, or if
-    the recipe has no tensor scale.
+    op: the public function that error messages name. calls: the parsed calls. r: their recipe. run: the function by
+    which calls run on the first host engine that supports them.
+    vector: an attribute, the amaxes of all arrays in one array, which the group computes; None if the caller passed the
+    amaxes, or if the recipe has no tensor scale.
     """
 
     def __init__(self, op: str, calls: Sequence[Call], r: Recipe, run: Run) -> None:
@@ -47,14 +49,14 @@ class HostGroup:
 
     @property
     def computes_amaxes(self) -> bool:
-        """True if the group computes amaxes from the arrays. False if the caller passed them or none are needed."""
+        """Return True if the group computes amaxes, False if the caller passed them or the recipe needs none."""
         return self.vector is not None
 
     def amax(self) -> list[Any]:
         """Return the tensor amax of each array: what the caller passed, or a view of `vector`.
 
-        If the caller passed no amaxes, compute all of them first. The entries are None if the recipe has no tensor
-        scale. Raise ValueError if an amax of the caller is not valid, for example negative.
+        If the caller passed no amaxes, compute all of them first. If the recipe has no tensor scale, every entry is
+        None. Raise ValueError if an amax of the caller is invalid, for example negative.
         """
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
@@ -89,12 +91,12 @@ class HostGroup:
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their tensor amaxes. Amaxes that the caller did not pass are taken from `vector`.
+        """Return the calls with their tensor amaxes: those of the caller, otherwise those in `vector`.
+
+        An amax that is computed now and holds NaN is left out, because a call rejects a NaN amax. The engine then
+        computes it again from the array.
 
         compute: True computes the amaxes first; False uses the current content of `vector`.
-
-        A computed amax that holds NaN is left out, because a call rejects a NaN amax. The engine then computes it again
-        from the array.
         """
         amaxes = [call.tensor_amax for call in self._calls]
         if self.vector is not None:
@@ -103,9 +105,10 @@ class HostGroup:
 
 
 class HostClipGroup:
-    """N calls to fake_quantize_backward on NumPy arrays, and the clip limit of each.
+    """N calls to fake_quantize_backward on NumPy arrays, with the clip limit of each.
 
-    A limit that is None is computed from x.
+    calls: the parsed calls. amaxes: the clip limit of each call; None computes it from x in every run. run: the
+    function by which calls run on the first host engine that supports them.
     """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any], run: Run) -> None:

@@ -29,6 +29,16 @@ Run = Callable[..., Any]
 class HostStages:
     """The buffers of a MasterWeightsPlan in host memory, with one method per stage of cast_master_weights.
 
+    Args:
+        values: this process's shard of each matrix, 1-d.
+        shapes: the rows and columns (M, K) of each whole matrix.
+        r: the recipe.
+        partition: where the shards of all processes begin and end.
+        rank: the number of this process.
+        columnwise: True to also make columnwise copies.
+        layout: the layout of the block scales.
+        run: the function by which operations run on the first host engine that supports them.
+
     Attributes:
         bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
             this array by maximum between the stages amax and scales.
@@ -84,11 +94,17 @@ class HostStages:
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
-        """Use the arrays `values` as shards from now on. They have the shapes and dtypes of the current shards."""
+        """Use the arrays `values` as shards from now on, without a check.
+
+        They must have the shapes and dtypes of the current shards.
+        """
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
-        """Return one tuple per matrix: (its index, shard, its shape, start of the shard in the matrix)."""
+        """Return one tuple per matrix: (its index, this process's shard, its shape (M, K), where the shard starts).
+
+        The start is the index of the shard's first element in the flattened matrix.
+        """
         starts = self._partition.starts[self._rank].tolist()
         return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
 
@@ -96,8 +112,8 @@ class HostStages:
     def amax(self) -> None:
         """Write the amaxes of this process's shards into `bits`.
 
-        The next stage replaces them by the maximum over all processes. They are the block amaxes and, if the recipe has
-        a tensor scale, the tensor amaxes.
+        They are the block amaxes and, if the recipe has a tensor scale, the tensor amaxes. Amaxes of blocks without an
+        element in these shards are 0. The next stage replaces all amaxes by their maximum over the processes.
         """
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
@@ -137,13 +153,16 @@ class HostStages:
             message_offset += last - first
 
     def transpose(self) -> None:
-        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`."""
+        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`. Without copies, do nothing."""
         for q, copy in zip(self.quantized, self.columnwise, strict=True):
             moved = self._transposed(q)
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
 
     def _transposed(self, q: Quantized) -> Quantized:
-        """Return the columnwise copy of q, one of the matrices in `quantized`."""
+        """Return a columnwise copy of q, one of the matrices in `quantized`: its transposed codes and block scales.
+
+        The copy shares the tensor scale and tensor amax with q.
+        """
         codes, scales = self._run("transpose", q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=scales, axis=0)
 

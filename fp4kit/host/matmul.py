@@ -18,10 +18,10 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
 
 @np.errstate(all="ignore")
 def _matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call of fp4kit.matmul, computed by the specification a few rows at a time.
+    """Compute a call of fp4kit.matmul by the specification, a few rows at a time, and return the result.
 
-    It is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype. If the call has no C, sums
-    start at zero.
+    The result is in call.out if that is given, otherwise in a new array (batch, M, N) of call.out_dtype. Sums start at
+    the call's C, or at zero if it has none.
     """
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
@@ -39,10 +39,11 @@ def _matmul(call: MatmulCall) -> np.ndarray:
 
 
 def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
-    """Return decoded rows of matrix i of an operand, and the rows' tensor scales (None if the operand has none).
+    """Return (the decoded rows of matrix i of an operand, the tensor scales of these rows).
 
-    K is padded with zeros to a multiple of `multiple`, as matrix units do. If the operand has only one matrix, it is
-    used for every i.
+    The tensor scales are None if the operand has none. If the operand has only one matrix, it is used for every i.
+
+    rows: the rows to decode. multiple: K is padded with zeros to a multiple of it, as matrix units do.
     """
     i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
     codes, decoding = x.codes[i, rows], decoding_of(x.element)

@@ -21,13 +21,16 @@ def search_call(
 ) -> np.ndarray:
     """Return the block amaxes that search_scales finds; for a recipe without block scales, the tensor amaxes.
 
-    Recipes without block scales and recipes with amax rules try a grid of multiples. Among the other recipes, those
-    with E8M0 scales try powers of two, and those with E4M3 scales use `search_e4m3`.
+    The recipe decides which candidates are tried:
+
+    - without block scales, or with amax rules: multiples of the amax, from a grid
+    - otherwise, with E8M0 scales: powers of two
+    - otherwise, with E4M3 scales: those of `search_e4m3`
 
     Args:
         search: the parsed call of search_scales.
-        amax: the block amaxes, if a grid of their multiples is searched. Otherwise the tensor amax, or None if the
-            recipe has no tensor scale.
+        amax: in the first case, the amaxes whose multiples are tried: of blocks or, without block scales, of the
+            tensor. Otherwise the tensor amax, or None if the recipe has no tensor scale.
         search_e4m3: the engine's search for E4M3 scales. search_e4m3(x, out, amax, search) writes the block amaxes of a
             matrix x into out.
         fake_quantize: a function that returns the fake-quantized values of a call.
