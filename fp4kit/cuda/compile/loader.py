@@ -27,7 +27,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @cache
 def files(sources: Path) -> dict[str, Path]:
-    """Return {file name: path} of the CUDA C++ files in the folder `sources` and its subfolders.
+    """Return {file name: path} for all CUDA C++ files (.cu, .cuh) in the folder `sources` and its subfolders.
 
     File names are unique, because `#include` lines in the kernels name no folder.
     """
@@ -36,7 +36,7 @@ def files(sources: Path) -> dict[str, Path]:
 
 @cache
 def include_closure(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the texts, by file name, of the named kernel sources and of all files that they include."""
+    """Return {file name: text} for the named kernel sources and all files that they include, directly or indirectly."""
     found: dict[str, str] = {}
     pending = list(names)
     while pending:
@@ -101,7 +101,7 @@ def _key(source: str, arch: str) -> str:
 
 
 def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
-    """Return the path of an instantiation's cubin in the cache. If it is not there yet, compile it first.
+    """Return the path of an instantiation's cubin (compiled kernel) in the cache. If it is not there, compile it first.
 
     The cubin is written under a temporary name and then renamed, so that no process reads an incomplete file.
 

@@ -21,7 +21,8 @@ class CompileError(RuntimeError):
 def _candidates() -> Iterator[str]:
     """Yield the places to look for NVRTC, in the order in which they are tried.
 
-    First come the paths in installed wheels, newest version first, and then library names for the system's linker.
+    First come files of installed wheels: for each folder in sys.path, those of CUDA 13, then those of CUDA 12. Then
+    come library names, for which the system's linker searches.
     """
     for folder in sys.path:
         root = Path(folder) / "nvidia"
@@ -57,9 +58,9 @@ def version() -> tuple[int, int]:
 
 
 def _check(status: int, call: str) -> None:
-    """Raise CompileError if a call to NVRTC failed.
+    """Raise CompileError if a call to NVRTC failed, that is, if its status is not 0.
 
-    status: the result of the call. call: the name of the function, for the message.
+    status: the result of the call. call: the name of the called function, for the message.
     """
     if status:
         library().nvrtcGetErrorString.restype = ctypes.c_char_p

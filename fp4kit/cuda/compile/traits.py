@@ -63,7 +63,11 @@ def format_struct(f: ElementFormat, name: str) -> str:
 
 
 def _table_members(f: Codebook) -> list[str]:
-    """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh)."""
+    """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh).
+
+    All Codebooks have the function value(code). Those without pairs have the function nearest(x), those with paired
+    microexponents HasPairs and kAmaxTargetBits.
+    """
     values = "".join(f"code == {code}u ? {_literal(value)} : " for code, value in enumerate(f.values[:-1]))
     value = f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{_literal(f.values[-1])}; }}"
     if not isinstance(f, PairedMicroexponents):
@@ -73,19 +77,25 @@ def _table_members(f: Codebook) -> list[str]:
 
 
 def _nearest_function(f: Codebook) -> str:
-    """Return the definition of the C++ function `nearest` of a Codebook without pairs."""
+    """Return the definition of the C++ function `nearest`, which returns the code of the value nearest to a float.
+
+    A float at a midpoint gets the smaller value. f: a Codebook without pairs, of at most 16 codes.
+    """
     steps = " + ".join(["0u", *(f"(x > {_literal(midpoint)})" for midpoint in f.midpoints)])
     codes = sum(int(code) << (4 * i) for i, code in enumerate(f.order))
     return f"FP4KIT_DEVICE u32 nearest(float x) {{ return static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u; }}"
 
 
 def _literal(x: np.float32) -> str:
-    """Return a C++ expression for a float32 number, in every bit."""
+    """Return a C++ expression that has exactly the bits of a float32 number."""
     return f"float_of({int(np.float32(x).view(np.uint32))}u)"
 
 
 def _constant(name: str, value: object) -> str:
-    """Return the C++ definition of a constant. name: its type and name, such as "int kBits"."""
+    """Return the C++ definition of a static constant.
+
+    name: the type and the name of the constant, such as "int kBits". value: a bool, an int, or C++ text.
+    """
     text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
     return f"static constexpr {name} = {text};"
 
@@ -184,7 +194,14 @@ def recipe_struct(
 
 
 def decode_rule(r: Recipe) -> str:
-    """Return the name of the C++ struct of a recipe's decode rule."""
+    """Return the name of the C++ struct by which kernels decode a recipe, such as "decode_product".
+
+    It is decode_NAME for the rule NAME, with three exceptions:
+
+    - without block scales, under the rule "product": decode_tensor
+    - with an amax rule and E8M0 scales: decode_e8m0
+    - with IF4 elements: two_formats<decode_NAME>
+    """
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
     if r.is_custom and r.scale is not None and not r.scale.has_zero:

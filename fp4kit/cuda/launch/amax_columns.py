@@ -50,7 +50,7 @@ def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], de
 def amax_columns(x: Any) -> Any:
     """Return the largest magnitude in each column of contiguous matrices x (B, M, K): float32 (B, K).
 
-    A column that holds a NaN gives NaN. If M is 0, the result is 0.
+    A column that holds a NaN gives NaN. If M is 0, all results are 0.
     """
     matrices, _, columns = x.shape
     out = imports.cupy().zeros((matrices, columns), np.float32)

@@ -28,9 +28,10 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: 
 
 @lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
-    """Return the prepared launch for `count` elements. covered: the number of consecutive elements that share an amax.
+    """Return the prepared launch of clip.cu for arrays of `count` elements.
 
-    dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays begin at multiples of 16 bytes.
+    dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays but the amaxes begin at multiples
+    of 16 bytes. covered: the number of consecutive elements that share an amax.
     """
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(
@@ -39,7 +40,9 @@ def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
-    """Write the clipped gradient into out: grad where |x| <= amax, and +0 elsewhere and where x or amax is NaN.
+    """Write the clipped gradient into out: grad where |x| <= amax, otherwise +0.
+
+    It is also +0 where x or amax is NaN.
 
     Args:
         grad, x, out: contiguous arrays of one size. out has the dtype of grad.

@@ -163,9 +163,9 @@ class KernelChoice(NamedTuple):
 
 
 def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
-    """Return the number of thread blocks for writing a matrix of values if a thread writes 16 bytes `runs` times.
+    """Return the number of thread blocks that write a matrix of values, if each thread writes `runs` times 16 bytes.
 
-    dtype: the dtype of the values. rows, columns: the shape of the matrix.
+    A matrix without elements gives 0. rows, columns: the shape of the matrix. dtype: the dtype of the values.
     """
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
@@ -179,7 +179,10 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
 
 
 def adds_noise(request: LaunchRequest) -> bool:
-    """Return True if a request is for stochastic rounding that only the kernel quantize_stochastic computes."""
+    """Return True if a request is for stochastic rounding by added noise, as ComfyUI and MSLK round.
+
+    Only the kernel quantize_stochastic computes such rounding.
+    """
     return request.stochastic and request.recipe.stochastic in NOISE_STOCHASTICS
 
 
@@ -196,8 +199,8 @@ def _takes_fake(request: LaunchRequest) -> bool:
 def _takes_noise(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise.
 
-    Blocks must have one row, and a multiple of NOISE_RUN (16) columns. The caller must not pass scales, and the request
-    must be neither for a group nor for values by a fake_rule.
+    Blocks must have one row, and a multiple of NOISE_RUN (16) columns. Scales that the caller passes, groups and values
+    by a fake_rule are not supported.
     """
     rows, columns = request.recipe.block or (0, 0)
     plain = _by_rows(request) and not request.grouped
@@ -207,7 +210,8 @@ def _takes_noise(request: LaunchRequest) -> bool:
 def has_patch_kernel(r: Recipe) -> bool:
     """Return True if the kernel quantize_columns supports the blocks, scales and elements of a recipe.
 
-    It supports float elements in PATCH_BLOCKS with at most one tensor scale, without 4over6 and without a search.
+    The elements must be floats, in blocks of 1 x 16, 1 x 32, 16 x 16 or 32 x 32 (PATCH_BLOCKS). The recipe must have
+    at most one tensor scale per tensor, no 4over6 and no search.
     """
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
@@ -215,10 +219,10 @@ def has_patch_kernel(r: Recipe) -> bool:
 
 
 def _takes_patch(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_columns supports a request: blocks along columns, or square blocks.
+    """Return True if the kernel quantize_columns supports a request: for columnwise codes, or for square blocks.
 
-    has_patch_kernel(recipe) must be True. Rows must consist of whole square blocks or, for blocks of one row, have a
-    multiple of PATCH_ROW_UNIT bytes. The kernel supports a Hadamard transform only for columnwise blocks of 16
+    has_patch_kernel(recipe) must be True. The number of columns must be a multiple of the block size for square blocks,
+    otherwise of PATCH_ROW_UNIT (32) bytes. The kernel supports a Hadamard transform only for columnwise blocks of 16
     elements. It does not support stochastic rounding, groups, fake_rules, or scales and block amaxes that the caller
     passes.
     """
@@ -250,7 +254,10 @@ def _takes_table(request: LaunchRequest) -> bool:
 
 
 def _by_rows(request: LaunchRequest) -> bool:
-    """Return True if a request is for rowwise codes or values, with scales that the kernel computes from amaxes."""
+    """Return True if a request is for rowwise codes or values, with scales that the kernel itself computes.
+
+    Values that a fake_rule computes do not count.
+    """
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
@@ -300,13 +307,17 @@ def _takes_rows(request: LaunchRequest) -> bool:
 def finds_rows(request: LaunchRequest) -> bool:
     """Return True if each thread block of the kernel quantize computes the amaxes of the rows that it quantizes.
 
-    It does so if `finds_amax` is set and the recipe has one tensor scale per row.
+    This is so if the request has finds_amax, the recipe has one tensor scale per row, and the kernel quantize supports
+    the request.
     """
     return request.finds_amax and request.recipe.tensor_scaling == "row" and _takes_rows(request)
 
 
 def needs_search(request: LaunchRequest) -> bool:
-    """Return True if a search kernel must choose the block amaxes before the kernel for a request can be launched."""
+    """Return True if a search kernel must first choose the block amaxes, because the recipe has a search.
+
+    Return False if the caller passes the scales, because then nothing is searched.
+    """
     return bool(request.recipe.search) and not request.scaled
 
 
@@ -314,18 +325,19 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of fake_quantize if a thread writes 16 bytes VALUE_RUNS times.
+    """Return the number of thread blocks of fake_quantize, each of whose threads writes 2 times 16 bytes (VALUE_RUNS).
 
-    For recipes without blocks, or with a table of scales, a thread writes 16 bytes MORE_VALUE_RUNS times.
+    For recipes without blocks, or with a table of scales, a thread writes 4 times 16 bytes (MORE_VALUE_RUNS).
     """
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
-    """Return the size arguments of quantize_columns: the rows, the columns, and the shift.
+    """Return the size arguments of quantize_columns: the rows and columns of the matrix, and the shift of a band.
 
-    The kernel processes a matrix in bands of 2^shift rows of tiles.
+    The kernel processes the matrix in bands of 2^shift rows of tiles: as many as cover the matrix, at most 2^BAND_SHIFT
+    (8).
     """
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
@@ -343,21 +355,21 @@ def _patch_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _table_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_table: at most one thread block per multiprocessor, which holds one table."""
+    """Return the number of thread blocks of quantize_table: at most one per multiprocessor, which holds one table."""
     rows, columns = request.shape
     threads = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-threads // TABLE_THREADS), device, 1)
 
 
 def _tile_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_tile: one thread block per tile, up to BLOCKS_PER_SM per multiprocessor."""
+    """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor."""
     rows, columns = request.shape
     tiles_across = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
     return grid(-(-rows // request.recipe.block_rows) * tiles_across, device)
 
 
 def row_threads(request: LaunchRequest, device: int) -> int:
-    """Return the number of threads per thread block of quantize if it finds the amaxes of its rows (finds_rows).
+    """Return the number of threads per thread block of quantize when it finds the amaxes of its rows (finds_rows).
 
     A thread block takes as many whole rows at a time as its threads load in one step, or one longer row. The number of
     threads is a multiple of WARP, and as small as possible for these rows:
@@ -389,9 +401,10 @@ def row_threads(request: LaunchRequest, device: int) -> int:
 
 
 def _rows_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize if it finds the amaxes of its rows, which each thread block takes a few at a time.
+    """Return the number of thread blocks of quantize when it finds the amaxes of its rows (finds_rows).
 
-    There are at most 96 thread blocks per multiprocessor; see _row_grid.
+    A thread block takes the rows that its threads load in one step, at least one row. There are at most 96 thread
+    blocks per multiprocessor; see _row_grid.
     """
     rows, columns = request.shape
     step = row_threads(request, device) * _bytes_per_thread(request) // request.dtype.itemsize
@@ -399,20 +412,23 @@ def _rows_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _bytes_per_thread(request: LaunchRequest) -> int:
-    """Return the bytes of elements that each thread of quantize or quantize_unblocked loads at a time."""
+    """Return the bytes of elements that each thread of quantize or quantize_unblocked loads at a time: 32 or 64.
+
+    It is 32 for fake-quantized values of recipes with blocks that multiply elements by a factor (apply="multiply").
+    """
     r = request.recipe
     return VALUE_RUNS * 16 if request.values and r.block and r.apply == "multiply" else THREAD_BYTES
 
 
 def _row_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
+    """Return the number of thread blocks of quantize or quantize_unblocked: one thread per 64 bytes of elements.
 
     If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so
     that a thread block does more work per preparation. Thread blocks prepare a table of factors, the order of swizzled
     scales, or the division by which a run finds its row.
 
-    There are two exceptions. For fake-quantized values of recipes that multiply elements by a factor, one thread writes
-    16 bytes VALUE_RUNS times. If thread blocks find the amaxes of their rows (finds_rows), the grid is _rows_grid.
+    There are two exceptions. For fake-quantized values of recipes with blocks that multiply elements by a factor, one
+    thread writes 2 times 16 bytes. If thread blocks find the amaxes of their rows (finds_rows), the grid is _rows_grid.
 
     Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
@@ -434,13 +450,13 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _scaled_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_with_scales: one thread per SCALED_RUN elements."""
+    """Return the number of thread blocks of quantize_with_scales: one thread per SCALED_RUN (16) elements."""
     rows, columns = request.kernel_shape
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
 
 def _noise_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_stochastic: one thread per block of elements."""
+    """Return the number of thread blocks of quantize_stochastic: one thread per quantization block."""
     rows, columns = request.shape
     return grid(-(-rows * (columns // request.recipe.block_size) // THREADS), device, UNLIMITED)
 
@@ -476,7 +492,8 @@ KERNEL_CHOICES = (
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does.
 
-    Also return None if kernels do not support the recipe (unsupported), or if a search must run first (needs_search).
+    Return None also if the kernels do not support the recipe (unsupported), if a search must run first (needs_search),
+    or if the request needs noise (adds_noise) that quantize_stochastic does not support.
     """
     if unsupported(request.recipe) or needs_search(request) or (adds_noise(request) and not _takes_noise(request)):
         return None
@@ -496,7 +513,10 @@ def kernel_for(request: LaunchRequest) -> KernelChoice:
 
 
 def why_declined(request: LaunchRequest) -> str:
-    """Return the error message for a request that no kernel supports: what is unsupported, and what is needed."""
+    """Return the error message for a request for which find_kernel returns None: what is unsupported, what is needed.
+
+    The recipe itself must be supported (check_formats).
+    """
     r = request.recipe
     rows, columns = r.block or (1, 1)
     if needs_search(request):

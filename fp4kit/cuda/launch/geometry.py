@@ -31,12 +31,12 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks can run on a device at once if only the number of threads limits them."""
+    """Return how many thread blocks of THREADS (256) threads a device can run at once, if registers do not limit it."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:
-    """Raise ValueError if a matrix has too many elements for the kernels.
+    """Raise ValueError if a matrix has more than 2^33 elements.
 
     The 32-bit indices of the kernels count groups of 4 elements.
     """
@@ -48,7 +48,7 @@ def check_count(elements: int) -> None:
 
 
 def check_columns(columns: int) -> None:
-    """Raise ValueError if a row of a matrix has too many elements for the kernels' 32-bit indices."""
+    """Raise ValueError if a row has more than 2^32 - 1 elements, too many for the kernels' 32-bit indices."""
     if columns > MAX_COLUMNS:
         raise ValueError(
             f"fp4kit.cuda: a row has {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows"
@@ -78,7 +78,7 @@ class _Struct(np.ndarray):
 
     @classmethod
     def of(cls, memory: bytearray) -> _Struct:
-        """Return a struct that shares its bytes with `memory`."""
+        """Return a struct that shares its bytes with `memory`: later changes of `memory` change the struct."""
         plain = np.frombuffer(memory, np.dtype((np.void, len(memory))))
         struct = plain.view(cls)
         struct.__array_interface__ = plain.__array_interface__
@@ -102,7 +102,7 @@ class _Slot(NamedTuple):
 
     @classmethod
     def of(cls, size: int) -> _Slot:
-        """Allocate a slot for a struct of `size` bytes."""
+        """Return a new slot for a struct of `size` bytes, all zero."""
         memory = bytearray(size)
         at = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
         pointers = (ctypes.c_void_p * 1)(at)
@@ -134,10 +134,10 @@ class Launch:
         self._free: list[_Slot] = []
 
     def __call__(self, *values: int, stream: Any = None) -> None:
-        """Launch the kernel.
+        """Launch the kernel, without waiting for it.
 
         Args:
-            values: the values of the first fields, such as the addresses of arrays.
+            values: the values of all fields that are not in `sizes`, in order, such as the addresses of arrays.
             stream: a stream of CuPy or PyTorch; None for CuPy's current stream.
         """
         try:
@@ -172,20 +172,21 @@ class Launch:
 
 
 def address(array: Any) -> int:
-    """Return the address of a CuPy array, or 0 for None."""
+    """Return the address of a CuPy array's first element, or 0 for None."""
     return 0 if array is None else array.data.ptr
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
-    """Return True if the array begins at a multiple of 16 bytes and run_bytes, the bytes per row, is such a multiple.
+    """Return True if every row of an array begins at a multiple of 16 bytes, so that kernels can use vector accesses.
 
-    An `array` of None stands for an array that will be allocated, and so begins at a multiple of 16 bytes.
+    array: the array; None for one that will be allocated, because memory is allocated at such multiples.
+    run_bytes: the bytes per row.
     """
     return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0
 
 
 def as_aligned(array: Any) -> Any:
-    """Return a contiguous array that begins at a multiple of 16 bytes: the given array, or otherwise a copy of it.
+    """Return an array that is contiguous and begins at a multiple of 16 bytes: the array itself, or else a copy of it.
 
     Return None for None.
     """

@@ -64,23 +64,29 @@ class GroupedLaunch:
     threads: int = THREADS
 
     def __call__(self) -> None:
-        """Launch the kernel."""
+        """Launch the kernel on the current stream, without waiting for it."""
         self.function((self.grid,), (self.threads,), (self.arguments,))
 
 
 def is_small(members: Sequence[Any]) -> bool:
-    """Return True if a group has so few members that their arguments can be passed as kernel arguments (kSmall)."""
+    """Return True if a group has at most 32 members (SMALL_GROUP).
+
+    Then all their arguments can be passed as kernel arguments, without a table in device memory.
+    """
     return len(members) <= SMALL_GROUP
 
 
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
-    """Return, per tensor of a group, the number of pieces of about equal size that thread blocks process one at a time.
+    """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array.
 
-    A tensor without elements has one piece.
+    A piece is the share of a tensor that a thread block processes at a time. All pieces are of about equal size, at
+    least MIN_PIECE (8192) elements if the tensor has as many. A tensor without elements has one piece.
+
+    Raise ValueError if a tensor has more than 2^33 elements.
 
     Args:
-        elements: int64, the number of elements of each tensor.
-        most: the largest number of elements per piece.
+        elements: the number of elements of each tensor, int64.
+        most: the largest number of elements per piece, at least MIN_PIECE.
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
@@ -129,10 +135,10 @@ def prepare_group(
 
 @cache
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return a compiled grouped kernel as a CuPy function on a device.
+    """Return the grouped variant of a quantize kernel, compiled, as a CuPy function that is loaded on a device.
 
     Args:
-        kernel: the name of the kernel for one matrix.
+        kernel: the name of the kernel for one matrix, such as "quantize".
         struct: the result of kernel_structs.
         aligned_runs: True if the runs (the elements that one thread loads at once) of all tensors begin at multiples of
             16 bytes.
@@ -152,7 +158,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
 
     Args:
         requests: one LaunchRequest per matrix. They differ only in their shapes.
-        seed: the seed of stochastic rounding; ignored if there is none.
+        seed: the seed of stochastic rounding; unused for nearest rounding or given random bytes.
     """
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
@@ -201,9 +207,10 @@ def _amax_function(
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """Return a prepared launch that writes the amax of each array in xs (see launch.matrix.amax) into an array in outs.
+    """Return a prepared launch that computes the amax of each array in xs, as launch.matrix.amax does.
 
-    If by_row is False, outs must hold zeros before each launch.
+    The launch writes the amax of xs[i], or one amax per row, into outs[i]. If by_row is False, outs must hold zeros
+    before each launch. All xs are contiguous, on one device and of one dtype.
 
     counted: the elements that count: "all", "no_nan" or "finite". by_row: True for one amax per row. mask: the sign
     mask of a Hadamard transform that is applied first; None for no transform.
@@ -224,7 +231,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """The arguments of launch.clip.clip_gradient for one array of a group."""
+    """The arguments of launch.clip.clip_gradient for one array of a group. `out` is the array that it writes."""
 
     grad: Any
     x: Any
@@ -250,7 +257,8 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: b
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     """Return a prepared launch that clips all gradients in `clips` as launch.clip.clip_gradient does.
 
-    All x have one dtype, and all gradients have one dtype. No array is empty, and all arrays are on one device.
+    Each launch overwrites the `out` of every Clip. All x have one dtype, and all gradients have one dtype. No array is
+    empty, and all arrays are contiguous and on one device.
     """
     aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)

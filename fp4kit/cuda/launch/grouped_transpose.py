@@ -48,9 +48,10 @@ def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
-    """Return a prepared launch that transposes the codes and scales of all matrices.
+    """Return a prepared launch that transposes the codes and scales of all matrices into their output arrays.
 
-    No matrix is empty, all are on one device, and their block scales are linear.
+    No matrix is empty, all are on one device, and their block scales are linear. r: the recipe of all matrices, with
+    square blocks.
     """
     shapes = [(1, *m.shape) for m in matrices]
     flags_of_members = [

@@ -82,7 +82,12 @@ def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool,
 
 
 def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
-    """Return the number of tiles into which a kernel divides results of the shape (batch, M, N)."""
+    """Return the number of tiles (squares) into which a kernel divides results of the shape (batch, M, N).
+
+    A tile has 32 x 32 results in matmul.cu and 64 x 64 in the other kernels; tiles at the edges may be cut off.
+
+    kernel: the function that compiles the kernel, and its arguments.
+    """
     tile = TILE if kernel[0] is _function else LARGE_TILE
     batch, M, N = shape
     return batch * -(-M // tile) * -(-N // tile)
@@ -111,7 +116,7 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | No
 
 @lru_cache(64)
 def _table(element: str, device: int) -> Any:
-    """Return the values of all codes of an element format of at most 8 bits, as a float32 CuPy array.
+    """Return the values of all codes of an element format of at most 8 bits: a float32 CuPy array, indexed by code.
 
     device: the number of the current device, on which the array is created.
     """
@@ -120,7 +125,7 @@ def _table(element: str, device: int) -> Any:
 
 @lru_cache(8)
 def _scale_table(scale: Any, device: int) -> Any:
-    """Return the magnitudes of all codes of a block-scale format, as a float32 CuPy array.
+    """Return the magnitudes of all codes of a block scale format: a float32 CuPy array, indexed by code.
 
     device: the number of the current device, on which the array is created.
     """
@@ -128,7 +133,11 @@ def _scale_table(scale: Any, device: int) -> Any:
 
 
 def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
-    """Return the fields of the struct ProductOperand for an operand, and the arrays that must live until the launch."""
+    """Return (fields, arrays): the fields of the C++ struct ProductOperand, and the arrays that they point to.
+
+    The caller keeps the arrays alive until the launch. Strided arrays of the operand are copied. device: the number of
+    the current device.
+    """
     contiguous = imports.cupy().ascontiguousarray
     codes = contiguous(x.codes)
     scales = None if x.scales is None else contiguous(x.scales)
@@ -170,7 +179,10 @@ class _Product(NamedTuple):
 
 
 def _product(call: MatmulCall, out: Any) -> _Product:
-    """Return the _Product of a matmul call, whose result is written into out, a contiguous array (batch, M, N)."""
+    """Return the _Product that computes a matmul call and writes the result into out. Nothing is launched yet.
+
+    out: a contiguous array (batch, M, N).
+    """
     device = out.device.id
     adder, *fields = addition_of(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
@@ -182,9 +194,11 @@ def _product(call: MatmulCall, out: Any) -> _Product:
 
 
 def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
-    """Compute several matmul calls into outs: contiguous, nonempty arrays (batch, M, N) of call.out_dtype.
+    """Compute several calls of fp4kit.matmul, and write the result of calls[i] into outs[i].
 
-    All arrays are on one device. All products that use the same kernel are computed by one launch.
+    Products with the same kernel and result dtype are computed by one launch. All arrays are on one device.
+
+    outs: contiguous, nonempty arrays (batch, M, N) of call.out_dtype.
     """
     groups: dict[Any, list[_Product]] = {}
     for call, out in zip(calls, outs, strict=True):

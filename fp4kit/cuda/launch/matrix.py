@@ -85,10 +85,10 @@ class Matrix(NamedTuple):
 
 
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
-    """Return True if every row of x, and the array m.values if given, begins at a multiple of 16 bytes.
+    """Return True if kernels can load and store 16 bytes at a time.
 
-    Kernels can then load and store 16 bytes at a time. If a kernel treats x as one row (kernel_shape), only the start
-    of x matters.
+    They can if every row of m.x begins at a multiple of 16 bytes, and so does the array m.values, if there is one. If
+    the kernel treats x as one row (request.kernel_shape), only the start of x matters.
     """
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
@@ -111,9 +111,10 @@ def kernel_structs(request: LaunchRequest) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return a compiled kernel for x of a dtype, as a CuPy function on a device.
+    """Return a compiled kernel for elements of a dtype, as a CuPy function that is loaded on a device.
 
-    kernel: the name of its file. struct: the result of kernel_structs. aligned_runs: the result of has_aligned_runs.
+    kernel: the name of the kernel's file in kernels/entries, without the suffix. struct: the result of kernel_structs.
+    aligned_runs: the result of has_aligned_runs.
     """
     return loader.function(
         instantiation(kernel, struct, Input=TYPES[dtype], kAligned=aligned_runs), f"{kernel}_kernel", device
@@ -124,8 +125,9 @@ def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, dev
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
     """Return the prepared launch of a kernel for a request.
 
-    Call the launch with the addresses of the arrays in choice.arguments.pointers and then, if choice.arguments.words is
-    not empty, the seed and the group (see Matrix). Raise ValueError if the matrix or a row has too many elements.
+    Call the launch with the addresses of the arrays in choice.arguments.pointers (0 for none) and then, if
+    choice.arguments.words is not empty, the seed and the group (see Matrix). Raise ValueError if the matrix has more
+    than 2^33 elements or, for a recipe with blocks, a row more than 2^32 - 1.
 
     Args:
         choice: the kernel.
@@ -144,12 +146,12 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
-    """Quantize a matrix into the output arrays of m.
+    """Quantize the matrix m.x by one launch, which writes the output arrays of m.
 
     Raise Declined if no kernel supports the request, and ValueError if the matrix or a row has too many elements.
 
-    seed: the seed of stochastic rounding; ignored if there is none. choice: the kernel; None for the first kernel that
-    supports the request.
+    seed: the seed of stochastic rounding; unused for nearest rounding or given random bytes. choice: the kernel, which
+    must support the request; None for the first kernel that does.
     """
     choice = choice or kernel_for(request)
     launch = quantize_launch(choice, request, has_aligned_runs(m, request), m.x.device.id)
@@ -175,12 +177,13 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 def dequantize_launch(
     r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
 ) -> Launch:
-    """Return the prepared launch that dequantizes matrices of a shape.
+    """Return the prepared launch that dequantizes matrices of a shape (rows, columns).
 
     Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, where 0 stands for none. Raise
-    ValueError if the matrix has too many elements.
+    ValueError if the matrix has more than 2^33 elements.
 
     Args:
+        layout: the layout of the block scales.
         original: the dtype that was quantized.
         dtype: the dtype of the values.
     """
@@ -212,8 +215,8 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
     """Return, for each tensor scale, an amax for which the recipe gives this scale: float32 in the shape of the scales.
 
-    The result is -1 (implied_amax.UNKNOWN) where no amax gives the scale. It is bit-identical to the result of
-    reference.implied_amax.
+    Where no amax gives the scale, the result is -1 (implied_amax.UNKNOWN). The results equal those of
+    reference.implied_amax in every bit.
 
     Args:
         amax: the stored tensor amaxes, or None. A stored amax is kept if the recipe gives the scale for it.
@@ -229,9 +232,12 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
-    """Decode a quantized matrix into values (M, K). All arrays are contiguous.
+    """Decode a quantized matrix, and write the values into `values`, rounded to its dtype. All arrays are contiguous.
+
+    Raise ValueError if the matrix has more than 2^33 elements.
 
     Args:
+        values: the array to write to, (M, K).
         packed: the packed codes.
         scales: the block scales in `layout`; None if the recipe has none.
         tensor_scale: the tensor scales; None if the recipe has none.
@@ -245,7 +251,7 @@ def dequantize_matrix(
 
 
 def transform_struct(mask: int | None) -> str:
-    """Return the text of the C++ struct Transform, which tells amax kernels to apply a Hadamard transform or none.
+    """Return the text of the C++ struct Transform, which tells an amax kernel whether to apply a Hadamard transform.
 
     mask: the sign mask of the transform; None for no transform.
     """
@@ -257,9 +263,11 @@ def transform_struct(mask: int | None) -> str:
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
 ) -> Any:
-    """Return a compiled amax kernel, as a CuPy function on a device.
+    """Return a compiled amax kernel, as a CuPy function that is loaded on a device.
 
     Args:
+        kernel: the C++ name of the kernel: "amax_kernel" or "amax_rows_kernel".
+        dtype: the dtype of the elements.
         counted: the elements that count: "all", "no_nan" or "finite".
         aligned_runs: True if every row to reduce begins at a multiple of 16 bytes.
         mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
@@ -283,10 +291,11 @@ def amax_launch(
 ) -> Launch:
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row.
 
-    Call it with the addresses of x and of the result. Without by_row, the result must hold 0 before, because the kernel
-    only raises it.
+    Call it with the addresses of x and of the result. If by_row is False, the result must hold 0 before, because the
+    kernel only raises it.
 
     Args:
+        dtype: the dtype of x.
         counted: the elements that count: "all", "no_nan" or "finite".
         aligned_runs: True if every row that the kernel reduces begins at a multiple of 16 bytes.
         rows, columns: the shape of the matrix.
@@ -301,6 +310,8 @@ def amax_launch(
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
     """Return the largest magnitude of a contiguous array, float32 (), or of each row of a matrix, float32 (M,).
+
+    If no element counts, the result is 0.
 
     Args:
         counted: the elements that count: "all" (a NaN then makes the result NaN), "no_nan" or "finite".
@@ -322,6 +333,10 @@ COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
 
 
 def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
-    """Return a new array of block scales in a layout. The padding of a swizzled layout is zero."""
+    """Return a new uint8 array for block scales: uninitialized in the linear layout, zeros in a swizzled layout.
+
+    Zeros are needed because not every kernel writes the padding of a swizzled layout. shape: the shape of the linear
+    scales.
+    """
     cupy = imports.cupy()
     return cupy.empty(shape, np.uint8) if layout == "linear" else cupy.zeros(padded_shape(shape, layout), np.uint8)

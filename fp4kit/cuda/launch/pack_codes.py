@@ -17,7 +17,10 @@ _BYTES_PER_THREAD = 32  # bytes of packed codes; a thread loads them in four par
 
 
 def source(aligned_runs: bool = True) -> str:
-    """Return the C++ text for both kernels. aligned_runs: True if both arrays begin at multiples of 16 bytes."""
+    """Return the C++ text that instantiates both kernels.
+
+    aligned_runs: True if the arrays to read and to write both begin at multiples of 16 bytes.
+    """
     return instantiation("pack_codes", kAligned=aligned_runs)
 
 
@@ -50,10 +53,16 @@ def _run(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:
 
 
 def pack(codes: Any, packed: Any) -> None:
-    """Pack contiguous codes, one per byte, into `packed`, two per byte. The high nibbles of codes are ignored."""
+    """Pack 4-bit codes, one per byte, into `packed`, two per byte. The high nibbles of `codes` are ignored.
+
+    Both arrays are contiguous. `codes` has twice as many elements as `packed`, which must not be empty.
+    """
     _run("pack_codes_kernel", codes, packed, packed.size)
 
 
 def unpack(packed: Any, codes: Any) -> None:
-    """Unpack contiguous packed codes, two per byte, into `codes`, one per byte."""
+    """Unpack 4-bit codes, two per byte, into `codes`, one per byte. The high nibbles of `codes` become 0.
+
+    Both arrays are contiguous. `codes` has twice as many elements as `packed`, which must not be empty.
+    """
     _run("unpack_codes_kernel", packed, codes, packed.size)

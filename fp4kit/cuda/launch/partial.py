@@ -38,7 +38,10 @@ PER_SM = 64
 
 
 def _arguments(pointers: str, numbers: str) -> np.dtype:
-    """Return the dtype of a struct of pointers and numbers, of 8 bytes each."""
+    """Return the NumPy dtype of a struct of pointers and then numbers, of 8 bytes each.
+
+    pointers, numbers: the names of the fields, separated by spaces.
+    """
     return np.dtype([(name, "u8") for name in pointers.split()] + [(name, "i8") for name in numbers.split()])
 
 
@@ -83,9 +86,10 @@ def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: in
 
 
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
-    """Launch a partial kernel for one matrix.
+    """Launch a partial kernel for one matrix on the current stream, without waiting for it.
 
     Args:
+        kernel: the name of the kernel, a key of ARGUMENTS.
         dtype: the dtype of the shard.
         table: the arguments of the kernel, from `arguments`.
         work: the number of blocks or runs, as the kernel needs. A thread processes one of them at a time.
@@ -107,6 +111,7 @@ def prepare(
     """Return the prepared launch of a partial kernel for all matrices in a table of arguments.
 
     Args:
+        kernel: the name of the kernel, a key of ARGUMENTS.
         dtype: the dtype of the shards.
         table: the arguments of the kernel, from `arguments`.
         work: the number of blocks or runs of each matrix, as the kernel needs.
@@ -143,10 +148,11 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """Return the range [first, last) of the blocks that contain the elements [start, end) of a matrix.
+    """Return the range (first, last) of the blocks that contain the elements [start, end) of a flattened matrix.
 
-    If blocks have several rows, the range is extended to whole rows of blocks. columns: the columns of the matrix. The
-    arguments may be arrays with one entry per matrix.
+    Blocks are numbered row by row; `last` is excluded. If blocks have several rows, the range is extended to whole rows
+    of blocks. columns: the columns of the matrix. start, end and columns may be arrays with one entry per matrix; the
+    results are then arrays, too.
     """
     height, width = r.block or (1, 1)
     if height == 1:
@@ -156,7 +162,10 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
 
 
 def run_count(start: Any, end: Any) -> Any:
-    """Return the number of runs that contain the elements [start, end) of a matrix. The range must not be empty."""
+    """Return the number of runs (16 elements each) that contain the elements [start, end) of a flattened matrix.
+
+    The range must not be empty. start and end may be arrays with one entry per matrix.
+    """
     return _ceil_div(end, RUN) - start // RUN
 
 
@@ -166,10 +175,10 @@ def _ceil_div(a: Any, b: Any) -> Any:
 
 
 def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe) -> None:
-    """Compute the amax of each block over the shard's elements, and write it to block_amax.
+    """Compute the amax of each block over the elements of one shard, and write it to block_amax.
 
-    block_amax holds the amaxes of all blocks of the matrix. Blocks without elements in the shard stay 0, so block_amax
-    must hold zeros.
+    block_amax has one entry per block of the whole matrix, and must hold zeros. So blocks without elements in the shard
+    get 0.
 
     x: the shard, contiguous and not empty. shape: the rows and columns of the matrix. start: the index of the shard's
     first element in the flattened matrix.
@@ -182,9 +191,10 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 
 
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the range [first, last) of the rows of blocks that contain the elements [start, end) of a matrix.
+    """Return the range (first, last) of the rows of blocks that contain the elements [start, end) of a matrix.
 
-    shape: the rows and columns of the matrix.
+    `last` is excluded. For blocks of one row, these are the rows of the matrix. shape: the rows and columns of the
+    matrix.
     """
     K = shape[1]
     return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
@@ -193,9 +203,10 @@ def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tupl
 def cast_shard(
     x: Any, packed: Any, block_amax: Any, tensor_amax: Any, factors: Any, shape: tuple[int, int], start: int, r: Recipe
 ) -> None:
-    """Write the codes of a contiguous, nonempty shard into packed, the packed codes of a matrix.
+    """Write the codes of a shard into `packed`, the packed codes of the whole matrix, and change no other code.
 
     Args:
+        x: the shard, contiguous and not empty.
         packed: contiguous, beginning at a multiple of 8 bytes.
         block_amax: the amaxes of all blocks of the matrix.
         tensor_amax: the tensor amax of the matrix; None without a tensor scale.

@@ -66,21 +66,28 @@ class KeptSource(NamedTuple):
 
 
 def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource:
-    """Return a KeptSource for codes and scales, with new memory in which kernels store the range of the scales."""
+    """Return a KeptSource for codes and scales. Its `extent` is new memory, zeros, which power_amax fills.
+
+    r, dtype: the recipe of the codes, and the dtype that was quantized.
+    """
     return KeptSource(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
 
 
 def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
     """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source.
 
-    The new amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
+    The new amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged. The
+    range of the source's scales is stored in source.extent.
     """
     for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
         _launch(kernel, source, target, None, None, None, amax)
 
 
 def keep_codes(source: KeptSource, result: Quantized) -> None:
-    """Copy codes from the source to the result, in all blocks whose scale the target format can represent.
+    """Keep codes of the source: store them in the blocks of the result whose new scale the target can represent.
+
+    These blocks also get their new block scales, and the result its new tensor scale and amax. Other blocks do not
+    change. If power_amax found no amax, do nothing. Call power_amax first, in either case.
 
     result: the decoded source, quantized with the amax that power_amax wrote or left, with scales in the linear layout.
     """
@@ -102,7 +109,7 @@ def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> No
 
 @lru_cache(CACHE_SIZE)
 def _changed_launch(count: int, device: int) -> Launch:
-    """Return the launch that compares the values of two arrays with `count` elements."""
+    """Return the prepared launch of count_changed.cu, which compares two arrays of `count` elements."""
     function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
@@ -110,7 +117,8 @@ def _changed_launch(count: int, device: int) -> Launch:
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
     """Return (number of values that differ, int64 (); largest change, float32 ()) for two contiguous float32 arrays.
 
-    Both results stay on the device. Values differ if their bits differ, except that every NaN equals every NaN.
+    Both results stay on the device. Values differ if their bits differ, so +0 and -0 differ, except that every NaN
+    equals every NaN. For empty arrays, both results are 0.
     """
     zeros = imports.cupy().zeros
     changed, largest = zeros((), np.int64), zeros((), np.float32)

@@ -48,7 +48,10 @@ class RotateKernel(NamedTuple):
 
 
 def _constants(size: int) -> str:
-    """Return the C++ text that defines the constants of blocks of `size` elements."""
+    """Return the C++ text that defines two constants for blocks of `size` elements: kSize and kFactor.
+
+    kFactor is the factor by which a Hadamard transform of this size is scaled.
+    """
     return f"constexpr int kSize = {size};\nconstexpr float kFactor = {float(hadamard_factor(size)).hex()}f;\n"
 
 
@@ -77,7 +80,7 @@ def source(kernel: RotateKernel) -> str:
 
 @cache
 def _function(kernel: RotateKernel, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device."""
+    """Return rotate.cu, compiled with the template arguments `kernel`, as a CuPy function on a device."""
     return loader.function(source(kernel), "rotate_kernel", device)
 
 
@@ -119,7 +122,11 @@ def _hadamard_launch(
 
 
 def _takes_hadamard(x: Any, out: Any) -> bool:
-    """Return True if hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out."""
+    """Return True if hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out.
+
+    If inner is 1, both arrays must begin at multiples of 16 bytes, and length must be below MAX_ROW (2^31). Otherwise,
+    both arrays and all their rows of `inner` elements must begin at multiples of 4 bytes.
+    """
     _, length, inner = x.shape
     if inner == 1:
         return length < MAX_ROW and x.data.ptr % 16 == 0 and out.data.ptr % 16 == 0
@@ -131,7 +138,8 @@ def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool
 
     Args:
         x, out: contiguous (outer, length, inner), not empty, of one dtype.
-        size: the number of elements of a block. inverse: True if signs apply to the results instead of the elements.
+        size: the number of elements of a block; it divides length.
+        inverse: True if signs apply to the results instead of the elements.
         signs: uint8 (length,) on the device, 1 for a negative sign; None without signs.
         matrices: float32 (n, size, size), contiguous, for n = 1 or n = length / size; None for a Hadamard transform.
     """

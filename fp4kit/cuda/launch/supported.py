@@ -25,9 +25,10 @@ def check_formats(r: Recipe) -> None:
 
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
-    """Return text for an error message: the property of a recipe that no kernel supports, and what is needed instead.
+    """Return why no kernel supports a recipe, or None if it exceeds no limit of the kernels.
 
-    Return None if kernels support the recipe.
+    The reason is text for an error message: the property that exceeds a limit, and what is needed instead. If there are
+    several, return the first.
     """
     return next(
         (f"{what}, which no CUDA kernel supports; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong),
@@ -60,7 +61,11 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
 
 
 def _has_kernels(e: ElementFormat) -> bool:
-    """Return True if kernels can encode and decode an element format."""
+    """Return True if kernels can encode and decode an element format.
+
+    They can for integers, and for floats with a bias of 0 or more whose values have exponents from -100 to 100
+    (MAX_EXPONENT).
+    """
     if e.is_integer:
         return True
     return -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0

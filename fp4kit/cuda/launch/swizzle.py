@@ -37,9 +37,11 @@ def _function(layout: str, target: str, quads: bool, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch for matrices of scales of the linear shape (B, R, C), `size` bytes with padding.
+    """Return the prepared launch for B matrices of scales.
 
     layout, target: the layouts to copy from and to. quads: True if a thread copies 16 bytes of four rows at a time.
+    size: the bytes of all scales in the layout that has more padding. shape: the shape of the scales in the linear
+    layout, (B, R, C).
     """
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)
@@ -49,7 +51,7 @@ def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
     """Convert contiguous block scales from `layout` to the layout `target`, and write them into out.
 
-    The kernel is launched on the current stream.
+    Padding in out becomes 0. The kernel is launched on the current stream.
 
     Args:
         shape: the shape of the scales in the linear layout, (B, R, C).

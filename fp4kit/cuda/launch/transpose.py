@@ -69,9 +69,12 @@ def _launch(
 def transpose(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> None:
-    """Transpose the codes and scales of matrices (B, M, K) into out and scales_out, on the current stream.
+    """Transpose the codes and scales of B matrices (M, K), and write them into out and scales_out.
 
-    All arrays are contiguous. The recipe has square blocks. layout: the layout of the block scales. shape: (B, M, K).
+    All arrays are contiguous and not empty. The recipe has square blocks of a size in BLOCKS. Padding in scales_out
+    becomes 0. The kernel is launched on the current stream.
+
+    layout: the layout of the block scales, also in scales_out. shape: (B, M, K).
     """
     launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
@@ -95,7 +98,7 @@ def wide_copies(
 ) -> tuple[bool, bool]:
     """Return the flags (wide_codes, wide_scales), which choose the instantiation of the kernel.
 
-    wide_codes is True if codes can be copied 16 bytes at a time: the arrays of codes and all their rows begin at
+    wide_codes is True if codes can be copied 16 bytes at a time: if all rows of codes, read and written, begin at
     multiples of 16 bytes. wide_scales is True if scales can be copied four bytes at a time: the arrays of scales begin
     at multiples of 16 bytes and, in the linear layout, their rows have multiples of four scales.
 
