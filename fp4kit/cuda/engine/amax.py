@@ -29,10 +29,13 @@ _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted i
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """Return the tensor amax of a call, on the device, or None without a tensor scale.
+    """Return the tensor amax of a call, on the device.
 
-    It is the caller's tensor_amax, if the caller passed one. Otherwise it is the amax of x, after the Hadamard
-    transform if the call has one. Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per
+    - If the caller passed a tensor_amax, return it unchanged.
+    - If the recipe has no tensor scale, return None.
+    - Otherwise compute the amax of x, after the Hadamard transform if the call has one.
+
+    Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per
     expert, (...) for one per row, (..., K / block) for one per block.
 
     x: the array of the call, contiguous. columnwise: True if the Hadamard transform runs along the columns of the
@@ -79,14 +82,17 @@ def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
 
 
 def empty_amax(x: Any, r: Recipe) -> Any:
-    """Return an uninitialized float32 array into which a kernel will write the tensor amax, or row amaxes, of x."""
+    """Return an uninitialized float32 array into which a kernel will write the tensor amaxes of x.
+
+    There is one amax per tensor scale of the recipe: one for x, or one per row or block.
+    """
     return imports.cupy().empty(tensor_amax_shape(x.shape, r), np.float32)
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """Return the arguments to pass to launch.matrix.amax so that it computes the tensor amaxes of x.
 
-    There are as many amaxes as the recipe has tensor scales: one for the whole array, or one per row or block.
+    There is one amax per tensor scale: one per row or block, otherwise one for the whole array.
 
     The recipe must not have float32 scales of blocks of several rows. For such recipes, use computed_tensor_amax.
     """
@@ -100,25 +106,25 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """Return the arguments to pass to launch.matrix.amax so that it computes the amaxes of blocks of x.
 
-    Blocks have one row and as many columns as the recipe's blocks have elements.
+    Here, a block is one row high and as wide as the recipe's blocks. The width must divide the rows of x.
     """
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
 
 def clip_amax(call: Call) -> Any:
-    """Return the clip limit of fake_quantize_backward for a caller who passes none.
+    """Return the clip limit that fake_quantize_backward uses if the caller passes none: a float32 array on the device.
 
-    It consists of the amaxes from which the recipe's tensor scales are computed. If the recipe has no tensor scale, it
-    is the amax of the whole array.
+    It holds the amaxes from which the recipe's tensor scales are computed: one, or one per row or block. If the recipe
+    has no tensor scale, it is the amax of the whole array.
     """
     with imports.making_current(call.x.device.id):
         return computed_tensor_amax(imports.cupy().ascontiguousarray(call.moved), call.recipe)
 
 
 def amax(call: Call) -> Any:
-    """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes.
+    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
-    Block amaxes are float32 of the shape (..., ceil(M / block rows), K / block).
+    For a recipe without blocks, return the tensor amaxes.
 
     Raise Declined if the blocks need the kernel partial_amax (see needs_block_kernel), but it does not support them.
     """
@@ -172,9 +178,10 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
-    """Return the largest |x| as float32: of the whole array if axis is None, else along one or more axes.
+    """Return the largest |x| as a float32 array, for a call to fp4kit.amax without a recipe.
 
-    NaN propagates.
+    If axis is None, all elements are reduced, to the shape (). An int or a tuple of ints names the axes to reduce,
+    which the result then lacks. A result is NaN if one of its elements is NaN, and 0 if it has no elements.
     """
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
@@ -186,22 +193,22 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments to pass to launch.matrix.amax so that it computes plain_amax(x, axis).
+    """Return (operands, shape): the arguments for launch.matrix.amax to compute plain_amax(x, axis), and its shape.
 
-    Return also the shape of the result of plain_amax.
+    x is copied if the reduced axes are not the last ones, or if x is not contiguous.
     """
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return x viewed as matrices (B, M, K) whose columns are to be reduced, and the shape of the result.
+    """Return x viewed as matrices (B, M, K), to be reduced along M, and the shape of the result of plain_amax.
 
     The view avoids a transposed copy. Return None unless all of these conditions hold:
 
-    - x is contiguous.
+    - axis is not None, and x is contiguous.
     - The reduced axes are consecutive, and end before the last axis.
-    - B is 1, or each matrix is large enough for a thread block.
+    - B is 1, or each matrix has at least 4096 elements, enough for a thread block.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:
@@ -219,9 +226,10 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Reshape x to contiguous rows (n, m), one row per amax. Return (rows, shape of the result).
+    """Reshape x to contiguous rows (n, m), one row per amax. Return (rows, shape of the result of plain_amax).
 
-    If axis is None, all elements are reduced to one amax. Then return contiguous x and the shape ().
+    The rows are a view of x if possible, otherwise a copy. If axis is None, there is one amax: return x, contiguous and
+    in its own shape, and the shape ().
     """
     cupy = imports.cupy()
     if axis is None:

@@ -23,9 +23,9 @@ class NewArray(NamedTuple):
     """The description of an array that a call allocates.
 
     Attributes:
-        shape: its shape.
-        dtype: its NumPy dtype.
-        zeros: True if it is filled with zeros. False if it is uninitialized.
+        shape: the shape of the array.
+        dtype: its NumPy dtype, also for a PyTorch tensor.
+        zeros: True to fill the array with zeros; False to leave it uninitialized.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class DeviceArrayAccess(NamedTuple):
     of an H200, November 2026).
 
     Attributes:
-        address: address(array) returns the address of its first element.
+        address: address(array) returns the address of the array's first element.
         maker: maker(descriptions) returns a function without arguments that allocates one new array per NewArray.
         clear: clear(array, stream) sets a float32 array with one element to 0 on a stream.
         stream: stream() returns the current stream.
@@ -68,9 +68,10 @@ def _cupy_library() -> DeviceArrayAccess:
 
 
 def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
-    """Return a function without arguments that allocates CuPy arrays with the wanted descriptions.
+    """Return a function without arguments that returns a list of new CuPy arrays, one per description in `wanted`.
 
-    Small arrays share one allocation, because the allocation takes half of the time to make an array.
+    If there are several arrays, of at most _MAX_SHARED_BYTES (1 MiB) together, they share one allocation, because the
+    allocation takes half of the time to make an array.
     """
     cupy = imports.cupy()
     sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]
@@ -93,15 +94,16 @@ def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
 
 
 def _array_at(cupy: Any) -> Callable[..., Any]:
-    """Return a fast equivalent of cupy.ndarray(shape, dtype, memory), which skips CuPy's Python-level constructors.
+    """Return a fast equivalent of the class cupy.ndarray: a function of (shape, dtype, memory) that makes an array.
 
-    Return cupy.ndarray itself if the fast function fails or gives another result for two samples.
+    The function skips CuPy's constructor in Python. It is tried on two samples. If it fails or gives another result
+    than cupy.ndarray, return cupy.ndarray itself.
     """
     kind = cupy.ndarray
     new = kind.__mro__[1].__new__
 
     def array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
-        """Return a CuPy array at `memory`, a pointer into an allocation."""
+        """Return a CuPy array that begins at `memory`, a pointer into an allocation, which the array keeps alive."""
         made = new(kind)
         made._init(shape, dtype, memory)
         return made
@@ -126,7 +128,7 @@ def _torch_library(device: Any) -> DeviceArrayAccess:
     set_to = imports.cupy().cuda.runtime.memsetAsync
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
-        """Return a function without arguments that allocates tensors with the wanted descriptions."""
+        """Return a function without arguments that returns a list of new tensors, one per description in `wanted`."""
         make = [torch_arrays.maker(device, *new) for new in wanted]
         return lambda: [new() for new in make]
 

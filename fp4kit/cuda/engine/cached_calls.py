@@ -53,7 +53,10 @@ class QuantizedResult(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
-        """Return the instructions for the result of a call, with blocks along `axis`."""
+        """Return the instructions for the result of a call to quantize, with blocks along `axis`.
+
+        The arrays are uninitialized, except that swizzled block scales begin as zeros.
+        """
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
@@ -66,9 +69,11 @@ class QuantizedResult(NamedTuple):
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
-        """Return a new Quantized with the given arrays, in the order of `names`, and with `amax` as its tensor_amax.
+        """Return a new Quantized that holds the given arrays, without a copy.
 
-        Further arrays in the list are ignored.
+        Args:
+            arrays: one array per entry of `names`, in this order. Further arrays in the list are ignored.
+            amax: the array for tensor_amax; None for a recipe without a tensor scale.
         """
         q = assembled(self.fields)
         parts = q.__dict__
@@ -102,10 +107,12 @@ class AmaxStep(NamedTuple):
     by_row: bool = False
 
     def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
-        """Compute the amax of x into the array `amax` by a launch. Do nothing if the step needs no launch.
+        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`. Do nothing without a launch.
 
-        library: the functions that handle the arrays. x: the address of the elements. amax: the array to write the amax
-        to. stream: the stream to launch on.
+        A tensor amax is set to 0 first. Row amaxes need not be, because the kernel overwrites them.
+
+        library: the functions that handle the arrays. x: the address of the elements. amax: the array to write to.
+        stream: the stream to launch on.
         """
         if self.launch is not None:
             if not self.by_row:  # the kernel only raises a tensor amax, but it overwrites row amaxes
@@ -114,7 +121,9 @@ class AmaxStep(NamedTuple):
 
 
 def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return the AmaxStep of a call, or None if the caller passed the amax or the recipe needs none.
+    """Return the AmaxStep of a call, or None if the caller passed the amax or the recipe has no tensor scale.
+
+    The step has no launch if request.finds_amax is True, because the kernel that quantizes then computes the amax.
 
     request: the LaunchRequest of the call.
     """
@@ -139,10 +148,11 @@ def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list
     """Return a function that puts addresses into the order of a kernel's arguments.
 
     The function takes a list of addresses: first the address of x, then the addresses of the new arrays, then the
-    addresses of the arrays named in _GIVEN. It returns the values of the kernel's pointers and words, with 0 for
-    arguments without an array.
+    addresses of the arrays named in _GIVEN: the caller's tensor_amax and "", whose address is 0. It returns a tuple
+    with the values of the kernel's pointers and words. An argument without an array gets 0.
 
-    new: the names that the kernel gives to the new arrays.
+    new: the names that the kernel gives to the new arrays. If "tensor_amax" is one of them, the new array is used
+        instead of the caller's.
     """
     # The order is reversed, so that a new tensor_amax overrides the caller's.
     known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
@@ -211,7 +221,7 @@ class CudaQuantizeCall:
         """Quantize x. Return `out`, or new results if out is None: a Quantized, or two for quantize_both.
 
         Args:
-            given: the caller's tensor_amax; None if the cached call computes it.
+            given: the caller's tensor_amax; None if the cached call computes it or the recipe has no tensor scale.
             out: the Quantized to write to; None for a new one.
         """
         library = self.library
@@ -224,16 +234,19 @@ class CudaQuantizeCall:
         return self._results(arrays) if out is None else out
 
     def _arrays_of(self, out: Quantized) -> list[Any]:
-        """Return the arrays of `out` in the order of `new`. Only quantize has an `out`, so there is one result."""
+        """Return the arrays of `out`, a Quantized to write to, in the order in which `new` returns new arrays.
+
+        Only quantize has an `out`, so there is only one result, rowwise or columnwise.
+        """
         result: Any = self.row or self.column
         return [
             getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))
         ]
 
     def _results(self, arrays: list[Any]) -> Any:
-        """Return new arrays as a Quantized or, for quantize_both, as the pair of Quantized (rowwise, columnwise).
+        """Build the result from new arrays. Return a Quantized or, for quantize_both, a pair (rowwise, columnwise).
 
-        arrays: the arrays in the order in which `new` returns them.
+        arrays: the arrays that `new` returned.
         """
         first, second = self.row, self.column
         one: Any = second if first is None else first
@@ -317,7 +330,10 @@ class CudaFakeQuantizeCall:
         return cls(library, amax, launch, _argument_picker(arguments, names), new)
 
     def __call__(self, x: Any, given: Any) -> Any:
-        """Return the fake-quantized values of x. given: the caller's tensor_amax; None if it is computed."""
+        """Return the fake-quantized values of x in a new array with the shape and dtype of x.
+
+        given: the caller's tensor_amax; None if the cached call computes it or the recipe has no tensor scale.
+        """
         library, arrays = self.library, self.new()
         address, stream = library.address, library.stream()
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
@@ -395,7 +411,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
     - q has more than two axes, and its scales are not linear.
     - The codes, block scales or `out` are not contiguous or do not begin at a multiple of 16 bytes.
 
-    Raise Declined if no kernel supports the recipe.
+    In all other cases, raise Declined if no kernel supports the recipe.
 
     Args:
         q: the Quantized with CuPy arrays.
@@ -435,7 +451,7 @@ class MoveCall:
     fields: dict[str, Any]
 
     def __call__(self, q: Quantized) -> Quantized:
-        """Return a Quantized that is q transposed or swizzled."""
+        """Return a new Quantized: q transposed or swizzled. Arrays that are not in `names` are shared with q."""
         address, stream = self.library.address, self.library.stream()
         made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
         self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
@@ -486,6 +502,6 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:
-    """Return True if kernels can read arrays in place: all are nonempty, contiguous and on the current device."""
+    """Return True if kernels can read the arrays in place: if all are nonempty, contiguous, on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

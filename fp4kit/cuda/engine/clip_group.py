@@ -27,8 +27,8 @@ class CudaClipGroup:
         amaxes: the clip limit of each call; None to compute the limit from call.x.
 
     Attributes:
-        outs: the clipped gradients, which clip() overwrites. If a call has no elements, its entry is the gradient
-            itself.
+        outs: the clipped gradient of each call, which clip() overwrites. If a call has no elements, its entry is the
+            gradient itself.
     """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any]) -> None:
@@ -46,9 +46,10 @@ class CudaClipGroup:
         self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
 
     def _limits(self, nonempty: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
-        """Return the clip limit of each nonempty call, as a contiguous array.
+        """Return the clip limit of each nonempty call, as a contiguous array, and set _vector and _launches.
 
-        Limits that the caller did not pass are views of self._vector, into which self._launches compute them.
+        A limit that the caller passed is returned itself, or a contiguous copy that each run refreshes. The others are
+        views of _vector, into which the launches in _launches compute them.
 
         nonempty: the calls with elements, each with its limit or None. xs: the contiguous x of each of them.
         """
@@ -65,7 +66,10 @@ class CudaClipGroup:
         return given
 
     def clip(self) -> list[Any]:
-        """Clip the gradients, reading the current elements of all arrays, and return `outs`."""
+        """Clip the gradients, and return them: the arrays in `outs`, which the next call overwrites.
+
+        The current elements of all arrays are read. Limits that the caller did not pass are computed again.
+        """
         with self._device:
             clear(self._vector)
             launch_all(self._copies, self._launches)
@@ -73,6 +77,9 @@ class CudaClipGroup:
 
 
 def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
-    """Return the launches that clip gradients: one per pair (dtype of x, dtype of the gradient)."""
+    """Return the prepared launches that clip gradients: one per pair (dtype of x, dtype of the gradient).
+
+    clips: the arrays of each gradient, nonempty and contiguous.
+    """
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
     return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -17,7 +17,7 @@ from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array.
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
 
     Raise Declined if no kernel supports the formats of the recipe.
     """
@@ -37,10 +37,10 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 
 
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
-    """Write the values of q into `moved`, which has the quantized axis last.
+    """Write the values of q into `moved`, a contiguous, nonempty array that has the quantized axis last.
 
-    The matrices of a stack take one launch together, unless their scales are swizzled or each has its own tensor scale.
-    Then each matrix takes one launch.
+    The matrices of a stack take one launch together. If their scales are swizzled, or each matrix has its own tensor
+    scale, they take one launch each.
     """
     tensor_arrays = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K, separate = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)

@@ -17,9 +17,12 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
-    """Return the fake-quantized values of a call, computed by the recipe's fake_rule or, without one, by quantizing x.
+    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x.
 
-    One kernel reads the array and writes the values, after another kernel has computed the amax if that is needed.
+    The recipe's fake_rule computes them. Without one, x is quantized and dequantized, by the decode rule of the
+    producer's fake quantizer if it has its own. One kernel reads x and writes the values. If it cannot compute the amax
+    itself, another kernel runs before.
+
     Raise Declined if no kernel supports the call.
     """
     call = with_searched_amaxes(call)
@@ -41,7 +44,7 @@ def fake_quantize(call: Call) -> Any:
 
 
 def kernel_computes_amaxes(call: Call) -> bool:
-    """Return True if the kernel that writes the values also computes the tensor amaxes.
+    """Return True if the kernel fake_quantize computes the amaxes of blocks while it writes the values.
 
     It does so if the recipe has a fake_rule and one tensor scale per block, and the caller passes no amaxes.
     """
@@ -49,7 +52,9 @@ def kernel_computes_amaxes(call: Call) -> bool:
 
 
 def clip(call: Call, amax: Any) -> Any:
-    """Return a new array: call.grad where |call.x| <= amax, and 0 elsewhere and where call.x or amax is NaN.
+    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0.
+
+    It is also 0 where call.x or amax is NaN.
 
     Args:
         amax: the clip limit, float32 of shape (1, 1), (rows, 1) or (rows, blocks). Rows count over all axes but the

@@ -48,14 +48,19 @@ def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
 
 
 def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
-    """Group arrays by dtype. Return one list per dtype, which holds the indices of the arrays with this dtype."""
+    """Group arrays by dtype. Return one list per dtype: the indices of the arrays that have it.
+
+    Dtypes come in the order in which they first occur.
+    """
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
 def amax_launches(
     operands: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None
 ) -> list[GroupedLaunch]:
-    """Return the launches that compute the amaxes of arrays: one per dtype. Arrays without elements take none.
+    """Return the launches that compute the amaxes of arrays: one per dtype.
+
+    Arrays without elements are left out, so that their entries of `outs` do not change.
 
     Args:
         operands: one pair per array: the arguments of launch.matrix.amax, and the shape of the result. The arguments
@@ -79,9 +84,10 @@ def amax_launches(
 def tensor_amax_launches(
     xs: Sequence[Any], outs: Sequence[Any], r: Recipe, mask: int | None = None
 ) -> Sequence[Callable[[], None]]:
-    """Return the launches that compute the tensor amaxes of arrays: one per dtype.
+    """Return functions that compute the tensor amaxes of arrays: one prepared launch per dtype.
 
-    If blocks of several rows have float32 scales, there are several launches per array instead.
+    If the recipe has float32 scales of blocks of several rows, return one function per array instead. Each call of
+    such a function takes several launches.
 
     Args:
         xs: the arrays, contiguous.
@@ -116,11 +122,11 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 
 
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
-    """Return the results of the function amax for N calls, from one launch per dtype.
+    """Return what fp4kit.amax returns for each of N calls, computed by one launch per dtype.
 
-    calls: one tuple per call. Its only item is the call.
+    calls: one tuple per call, whose only item is the parsed call. All calls have one recipe.
 
-    Raise Declined if the recipe's blocks need one launch per array (needs_block_kernel).
+    Raise Declined if the blocks need one launch per array: if they have several rows, or if amax_nan is "lanes".
     """
     ((first,), *_) = calls
     if needs_block_kernel(first.recipe):
@@ -130,7 +136,10 @@ def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
 
 
 def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Return the results of plain_amax for the pairs (array, axis) in `calls`, from one launch per dtype."""
+    """Return the result of amax.plain_amax(array, axis) for each pair (array, axis), by one launch per dtype.
+
+    In all pairs, the axis must be None, or in none of them.
+    """
     with imports.cupy().cuda.Device(calls[0][0].device.id):
         return amaxes([plain_amax_operands(x, axis) for x, axis in calls])
 
@@ -147,7 +156,7 @@ def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
 
 
 def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
-    """Copy the arrays to their contiguous copies, and then run all launches in order.
+    """Refresh the contiguous copies of strided arrays, and then run all launches in order.
 
     copies: pairs (array, contiguous copy of it), as contiguous_or_copy appends them.
     """
@@ -202,8 +211,10 @@ class CudaGroup:
     def _find_amaxes(self) -> list[Any]:
         """Return the tensor amax of each array, on the GPU.
 
-        If the caller passed amaxes, they are checked and returned; values on a GPU are not read. Otherwise, the arrays
-        are zeros, in which kernels will store the amaxes. If the recipe has no tensor scale, every entry is None.
+        - If the caller passed amaxes, they are checked. The values of amaxes on a GPU are not read. If all amaxes are
+          on the host, `vector` becomes their copy on the GPU.
+        - If the caller passed none, the arrays are parts of `vector`. They hold zeros until a kernel computes them.
+        - If the recipe has no tensor scale and the caller passed no amaxes, every entry is None.
         """
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
@@ -223,10 +234,10 @@ class CudaGroup:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """Return the calls with a recipe that does not search, and the launches that search the block amaxes instead.
+        """Replace a search in the recipe by launches that search. Return (calls, launches).
 
-        Each returned call has an array as its block_amax. The launches write the block amaxes that they find to these
-        arrays. If the recipe has no search, return the calls unchanged and no launches.
+        If the recipe has a search, the returned calls have a recipe without it and a new array as block_amax, to which
+        the launches write the block amaxes that they find. Otherwise, return the calls unchanged and no launches.
         """
         r, calls = self.recipe, self.calls
         if not r.search:
@@ -250,7 +261,7 @@ class CudaGroup:
     def amax(self) -> list[Any]:
         """Return the tensor amax of each array: the caller's or, if the caller passed none, one computed now.
 
-        Return None for each array if the recipe has no tensor scale.
+        If the recipe has no tensor scale, every entry is None.
         """
         with self._device:
             self._update(True)
@@ -303,7 +314,10 @@ class CudaGroup:
         return launch_all(self._copies, self._amax_launches)
 
     def _prepare_codes(self) -> tuple[list[Quantized], list[GroupedLaunch]]:
-        """Allocate the codes and scales. Return the Quantized of each array, and the launches that write them."""
+        """Allocate codes and scales. Return (one Quantized per array, the launches that fill all of them).
+
+        Each Quantized holds its own copy of an amax that the caller passed on a GPU, filled by the launches.
+        """
         r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
         each(self._op, lambda call: check_codes(call, layout), self.calls)
         packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), imports.cupy().empty)
@@ -331,9 +345,9 @@ class CudaGroup:
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[GroupedLaunch]:
-        """Allocate the values if needed, and return the launches that write them.
+        """Allocate the arrays of values at the first call. Return the launches that write fake-quantized values.
 
-        amaxes: the tensor amax of each array; None if the kernel computes it or the recipe needs none.
+        amaxes: the tensor amax of each array; None if the kernel computes it or the recipe has no tensor scale.
         """
         cupy = imports.cupy()
         if not self._raw_values:
@@ -356,9 +370,12 @@ class CudaGroup:
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
-        """Return the launches that quantize arrays: one per dtype. Empty arrays need none.
+        """Return the launches that quantize the arrays: one per dtype that has work.
 
-        matrices: the arrays of each call. values: True to write fake-quantized values; False to write codes.
+        Raise NotImplementedError if no kernel supports a call.
+
+        matrices: the input and output arrays of each call. values: True to write fake-quantized values; False to
+        write codes.
         """
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
@@ -372,8 +389,8 @@ class CudaGroup:
     def _matrices_of(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
         """Split the array of a call into matrices. Return each Matrix with its LaunchRequest.
 
-        For an array without elements, return one matrix if it has tensor scales, because the kernel must still write
-        the tensor scales; otherwise return [].
+        For an array without elements, return [] or, if it has tensor scales, one matrix without columns, because the
+        kernel must still write the tensor scales.
 
         m: the arrays of the whole call. values: True if fake-quantized values are wanted instead of codes.
         """

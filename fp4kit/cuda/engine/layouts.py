@@ -19,9 +19,10 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
-    """Transpose each matrix of a Quantized q with square blocks, in one launch. Return the pair (packed, scales).
+    """Transpose each matrix of a Quantized q with square blocks, in one launch.
 
-    Raise Declined if no kernel supports the size of the blocks.
+    Return new codes and block scales (packed, scales). The scales have the scale layout of q. Raise Declined unless the
+    blocks are 16x16, 32x32 or 64x64.
 
     packed, scales: the codes and block scales of q.
     """
@@ -71,12 +72,15 @@ def pack(codes: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """Unpack 4-bit codes, which come two per byte, to one per byte. Return a new array."""
+    """Return a new array with one 4-bit code per byte, from an array with two codes per byte.
+
+    The last axis becomes twice as long.
+    """
     return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new uint8 array of the given shape, filled by launch(array, new array).
+    """Return a new uint8 array of the given shape, filled by launch(array, new array). If it is empty, launch nothing.
 
     array: the codes to convert. They are copied first if they are strided.
     """

@@ -30,6 +30,15 @@ MAX_PADDING = 1.1  # messages are padded to one length if this takes at most thi
 class DeviceStages:
     """The buffers of a MasterWeightsPlan on a GPU, with one method per stage of cast_master_weights.
 
+    Args:
+        values: this process's shard of each matrix: contiguous CuPy arrays, 1-d.
+        shapes: the rows and columns (M, K) of each whole matrix.
+        r: the recipe.
+        partition: where the shards of all processes begin and end.
+        rank: the number of this process.
+        columnwise: True to also make columnwise copies.
+        layout: the layout of the block scales.
+
     Attributes:
         bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
             this array by maximum between the stages amax and scales.
@@ -82,7 +91,10 @@ class DeviceStages:
     # ---- preparation
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """Allocate the buffers of all matrices, whose rows and columns are in `shapes`."""
+        """Allocate the buffers for amaxes, scales, codes and messages of all matrices.
+
+        shapes: the rows and columns (M, K) of each matrix.
+        """
         cupy, r, count = imports.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
@@ -100,9 +112,12 @@ class DeviceStages:
         self.gathered = cupy.zeros(sum(self.counts), np.uint8)
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
-        """Return one Quantized per matrix, whose arrays are views of the buffers packed and scales.
+        """Return one Quantized per matrix. Its arrays are views of this object's buffers.
+
+        If the recipe has no tensor scale, tensor_scale and tensor_amax are None.
 
         Args:
+            packed, scales: the buffers for the codes and block scales of all matrices.
             shapes: the rows and columns (M, K) of each matrix, also for the columnwise copies.
             axis: the quantized axis: -1 for the rowwise results, 0 for the columnwise copies.
         """
@@ -122,10 +137,11 @@ class DeviceStages:
     def _by_dtype(
         self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any, layout: str = "linear"
     ) -> list[GroupedLaunch]:
-        """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards.
+        """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards that has work.
 
         Args:
-            work: per matrix, the number of blocks or runs to compute. Matrices with 0 are left out.
+            kernel: the name of the kernel.
+            work: for each matrix, the number of blocks or runs to compute. Matrices with 0 are left out.
             fields: the arguments of the kernel by name: numbers, CuPy arrays, or NumPy arrays with one value per
                 matrix. Missing arguments are 0.
             held: arrays that the launches keep alive.
@@ -154,7 +170,8 @@ class DeviceStages:
     def _prepare_shards(self) -> None:
         """Prepare the launches of the two stages that read the shards: amax and cast.
 
-        Matrices of which this rank has no elements are left out.
+        Matrices of which this process has no elements are left out. With one process, the cast stage writes codes
+        into the matrices themselves; otherwise into `message`.
         """
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
         run_bytes = partial.run_bytes(self._recipe)
@@ -176,7 +193,7 @@ class DeviceStages:
         self._run_cast = self._by_dtype("partial_cast", work, common | fields, self._values)
 
     def _prepare_place(self) -> None:
-        """Prepare the launch of the place stage. It needs none if there is one process or no element."""
+        """Set _run_place to the launch of the place stage, or to None if there is one process or no element."""
         starts, ends = (edge.reshape(-1) for edge in self._partition)
         chosen = starts < ends
         self._run_place: GroupedLaunch | None = None
@@ -199,7 +216,9 @@ class DeviceStages:
         self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
-        """Allocate the columnwise copies and prepare the launch of the transpose stage, if `columnwise` is True.
+        """Allocate the columnwise copies and prepare the launch of the transpose stage.
+
+        If `columnwise` is False, there are no copies and no launch. If all matrices are empty, there is no launch.
 
         shapes: the rows and columns (M, K) of each matrix.
         """
@@ -223,11 +242,11 @@ class DeviceStages:
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Use the arrays `values` as the shards from now on.
+        """Use the arrays `values` as the shards from now on, and prepare the launches that read them again.
 
-        They have the shapes, dtypes and device of the current shards.
+        The new arrays must have the shapes, dtypes and device of the current shards, which is not checked.
 
-        Raise ValueError if a shard is not contiguous.
+        Raise ValueError if one of them is not contiguous; the current shards then stay in use.
         """
         self.check(values, (), self._recipe)
         self._values = list(values)
@@ -237,14 +256,18 @@ class DeviceStages:
     # ---- stages
 
     def amax(self) -> None:
-        """Write the tensor amaxes and block amaxes of this process's shards into `bits`."""
+        """Write the tensor amaxes and block amaxes of this process's shards into `bits`.
+
+        Amaxes of blocks without an element in these shards are 0. Without a tensor scale, tensor amaxes are 0.
+        """
         self.bits.data.memset_async(0, self.bits.nbytes)
         _run(self._run_amax)
 
     def scales(self) -> None:
-        """Compute tensor scales, block scales and the factors of blocks from the reduced `bits`.
+        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`.
 
-        Amaxes are not checked for NaN, because a check would wait for the device.
+        The factors by which the cast stage scales elements are also computed. NaN amaxes raise no error, because
+        a check would wait for the device.
         """
         _run(self._run_scales)
 
@@ -253,7 +276,10 @@ class DeviceStages:
         _run(self._run_cast)
 
     def place(self) -> None:
-        """Copy the codes of all processes from `gathered` into `quantized`. With one process, cast has stored them."""
+        """Copy the codes of all processes from `gathered` into `quantized`.
+
+        With one process, do nothing, because the cast stage has already stored the codes there.
+        """
         if self._run_place is not None:
             self._run_place()
 
@@ -270,12 +296,12 @@ def _run(launches: Sequence[GroupedLaunch]) -> None:
 
 
 def _message_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the length of each process's message in bytes, with padding.
+    """Return the length of each process's message in bytes, with padding, or [0] if there is only one process.
 
     Every message is padded to a multiple of ALIGNMENT: to gather 268 MB on two H100s, NCCL takes 560 us with aligned
     messages and 826 us without (2026-11-25). All messages are padded to one length if that takes at most MAX_PADDING
-    times the bytes, because NCCL gathers messages of one length in one collective call. If there is only one process,
-    return [0], because no message is sent.
+    times the bytes, because NCCL gathers messages of one length in one collective call. A
+    single process sends no message.
 
     sizes: the bytes of codes of each process.
     """
@@ -287,9 +313,9 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Lay out arrays in one buffer. Return the offset of each array in bytes, and the size of the buffer.
+    """Lay out arrays one after the other in one buffer. Return (the offset of each array, the size of the buffer).
 
-    Arrays begin at multiples of ALIGNMENT.
+    Both are in bytes. Arrays begin at multiples of ALIGNMENT (256 bytes), and the size is such a multiple, too.
 
     Args:
         sizes: the number of bytes of each array.

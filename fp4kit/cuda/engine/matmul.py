@@ -13,7 +13,7 @@ from fp4kit.cuda.launch.matmul import multiply
 def matmul(calls: list[MatmulCall]) -> list[Any]:
     """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
 
-    All calls are on one device.
+    All calls are on one device. Results without elements need no kernel.
 
     Raise Declined if no kernel supports the blocks of an operand.
     """

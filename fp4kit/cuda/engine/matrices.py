@@ -58,6 +58,9 @@ def launch_request(call: Call, *, values: bool = False, columns: bool = False) -
 def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     """Return the number of matrices into which a call is split: 1 if all rows can be joined to one matrix.
 
+    A stack of B matrices is split into B if scales are swizzled, if blocks lie along columns or have several rows, or
+    if each expert has its own tensor scale.
+
     Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
 
     Args:
@@ -79,17 +82,16 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 
 
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
-    """Return the request, with finds_amax set if the kernel should compute the tensor amax or the row amaxes itself.
+    """Return the request with finds_amax=True if the quantize kernel should compute the tensor or row amaxes itself.
 
-    The kernel does so if all of this holds; otherwise the request is returned unchanged:
+    All of these conditions must hold; otherwise, the request is returned unchanged:
 
     - The recipe has one tensor scale per tensor, or one per row and rows that are not too long (_has_short_rows).
     - The caller passed no amax, and the call has no Hadamard transform.
     - x is not empty.
-    - x is one matrix of at most MAX_KERNEL_AMAX_ELEMENTS elements, whose rows begin at multiples of 16 bytes
-      (has_aligned_runs). Then each cluster of thread blocks reads the whole x, which is faster than further launches.
-      If each thread block finds the amaxes of its own rows (finds_rows), x may be larger, misaligned or several
-      matrices.
+    - Each thread block finds the amaxes of its own rows (finds_rows); or x is one matrix of at most
+      MAX_KERNEL_AMAX_ELEMENTS elements, whose rows begin at multiples of 16 bytes (has_aligned_runs). For such a small
+      matrix, each cluster of thread blocks reads the whole x, which is faster than further launches.
     """
     r, finding = call.recipe, request._replace(finds_amax=True)
     has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and _has_short_rows(request))
@@ -104,10 +106,10 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 
 
 def _has_short_rows(request: LaunchRequest) -> bool:
-    """Return True if a warp or a thread block finds the amax of a row fast enough, so that no launch need do it.
+    """Return True if rows are so short that the quantize kernel finds their amaxes faster than a separate launch.
 
-    Rows may have at most MAX_KERNEL_AMAX_COLUMNS elements. They may have twice as many if there are at least MANY_ROWS,
-    so that all multiprocessors are busy.
+    Rows may have at most MAX_KERNEL_AMAX_COLUMNS (2^14) elements. If there are at least MANY_ROWS (2^9) rows, which
+    keep all multiprocessors busy, rows may have twice as many elements.
     """
     rows, columns = request.shape
     return columns <= MAX_KERNEL_AMAX_COLUMNS * (2 if rows >= MANY_ROWS else 1)
@@ -115,6 +117,9 @@ def _has_short_rows(request: LaunchRequest) -> bool:
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
     """Split the arrays of a call into matrices. Yield each Matrix with its LaunchRequest.
+
+    A call whose rows can be joined yields one Matrix (see matrix_count). The arrays are views, except that strided
+    block amaxes and random bytes are copied.
 
     Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
 
@@ -138,5 +143,5 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
 
 
 def _arrays(m: Matrix) -> Iterator[tuple[str, Any]]:
-    """Yield (name, array) for each field of a Matrix that holds an array."""
+    """Yield (name, array) for each array of a Matrix: for all fields but `group`, except those that are None."""
     return ((name, a) for name, a in zip(Matrix._fields[:-1], m[:-1], strict=True) if a is not None)

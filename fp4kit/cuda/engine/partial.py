@@ -13,10 +13,10 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """Return the amax of each block of a matrix over the elements of one shard; 0 for blocks without such elements.
+    """Return the amax of each block of a matrix, counting only the elements of one shard.
 
-    The result is float32 (ceil(M / block rows), K / block columns). Raise Declined if no kernel supports the blocks or
-    the size of the matrix.
+    Blocks without an element in the shard get 0. The result is float32 (ceil(M / block rows), K / block columns). Raise
+    Declined if no kernel supports the blocks or the size of the matrix.
 
     shape: the rows and columns (M, K) of the matrix. start: the index of the shard's first element in the flattened
     matrix.
@@ -41,7 +41,7 @@ def partial_cast(
         block_amax: the amaxes of all blocks of the matrix.
         shape: the rows and columns (M, K) of the matrix.
         start: the index of the shard's first element in the flattened matrix.
-        amax: the tensor amax; None uses the largest of block_amax.
+        amax: the tensor amax. None uses the largest of block_amax, if the recipe has a tensor scale.
     """
     partial.check_matrices([shape], r)
     cupy = imports.cupy()

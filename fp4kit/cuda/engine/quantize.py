@@ -18,10 +18,12 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
+    """Quantize the array of a call. Return the result: in call.out, which is overwritten, or in a new Quantized.
 
-    If blocks lie along the columns of x and a kernel supports this, x is read in place. Otherwise a transposed copy of
-    x is quantized along its rows. Raise Declined if no kernel supports the call.
+    If blocks lie along axis -2 and a kernel for columnwise blocks supports the call, it reads x as it is. Otherwise, a
+    kernel quantizes call.moved, which has the quantized axis last; it is copied first if it is strided.
+
+    Raise Declined if no kernel supports the call.
     """
     original, call = call, with_searched_amaxes(call)
     request = launch_request(call, columns=_is_columnwise(call))
@@ -44,10 +46,10 @@ def _is_columnwise(call: Call) -> bool:
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and for the columnwise call.
+    """Return the results of quantize for the rowwise and for the columnwise call, as two new Quantized.
 
-    If a kernel supports both directions and both use one tensor amax, x is read only once. Otherwise call quantize
-    twice. Raise Declined if no kernel supports a call.
+    If a kernel supports both directions and both have the same tensor amax, one launch quantizes both ways and reads x
+    only once. Otherwise, quantize is called twice. Raise Declined if no kernel supports one of the calls.
     """
     request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
@@ -63,7 +65,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def allocate(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized with uninitialized arrays for the result of a call.
+    """Return a new Quantized for the result of a call. Its arrays are uninitialized, except that swizzled scales are 0.
 
     Args:
         amax: the array to use as its tensor_amax, in canonical shape (call/amaxes.py); None without a tensor scale.
@@ -84,8 +86,11 @@ def launch(
 ) -> None:
     """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions.
 
-    request: the LaunchRequest for the whole x. amax: the tensor amax. row, column: the Quantized to write to; None for
-    a direction that is not wanted.
+    If x has no elements, only the tensor scales and amaxes are written.
+
+    request: the LaunchRequest for the whole x. amax: the tensor amax, or the array into which the kernel writes it if
+    request.finds_amax is True; None without a tensor scale. row, column: the Quantized to write to; None for a
+    direction that is not wanted.
     """
     if not x.size:
         return _fill_scales(call, amax, row, column)
@@ -107,9 +112,10 @@ def launch(
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Write the tensor scales and amaxes of results for an x without elements. `results` may hold None.
+    """Write the tensor scales and tensor amaxes of the results for an x without elements.
 
-    No kernel is launched. The amax is copied to the host, which waits for the device.
+    They are computed on the host from `amax`, which is copied there; this waits for the device. Results that are None
+    or have no tensor scale are skipped.
     """
     for q in results:
         if q is not None and q.tensor_scale is not None:

@@ -45,7 +45,10 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 
 def _result(call: Call) -> Quantized:
-    """Return call.out, or a new Quantized if it is None, with copies of the caller's scales and uninitialized codes."""
+    """Return call.out, or a new Quantized if it is None, with copies of the caller's scales. Codes are not written yet.
+
+    A new Quantized has uninitialized codes and no tensor_amax.
+    """
     out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
     if out is None:
         packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)

@@ -24,12 +24,15 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
-    """Return (q quantized by another recipe, the number of values that changed, the largest change).
+    """Convert q to another recipe. Return the new Quantized, the number of changed values, and the largest change.
 
-    The number and the change stay on the device, as int64 () and float32 (). The values of q are dequantized and
-    quantized again. If the recipes allow it, the device finds the tensor scale for which codes can be kept, and then
-    keeps the codes of all blocks whose scale the target can represent. Raise Declined if no kernel supports one of the
-    recipes.
+    The number and the change stay on the device, as int64 () and float32 (). The new Quantized has the scale layout,
+    axis and dtype of q.
+
+    The values of q are dequantized and quantized again. If the recipes allow it (may_keep_codes), a tensor scale is
+    chosen with which codes can be kept. Then all blocks whose new scale the target can represent keep their codes.
+
+    Raise Declined if no kernel supports one of the recipes.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)
@@ -41,7 +44,10 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
 
 
 def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
-    """Return q quantized by the recipe `target`, and the layout of the result's scales. values: the values of q."""
+    """Return q quantized by the recipe `target`, and the layout of the new scales.
+
+    The layout is "linear" if codes may be kept, otherwise that of q. values: the values of q, float32.
+    """
     if not may_keep_codes(q, target):
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         return replace(quantize(call), dtype=q.dtype), q.scale_layout

@@ -14,7 +14,7 @@ from fp4kit.cuda.launch import rotate as launcher
 
 @lru_cache(64)
 def _signs(signs: bytes, device: int) -> Any:
-    """Return a device array of signs, which are given as the bytes of a uint8 array.
+    """Return signs as a uint8 array on the current device. signs: the bytes of this array. device: the device's number.
 
     The copy is complete when this function returns, because later calls may use the array on other streams.
     """
@@ -25,7 +25,7 @@ def _signs(signs: bytes, device: int) -> Any:
 
 
 def rotate(r: Rotation) -> Any:
-    """Return the array of a Rotation with its blocks rotated. The result keeps the array's shape and dtype.
+    """Rotate the blocks of the array in a Rotation. Return a new array with the shape and dtype of the array.
 
     The first call with a given set of signs copies them to the device and waits; later calls reuse the copy. Matrices
     are copied in every call.

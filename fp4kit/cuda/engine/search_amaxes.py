@@ -30,9 +30,9 @@ MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss p
 
 
 def search_amaxes(search: Search) -> Any:
-    """Return each amax of a search times its best multiple: float32 in the shape of the amaxes.
+    """Search the best multiple of each amax. Return amax times multiple: float32 in the shape of the amaxes.
 
-    If the array is empty, return a copy of the amaxes, without signs.
+    If the array is empty, return a copy of the amaxes themselves, with a given -0 as +0.
     """
     call, r, cupy = search.call, search.call.recipe, imports.cupy()
     with imports.making_current(call.x.device.id):
@@ -80,12 +80,15 @@ def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: 
 
 
 def objective_options(power: float) -> dict[str, bool]:
-    """Return the kernel's options for a loss that sums |difference|^power. For power 2, all options are False."""
+    """Return the kernel's options for a loss that sums |difference|^power, where a power of inf takes the largest.
+
+    kMagnitudes is True for power 1, kLargest for inf, and kPowers for other powers except 2. For 2, all are False.
+    """
     return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
 
 
 def float64_bits(power: float) -> int:
-    """Return the bits of a float64 as an int, because a Launch takes only ints as arguments."""
+    """Return the 64 bits of a number as a float64, as an int, because a Launch takes only ints as arguments."""
     return int(np.float64(power).view(np.uint64))
 
 

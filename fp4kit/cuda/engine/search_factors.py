@@ -40,7 +40,9 @@ def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: in
 def factor_launches(
     matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Yield one function per matrix, which launches its search. The function keeps the arrays alive.
+    """Yield one function per matrix, which launches its search when it is called. It keeps the arrays alive.
+
+    Raise ValueError if a matrix has more than 2^33 elements.
 
     matrices: tuples (x, block amaxes, tensor amax). mask: the sign mask of a Hadamard transform to apply first; None
     for no transform.
@@ -54,7 +56,7 @@ def factor_launches(
 
 
 def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
-    """Call a Launch with the addresses of arrays."""
+    """Call a Launch with the addresses of arrays, in order; 0 for an array that is None."""
     launch(*map(address, arrays))
 
 

@@ -53,10 +53,10 @@ _WORD = (1 << 64) - 1  # x & _WORD gives the two's complement of a negative int 
 
 
 def search_scales(search: Search) -> Any:
-    """Return the block amaxes whose scales have the smallest loss: float32 (..., K / block).
+    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block).
 
-    For a recipe without block scales, return the tensor amaxes with the smallest loss. Raise Declined if no kernel
-    supports the search.
+    For a recipe without block scales, return the tensor amaxes with the smallest loss, in their canonical shape
+    (call/amaxes.py). Raise Declined if no kernel supports the search.
     """
     call, r = search.call, search.call.recipe
     check_search(search)
@@ -95,7 +95,7 @@ def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tup
 
 
 def check_search(search: Search) -> None:
-    """Raise Declined if no CUDA kernel supports a search."""
+    """Raise Declined if no CUDA kernel supports a search, with a message that says what is needed."""
     r, terms = search.call.recipe, search.terms
     if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
@@ -116,10 +116,12 @@ def search_matrix(
     unproven: Any = None,
     mask: int | None = None,
 ) -> None:
-    """Search the block amaxes of a matrix x, and write them into out. Raise ValueError if x has too many elements.
+    """Search the block amaxes of a matrix x (M, K), and write them into out, by one launch.
+
+    Raise ValueError if x has more than 2^33 elements.
 
     Args:
-        amax: the tensor amax.
+        amax: the tensor amax, float32 () on the device; None without a tensor scale.
         terms: the loss and the candidates.
         unproven: a uint64 array of one element, to which the number of blocks is added for which every candidate had to
             be tried. The full search tries every candidate of every block. None does not count blocks.
@@ -160,18 +162,19 @@ def search_matrix(
 
 
 def _is_pruned(r: Recipe, terms: SearchTerms) -> bool:
-    """Return True if the pruned search can be used for a recipe and a search's loss and candidates (terms).
+    """Return True if a pruned search can be used, which skips candidates that provably cannot win.
 
-    It needs a squared loss, E4M3 scales, blocks of one row, and amaxes that are NaN if an element is NaN.
+    It needs E4M3 scales of blocks of one row, an amax_nan of "propagate", and a squared loss. Otherwise, the full
+    search must be used. terms: the loss and the candidates.
     """
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
 
 
 def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
-    """Return the options of the pruned kernel for candidates at distances `lower` ... `upper` from a block's own code.
+    """Return the options of the kernel `search` for its candidates.
 
-    kAll is True if all codes 1 ... 126 are candidates. kEight is True if at least 8 codes on either side are
-    candidates.
+    The candidates are the scale codes at distances from `lower` to `upper` from the code of a block's own amax. kAll is
+    True if these are all codes 1 ... 126. kEight is True if they include 8 codes on either side.
     """
     return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 
@@ -189,11 +192,12 @@ def _loss_options(terms: SearchTerms) -> dict[str, bool]:
 
 
 def with_searched_amaxes(call: Call) -> Call:
-    """Return the call with the block amaxes that its recipe's search chooses, and with the recipe without the search.
+    """Run the search of a call's recipe. Return the call with the found block amaxes and a recipe without the search.
 
-    The returned call also has the tensor amax, computed if the caller passed none. Return the call unchanged if its
-    recipe has no search, or if its scales are given. Raise Declined if no kernel supports the recipe with given block
-    amaxes, or the search after the Hadamard transform of the call.
+    The returned call also has the tensor amax: the caller's or, if there is none, one that is computed.
+
+    Return the call itself, unchanged, if its recipe has no search, or if the caller passed the scales. Raise Declined
+    if no kernel supports the recipe with given block amaxes, or the search after the Hadamard transform of the call.
     """
     r = call.recipe
     if not r.search or call.has_scales:
@@ -215,14 +219,18 @@ def with_searched_amaxes(call: Call) -> Call:
 
 
 def _check_transform(r: Recipe, terms: SearchTerms, mask: int | None) -> None:
-    """Raise Declined if a search needs a Hadamard transform (mask is not None), but its kernel has none."""
+    """Raise Declined if elements are transformed before a search, but its kernel supports no Hadamard transform.
+
+    Only the pruned search without Hessians supports one. mask: the sign mask of the transform; None for no transform,
+    which is always supported.
+    """
     if mask is not None and (terms.hessian is not None or not _is_pruned(r, terms)):
         raise Declined(f"no CUDA kernel searches scales of {r.id} after a Hadamard transform; {_ON_THE_CPU}")
 
 
 @cache
 def without_search(r: Recipe) -> Recipe:
-    """Return the recipe without its search, so that it accepts the block amaxes that the search has found."""
+    """Return a copy of a recipe without its search, which quantizes with the block amaxes that the search has found."""
     return replace(r, search="")
 
 
@@ -238,10 +246,12 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
-    """Return one launch that does the work of search_matrix, with default terms, for all matrices in `group`.
+    """Return one prepared launch that searches the block amaxes of all matrices in `group`.
 
-    The matrices have one dtype and device. mask: the sign mask of a Hadamard transform to apply first; None for no
-    transform.
+    It does what search_matrix does with its default terms, by the pruned search. The recipe must support that search
+    (_is_pruned). The matrices have one dtype and device.
+
+    mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     xs, outs, amaxes = zip(*group, strict=True)
     device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
