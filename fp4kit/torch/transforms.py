@@ -114,7 +114,7 @@ class QuantizedValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradients of both arguments: the upstream gradient in the dtype of x for x, and None for recipe."""
+        """Return the gradients of both arguments: for x the upstream gradient in the dtype of x, for recipe None."""
         return linear_operators.values_backward(ctx, grads[0])
 
 
