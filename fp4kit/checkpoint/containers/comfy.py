@@ -24,10 +24,10 @@ _ROWS = {"nvfp4": 16, "mxfp8": 32}  # kind -> ComfyUI pads the number of rows of
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the container in which ComfyUI stores a recipe's codes and scales.
+    """Return the container in which ComfyUI stores a recipe's codes and scales: COMFY_NVFP4 or COMFY_MXFP8.
 
     Raises:
-        CheckpointError: if ComfyUI has no such container.
+        CheckpointError: if neither can store them.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -38,6 +38,8 @@ def form_for(recipe: Recipe) -> Container:
 
 def check(form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject once it is quantized.
+
+    Do nothing if there is no such layer. The conditions are those of ``troubles``.
 
     Args:
         form: the container to write, one of FORMS.

@@ -143,13 +143,13 @@ def declarations(
 def mixed_declarations(
     layers: Mapping[Container, Sequence[str]], ignore: Sequence[str], scaled: Collection[str], own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return both configs of a model with layers in several containers of one format.
+    """Return both configs of a model with layers in several containers of compressed-tensors or of Model-Optimizer.
 
     The first is ``quantization_config`` of config.json. The second is hf_quant_config.json, or None for
     compressed-tensors.
 
-    compressed-tensors has a config group per container, whose targets are its layers. Model-Optimizer's
-    MIXED_PRECISION names the algorithm of every layer, and no unquantized layers.
+    Both formats have one config group per container, whose targets are the container's layers. Model-Optimizer's
+    MIXED_PRECISION also names the algorithm of every layer, but no unquantized layers.
 
     Args:
         layers: container -> names of its layers.
@@ -183,8 +183,8 @@ def mixed_declarations(
 def _targets(names: Sequence[str]) -> list[str]:
     """Return the targets by which a config group of compressed-tensors names its layers, sorted.
 
-    The target of a layer is its name. The experts of a module become one target, a "re:" pattern, because engines need
-    one container for all of them.
+    The target of a layer is its name. All experts of a module together have one target, a regular expression ("re:...")
+    that matches all names in MODULE.experts, because engines need one container for all of them.
 
     Args:
         names: the names of the layers in the group.
@@ -197,7 +197,9 @@ def _targets(names: Sequence[str]) -> list[str]:
 
 
 def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
-    """Return the config group of Model-Optimizer for the layers of one container, without targets.
+    """Return the config group of Model-Optimizer for the layers of one container, without the entry ``targets``.
+
+    The group has the entry ``weights`` and, if inputs are quantized too, ``input_activations``.
 
     Args:
         form: the container.
@@ -216,7 +218,7 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 def awq_declarations(
     declared: Mapping[str, Any], beside: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return Model-Optimizer's configs for NVFP4, changed to declare AWQ. Call this if layers have a factor per column.
+    """Return copies of Model-Optimizer's configs for NVFP4, changed to declare AWQ (layers with a factor per column).
 
     The result is (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is
     None.
@@ -233,7 +235,9 @@ def awq_declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of Model-Optimizer, which has ``config_groups`` for NVFP4 and FP8 only.
+    """Return the ``quantization_config`` of Model-Optimizer for layers in one container.
+
+    It has ``config_groups`` only for NVFP4 and for FP8 with one scale per layer.
 
     Args:
         form: the container of the quantized layers.
@@ -368,9 +372,9 @@ def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of the DeepSeek-V4 release.
+    """Return the ``quantization_config`` of the DeepSeek-V4 release, a constant. The arguments are not used.
 
-    The config describes the FP8 layers only, and does not mention the experts. No argument is used.
+    The config describes only the FP8 layers in 128x128 blocks, and does not mention the experts.
     """
     scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quant_method": "fp8", **scheme}

@@ -118,7 +118,10 @@ class Container:
 
     @property
     def producer(self) -> str:
-        """The producer of the container, as recipe ids name it, such as "compressed-tensors"."""
+        """The tool that defines this container, as recipe ids name it, such as "modelopt" or "comfy-kitchen".
+
+        This is the first word of ``name``, except where recipe ids use another word for it.
+        """
         word = self.name.partition(" ")[0]
         return _PRODUCERS.get(word, word)
 
@@ -129,20 +132,27 @@ class Container:
         return hash(self.name)
 
     def for_columns(self, columns: int) -> Container:
-        """Return this container with the block width that it has for rows of ``columns`` elements.
+        """Return this container with a block width that is not 0, for layers with rows of ``columns`` elements.
 
-        A block width of 0 stands for a whole row and is replaced by ``columns``. With any other width, return self.
+        A width of 0 stands for a whole row: return a copy with the width ``columns``. Otherwise return self.
         """
         return self if self.block[1] else replace(self, block=(self.block[0], columns))
 
     @property
     def group_size(self) -> int:
-        """The number of elements of a row that share one block scale; 0 if all elements of a row share one."""
+        """The number of adjacent elements of a row that share one scale; 0 if a scale covers whole rows or the layer.
+
+        For blocks of 128x128 it is 128, although each scale also covers 128 rows.
+        """
         return self.block[1]
 
     @property
     def row_multiple(self) -> int:
-        """The number that must divide K, the number of elements per row, so that a layer can be quantized."""
+        """The number that must divide K, the number of elements per row, so that a layer can be quantized.
+
+        For GGUF, it is the number of elements per block, otherwise ``group_size``. If that is 0, it is the number of
+        codes in one element of the codes tensor: 1 for 8-bit codes.
+        """
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
         return max(self.group_size, self._unit_bits // self.element.bits)
@@ -187,15 +197,16 @@ class Container:
         """Convert a stored tensor scale to the factor by which decoding multiplies.
 
         The factor is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to
-        float32. If the container divides, a stored 0 gives infinity.
+        float32. If the container divides, a stored 0 gives infinity. NaN gives NaN. NumPy never warns.
         """
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
-        """Return a dict from part to (safetensors dtype, shape), with one entry per tensor that stores a layer.
+        """Return a dict from part to (safetensors dtype, shape), with one entry per tensor to write for a layer.
 
-        Low-rank parts (SVDQuant) have no entry, because fp4kit does not write them.
+        Low-rank parts (SVDQuant) have no entry, because fp4kit does not write them. The tensor scale and the input
+        scale have the shape [E] for a stack, otherwise ``tensor_scale_shape``.
 
         Args:
             shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
@@ -225,7 +236,10 @@ class Container:
         return found
 
     def tag(self, shape: tuple[int, ...]) -> bytes:
-        """Return the bytes of the tag tensor that ComfyUI reads: JSON text with the format and the layer's shape."""
+        """Return the content of the tag tensor that ComfyUI reads: JSON with the format and the layer's shape.
+
+        An example is ``{"format": "nvfp4", "orig_shape": [256, 512]}``, as bytes.
+        """
         return json.dumps({"format": self.name.removeprefix("comfy "), "orig_shape": list(shape)}).encode()
 
     @property
@@ -237,7 +251,7 @@ class Container:
         return 128 if self.swizzled else 1
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
-        """Return the tensors to write for a layer.
+        """Return the name, dtype and shape of each tensor to write for a layer (see ``specs``). No data is written.
 
         Args:
             module: the layer's name.
@@ -291,8 +305,8 @@ class Container:
     def module_of(self, name: str) -> str | None:
         """Return the name of the layer to which the tensor ``name`` belongs, if ``name`` is LAYER + ``key_suffix``.
 
-        Return None for all other tensors. A reader finds the layers of a container in this way, by their scales,
-        because unquantized layers have none.
+        Return None for all other names. A reader calls this for all tensors to find the layers of the container. The
+        suffix is usually that of the scales, because unquantized layers have no scales.
         """
         suffix = self.key_suffix
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
@@ -345,5 +359,8 @@ class Container:
         return self.element, self.scale, block, more
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the number of bytes of a layer of shape [..., N, K] in this container, without its input scale."""
+        """Return how many bytes the tensors of a layer of shape [..., N, K] take in this container.
+
+        Input scales and low-rank parts (SVDQuant) are not counted.
+        """
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())

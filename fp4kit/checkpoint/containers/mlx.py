@@ -82,7 +82,7 @@ def form_for(recipe: Recipe) -> Container:
 def declaration(form: Container) -> dict[str, Any]:
     """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``.
 
-    The object has the keys ``group_size``, ``bits`` and ``mode``.
+    For example: {"group_size": 32, "bits": 4, "mode": "mxfp4"}.
     """
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
@@ -90,7 +90,7 @@ def declaration(form: Container) -> dict[str, Any]:
 def check(config: Mapping[str, Any], modules: Collection[str]) -> None:
     """Raise CheckpointError unless mlx-lm is known to load a model correctly once ``modules`` are quantized.
 
-    There are two reasons to reject a model:
+    Do nothing if mlx-lm can load it. There are two reasons to reject a model:
 
     - Its model type is in none of the lists in this file, so that it is unknown how mlx-lm loads it.
     - mlx-lm would drop the scales of experts that are among ``modules``.
@@ -115,6 +115,8 @@ def check(config: Mapping[str, Any], modules: Collection[str]) -> None:
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
     """Yield (module or file, fault as text) for each reason why mlx-lm would reject a directory or load it wrongly.
+
+    A layer without an entry of its own in ``quantization`` is not compared with the entries for all layers.
 
     Args:
         config: the content of config.json.

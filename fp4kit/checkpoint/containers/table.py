@@ -73,7 +73,7 @@ _Pair = tuple[str, str]
 def _modelopt(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
-    """Return one of Model-Optimizer's containers.
+    """Return one of Model-Optimizer's containers with block scales, for the constants of this file.
 
     Args:
         name: the container's name without "modelopt".
@@ -91,11 +91,12 @@ def _modelopt(
 def _compressed(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
-    """Return one of the containers of compressed-tensors.
+    """Return one of the containers of compressed-tensors with block scales, for the constants of this file.
 
     Args:
         name: the container's name without "compressed-tensors".
-        kind: the container's kind: "nvfp4", which has tensor and input scales, "mxfp4" or "mxfp8".
+        kind: the container's kind: "nvfp4", "mxfp4" or "mxfp8". Only "nvfp4" has tensor and input scales. Decoding
+            divides by the tensor scale.
         element, scale: the element formats of codes and block scales.
         size: the number of elements per block.
         dtypes: the safetensors dtypes of codes and block scales.
@@ -224,6 +225,8 @@ MODELOPT_AWQ = replace(
 def _svdquant(name: str, prefix: str) -> Container:
     """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode.
 
+    The low-rank matrix is the product B A of two further parts (see Slab.low_rank).
+
     Args:
         name: the container's name without "modelopt".
         prefix: the beginning of the names of the low-rank parts, after the layer's name.
@@ -245,7 +248,9 @@ AUTO_ROUND = tuple(
 
 
 def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
-    """Return a variant of a container as ComfyUI stores it: with swizzled block scales and a tag beside the codes.
+    """Return a variant of a container as ComfyUI stores it: with a tag beside the codes, and input scales.
+
+    If ``like`` has block scales, they are swizzled.
 
     Args:
         like: the container whose names, formats and dtypes are used.
@@ -266,14 +271,14 @@ COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn", "")
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
-    """Return a variant of a container as torchao's safetensors files store it, with swizzled scales.
+    """Return a variant of a container as torchao's safetensors files store it, with swizzled block scales.
 
     fp4kit reads such files but does not write them.
 
     Args:
         name: the new container's name without "torchao".
         like: the container whose formats and dtypes are used.
-        tensor_scale: True if a tensor scale is stored.
+        tensor_scale: True if a tensor scale is stored. The layer may then have an input scale too.
     """
     suffixes = {CODES: "._weight_qdata", SCALES: "._weight_scale"}
     if tensor_scale:
@@ -305,7 +310,9 @@ def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> 
 
 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
-    """Return the GGUF container of a kind, without a tensor scale.
+    """Return the GGUF container "gguf MXFP4" or "gguf NVFP4", in which codes and scales share a tensor.
+
+    It has no tensor scale.
 
     Args:
         kind: "mxfp4" or "nvfp4".
@@ -381,14 +388,15 @@ CONTAINERS = (
 
 
 def container(name: str) -> Container:
-    """Return the container in CONTAINERS whose name is ``name``. Raise StopIteration if there is none."""
+    """Return the container in CONTAINERS that is called ``name``. Raise StopIteration if there is none."""
     return next(candidate for candidate in CONTAINERS if candidate.name == name)
 
 
 def _with_block(name: str, block: tuple[int, int]) -> Container:
-    """Return the container called ``name``, with its block replaced by ``block`` if the two blocks differ.
+    """Return the container called ``name``, or a copy of it with ``block`` as its block if its own block differs.
 
-    Unpickling calls this function. The blocks differ only for a container that ``for_columns`` has returned.
+    Unpickling a Container calls this function, so that a process has one object per container. The blocks differ only
+    if ``for_columns`` made the pickled container.
     """
     found = container(name)
     return found if found.block == block else replace(found, block=block)

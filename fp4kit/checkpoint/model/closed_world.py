@@ -128,6 +128,8 @@ def account(
 def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
     """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` matches no item that would be refused.
 
+    Do nothing otherwise. A useless glob is reported before refused items.
+
     Args:
         items: the items, as ``account`` returns them for the same ``ignore``.
         ignore: globs of item names, as given with ``--ignore``.
@@ -144,7 +146,11 @@ def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
 def refusal(refused: list[Item]) -> str:
     """Return the error message for refused items.
 
-    For each of the first four reasons, it names one item and the number of other items with that reason.
+    For each of the first four reasons, the message names the first item and counts the other items with that reason.
+    Further reasons are only counted. The message ends with a hint at ``--ignore``.
+
+    Args:
+        refused: the refused items, at least one.
     """
     by_reason: dict[str, list[str]] = {}
     for item in refused:
@@ -303,7 +309,10 @@ def _may_lack_scale(weight: Weight) -> bool:
 
 
 def adapter_trouble(name: str) -> str:
-    """Return the reason to refuse a tensor of an adapter, such as LoRA; "" for all other tensors."""
+    """Return the reason to refuse a tensor of an adapter, such as LoRA; "" for all other tensors.
+
+    The tensor is recognized by its name: one of the parts between dots is a word such as lora_A.
+    """
     if any(_ADAPTER.fullmatch(piece) for piece in name.split(".")):
         return "a tensor of an adapter (LoRA), not of a model; merge the adapter into its model first"
     return ""
@@ -355,9 +364,9 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
 
 
 def is_scale_of_layer(item: Item) -> bool:
-    """Return whether an item is a carried (copied) scale of a layer's inputs or outputs.
+    """Return whether an item is the input scale or output scale of a layer, in a tensor of the group "carried".
 
-    A decoded layer does not have such scales.
+    A conversion to unquantized output leaves these tensors out, because a decoded layer has no such scales.
     """
     leaf = item.name.rpartition(".")[2]
     return item.group == CARRIED and item.place == "tensor" and leaf in _SCALES_OF_LAYERS
@@ -368,6 +377,8 @@ _SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
 
 def is_known_beside(rest: str, entry: TensorEntry) -> bool:
     """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight.
+
+    Known are biases and the scales of inputs, outputs, attention and the KV cache.
 
     Args:
         rest: the end of the tensor's name, after the layer's name (see layer_above).
@@ -445,13 +456,19 @@ def _recognized(name: str, tensors: Tensors) -> str:
 
 
 def _holds_two_rows_per_byte(codes: TensorEntry, scales: TensorEntry) -> bool:
-    """Return whether codes [N/2, K] have float scales of N rows, as Model-Optimizer packs integers of 4 bits."""
+    """Return whether a layer looks like 4-bit integers of Model-Optimizer: U8 codes [N/2, K] and float scales [N, ...].
+
+    Each byte of the codes holds elements of two rows. Only the first axes are compared.
+    """
     is_float = scales.dtype in ("F32", "BF16", "F16")
     return is_float and codes.dtype == "U8" and scales.shape[:1] == tuple(2 * rows for rows in codes.shape[:1])
 
 
 def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
-    """Return whether codes have 24 bytes per scale byte, which is the size of a block of 32 elements of 6 bits."""
+    """Return whether U8 codes have 24 bytes per U8 scale along the last axis, and otherwise the shape of the scales.
+
+    A block of MXFP6 has 32 elements of 6 bits, which are 24 bytes.
+    """
     rows_and_columns = (*scales.shape[:-1], scales.shape[-1] * 24) if scales.shape else ()
     return (codes.dtype, scales.dtype) == ("U8", "U8") and codes.shape == rows_and_columns
 
@@ -504,13 +521,14 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
 
 
 def _unfitting_part(container: Container, names: Mapping[str, str], shape: tuple[int, ...], tensors: Tensors) -> str:
-    """Return which tensor keeps a layer from fitting a container, as a clause; "" if the layer is not near it.
+    """Return which tensor keeps a layer from fitting a container, as a clause for an error message.
 
-    A layer is near if its scales have the usual shape or the usual dtype.
+    Return "" if all tensors fit, or if the scales have neither the dtype nor a shape that the container needs. In the
+    latter case, the layer is not similar enough for a useful message.
 
     Args:
         container: the container to compare the layer with.
-        names: part -> tensor name.
+        names: part -> tensor name. The codes and scales must exist.
         shape: the shape of the layer.
         tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
     """
@@ -656,9 +674,10 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 
 
 def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
-    """Return whether a metadata entry says how layers are stored: the entry of ComfyUI, or torchao's for a tensor.
+    """Return whether a metadata entry says how layers are stored, as ComfyUI and torchao write them.
 
-    A conversion does not copy such entries, because its result stores the layers differently.
+    ComfyUI has one entry for all layers. Every entry whose key is the name of a tensor or of a quantized layer counts
+    as torchao's. A conversion does not copy such entries, because its result stores the layers differently.
 
     Args:
         key: the key of the entry.
@@ -713,7 +732,8 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
     """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
 
     The item is refused if the entry is malformed, names an unknown class, does not declare its scales as swizzled, or
-    contradicts the layer. If there is no layer, the entry cannot contradict it.
+    contradicts the layer. The class "Tensor" (a plain tensor) needs no such declaration. If there is no layer, the
+    entry cannot contradict it.
 
     Args:
         key: the name of the tensor.
@@ -740,9 +760,12 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
 def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
     """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees.
 
+    The kind of the layer and its block size are compared.
+
     Args:
         kind: the class that the entry names, such as "NVFP4Tensor".
-        data: the fields of the entry, such as block_size.
+        data: the fields of the entry. Without block_size, every size agrees. Without elem_dtype, a class other than
+            NVFP4Tensor may be MXFP4 or MXFP8.
         form: the container of the layer.
     """
     size = data.get("block_size", form.group_size)

@@ -69,9 +69,15 @@ def _references(
     """Yield (name, profile) for tensors that tell the order of ``columns`` columns: norms, and unquantized weights.
 
     A profile is the logarithm of each column's magnitude, shifted and scaled to mean 0 and standard deviation 1. The
-    magnitude comes from a norm, or is the root mean square of the first rows of a weight. At most _MOST_REFERENCES
-    norms and _MOST_REFERENCES weights are used. A tensor is left out if its columns are nearly equal, or if half of
-    them or more are zero or not finite.
+    magnitude is that of a norm's element, or the root mean square over the first rows (at most 128) of a weight. At
+    most _MOST_REFERENCES norms and _MOST_REFERENCES weights are used. A tensor is left out if its columns are nearly
+    equal, or if half of them or more are zero or not finite.
+
+    Args:
+        weights: the weights of the model, of which only unquantized matrices with ``columns`` columns are used.
+        tensors: the model's tensors: name -> (file, header entry).
+        columns: the number of columns.
+        readers: where to read the tensors from.
     """
     norms = [
         located(file, entry)
@@ -86,10 +92,11 @@ def _references(
 
 
 def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) unless the sizes of the columns are nearly equal, or half or more are 0 or not finite.
+    """Yield (name, profile) once, or nothing if the columns do not vary enough to tell their order.
 
-    The profile is the logarithm of the sizes, shifted to mean 0 and scaled to standard deviation 1. It is 0 for columns
-    whose size is 0 or not finite.
+    That is so if their sizes are nearly equal, or if half of them or more are 0 or not finite. The profile is the
+    logarithm of the sizes, shifted to mean 0 and scaled to standard deviation 1. It is 0 for columns whose size is 0 or
+    not finite.
 
     name: the name of the tensor.
     sizes: the magnitude of each column.
@@ -116,13 +123,15 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
 
 
 def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
-    """Return whether the columns of a layer follow a reference only if neighbors are exchanged.
+    """Return whether the sizes of a layer's columns follow a reference only if neighboring columns are exchanged.
 
-    Return False if the order of the columns cannot be told, because they have nearly equal sizes, or because half of
-    them or more are zero or not finite.
+    To follow means to be correlated. The correlation with the best reference must be large if neighbors are exchanged,
+    and clearly larger than without the exchange (see _LEAST, _GAIN and _SIGMAS). Return False if the order of the
+    columns cannot be told, because they have nearly equal sizes, or because half of them or more are zero or not
+    finite.
 
     sizes: the sizes of the layer's columns.
-    references: the profiles of the tensors to compare with, at least one.
+    references: the profiles of the tensors to compare with (see _references), at least one.
     """
     profile = next((found for _, found in _if_varied("", sizes)), None)
     if profile is None:

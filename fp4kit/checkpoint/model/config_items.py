@@ -59,7 +59,10 @@ def _only(*allowed: Any) -> EntryCheck:
 
 
 def brief(value: Any) -> str:
-    """Return a JSON value as text for a message, cut to 60 characters."""
+    """Return a value as JSON text for a message. If the text is longer than 60 characters, cut it and end with "...".
+
+    Values that JSON does not have are converted with str.
+    """
     text = shown(json.dumps(value, default=str))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -115,6 +118,7 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it.
 
     The entry is refused if it names an unknown algorithm or key, or if an algorithm contradicts its layer's tensors.
+    Layers that are not quantized layers of the checkpoint are not compared.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -201,8 +205,8 @@ def _scheme(value: Any, layers: _Layers) -> str:
 def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether a scheme of weights in a config group fits layers of a container.
 
-    ``num_bits`` and, for NVFP4, MXFP4 and MXFP8, ``group_size`` are compared. A missing key fits, and so does a
-    ``group_size`` of null, -1 or 0.
+    ``num_bits`` is compared and, for NVFP4, MXFP4 and MXFP8, ``group_size``. A missing key fits, and so does a
+    ``group_size`` of null, -1 or 0. Other keys are not compared.
     """
     if scheme.get("num_bits", form.element.bits) != form.element.bits:
         return False
@@ -278,6 +282,7 @@ def _group(group: Any, layers: _Layers) -> str:
     """Return the reason to refuse one config group because it is unknown or malformed; "" to accept it.
 
     The reason is the rest of a sentence after the group's name, such as "with the key x, which fp4kit does not know".
+    Only the group itself is checked: it is not compared with the quantized layers.
     """
     if not isinstance(group, Mapping):
         return f"which is {brief(group)}, where an object is needed"
@@ -312,11 +317,11 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
     """Return the reason to refuse config groups because they contradict the tensors of a layer; "" if all layers agree.
 
-    Every quantized layer must be a target of a group whose format and scheme fit it. If no group has targets, nothing
-    is compared.
+    Every quantized layer must be a target of at least one group whose format and scheme fit it. If no group has the key
+    ``targets``, nothing is compared. The reason names the first layer that fails.
 
     Args:
-        groups: the config groups, known and well-formed.
+        groups: the config groups, in which _known_groups has found nothing to refuse.
         layers: the quantized layers of the checkpoint.
     """
     if not any("targets" in group for group in groups):
@@ -342,7 +347,10 @@ def _fits(group: Mapping[str, Any], form: Container) -> bool:
 
 
 def _declared_by(group: Mapping[str, Any]) -> str:
-    """Return the format and scheme that a config group declares, in words for the user, or "nothing"."""
+    """Return what a config group declares, for a message, such as "nvfp4 with num_bits 4 and group_size 16".
+
+    What the group does not declare is left out. Return "nothing" if nothing is left.
+    """
     scheme = group.get("weights") or {}
     words = [", ".join(_FORMATS[group["format"]])] if group.get("format") else []
     words += [f"num_bits {scheme['num_bits']}"] if "num_bits" in scheme else []
@@ -355,7 +363,7 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
 
     A target of a group is one of these:
 
-    - a regular expression ("re:...");
+    - a regular expression ("re:...") that matches the beginning of the layer's name;
     - the name of a class, such as Linear or FusedMoE, which matches every layer;
     - the name of the layer, which may lack its first components, or the name of a module that contains the layer.
 
@@ -378,10 +386,10 @@ def _is_class(target: str) -> bool:
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``transform_config``, or "" if it declares no transform.
+    """Return the reason to refuse ``transform_config``, or "" if it is null, empty or has no transform.
 
-    Transforms rotate the stored weights. Only decoding to BF16 undoes some of them (see transforms.py).
-    ``layers`` is ignored.
+    Transforms rotate the stored weights. Only a conversion to BF16 can undo them, and only some of them (see
+    transforms.py). ``layers`` is ignored.
     """
     if not value or value == {"config_groups": {}}:
         return ""
@@ -392,19 +400,23 @@ def _transform(value: Any, layers: _Layers) -> str:
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``sparsity_config``, or "" for dense weights. ``layers`` is ignored.
+    """Return the reason to refuse ``sparsity_config``, or "" if it declares no format or the format "dense".
 
-    Sparse weights are stored in formats of their own, which fp4kit does not read.
+    Sparse weights are stored in formats of their own, which fp4kit does not read. ``layers`` is ignored.
     """
     form = value.get("format") if isinstance(value, Mapping) else value
     return "" if not form or form == "dense" else f"declares the sparse format {brief(form)}, which is not supported"
 
 
 def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it. ``layers`` is ignored.
+    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it.
 
     GPTQ, AWQ and smoothing are accepted, because they change only which values are stored. All other algorithms are
-    refused, because they may rotate the weights.
+    refused, because they may rotate the weights. A null or empty value is accepted.
+
+    Args:
+        value: the value of the entry: an algorithm, or a list of them. Each is a name or an object with a name.
+        layers: ignored.
     """
     for one in value if isinstance(value, list) else [value] if value else []:
         name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
@@ -457,10 +469,12 @@ _QUARK_DTYPES = {
 def _quark_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" to accept it.
 
+    For each layer, at least one of its entries must fit. These are the entries of layer_quant_config whose name or glob
+    matches the layer. If there are none, they are all entries of layer_type_quant_config and global_quant_config. A
+    layer for which no entry declares a scheme of weights is accepted.
+
     Args:
-        value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
-            layers, one entry of layer_type_quant_config or global_quant_config must fit. If several entries decide, one
-        that fits is enough. A layer for which no entry declares a format of weights is accepted.
+        value: the whole config. Its entries for layers must be objects.
         layers: the quantized layers of the checkpoint.
     """
     of_names, of_types = found = [value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")]
@@ -477,9 +491,10 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
 
 
 def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the scheme of weights in an entry of quark's config, or None if it has none.
+    """Return the scheme of weights in an entry of quark's config, or None if the entry has no such object.
 
-    A list of schemes holds the stages of one quantization. The last one, which describes the codes, is returned.
+    If the entry has a list of schemes, which are the stages of one quantization, return the last: it describes the
+    codes.
     """
     found = spec.get("weight")
     found = found[-1] if isinstance(found, list) and found else found
@@ -489,7 +504,8 @@ def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits.
 
-    group_size is compared only for NVFP4, MXFP4 and MXFP8. There, null, -1 and 0 fit too.
+    ``mx_element_dtype``, if present, takes the place of ``dtype``. ``group_size`` is compared only for NVFP4, MXFP4 and
+    MXFP8. There, null, -1 and 0 fit too.
     """
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
@@ -511,8 +527,9 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer, or "" otherwise.
 
     Args:
-        value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. A
-            layer that only a regular expression matches may also fit the entries for all layers.
+        value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. An
+            entry overrides bits, data_type and group_size of the whole config. A layer fits if one of its entries
+            fits. If no entry has the layer's exact name, the layer may also fit the config without overrides.
         layers: the quantized layers of the checkpoint.
     """
     extra = value.get("extra_config") or {}
@@ -693,7 +710,7 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
 
     - For quantization_config and other known entries, each key in the entry is an item.
     - An unknown entry whose name sounds like quantization, such as rotation_config, is a refused item.
-    - Entries that are null or empty are skipped.
+    - Entries that are null, false, 0 or empty are skipped.
 
     Args:
         config: the content of config.json.
@@ -808,7 +825,7 @@ def lost_column_scales(
     """Return a warning if Model-Optimizer's AWQ is declared, but no layer has factors per column; "" otherwise.
 
     Model-Optimizer multiplies most factors into preceding layers and does not store them. A checkpoint that has lost
-    its factors therefore looks like a checkpoint without stored factors.
+    its factors therefore looks like a checkpoint without stored factors. Return "" if ``weights`` is empty.
 
     Args:
         config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.

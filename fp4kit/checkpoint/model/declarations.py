@@ -59,9 +59,10 @@ def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a copy of a config without the given keys.
+    """Return a copy of a config without the given keys, also in the configs nested in it. ``config`` is not changed.
 
-    The keys are left out of a nested text_config too. In all other nested configs, only KEYS are left out.
+    A nested config is an object whose key ends in "_config". In a text_config, the given keys are left out, in all
+    other nested configs only KEYS. Values that are not nested configs are shared with ``config``.
     """
     return {
         key: _without(value, keys if key == "text_config" else KEYS)

@@ -27,7 +27,7 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
 def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
     """Return an error message if the config files of a model without quantized tensors declare quantization.
 
-    Return "" if they do not.
+    Return "" if they do not. If there are several declarations, the message is about the first.
 
     Args:
         config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
@@ -36,7 +36,9 @@ def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
 
 def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error message per config entry or file that declares quantization.
+    """Yield an error message per config entry or file that declares quantization. Empty and null entries do not.
+
+    An existing hf_quant_config.json always counts. An entry with an unknown quant_method gets a message of its own.
 
     config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
     """

@@ -34,7 +34,7 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
 
 def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the codes of stored rows, [N, K], one code per byte.
+    """Unpack the codes of stored rows and return them as uint8 [N, K], one code per byte.
 
     Args:
         form: the container, which determines the packing.

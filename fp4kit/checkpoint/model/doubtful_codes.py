@@ -40,12 +40,12 @@ _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitud
 
 
 class _Sample(NamedTuple):
-    """The codes and scales of the leading rows of a layer.
+    """The codes and scales of the leading rows of a layer, from which the checks of this file compute statistics.
 
     Attributes:
         form: the layer's container.
-        codes: one code per byte, (rows, K).
-        scales: block scales as stored, in linear order.
+        codes: one code per byte, uint8 (rows, K).
+        scales: block scales in linear order, not decoded: bytes or float32, (rows of blocks, blocks per row).
         square: True if the layer has as many rows as columns.
     """
 
@@ -76,6 +76,8 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
 def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
     """Return a warning if the codes of leading rows do not seem to belong to their scales; "" if nothing is odd.
 
+    If several checks of this file find something, only the first finding is returned.
+
     Args:
         form: the container of the layer.
         slab: the leading rows of the layer, quantized.
@@ -90,15 +92,16 @@ def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
 
 @cache
 def _magnitudes(element: ElementFormat) -> _Floats:
-    """Return the magnitude of every code of an element format as float64, with 0 for codes that are not finite."""
+    """Return a float64 table: code of an element format -> magnitude of its value; 0 for NaN and infinity."""
     values = np.abs(element.values.astype(np.float64))
     return np.where(np.isfinite(values), values, 0.0)
 
 
 def _in_blocks(sample: _Sample) -> _Floats:
-    """Return the magnitudes of a sample's codes by block, (rows of blocks, blocks per row, elements of a block).
+    """Return the magnitudes of a sample's codes by block, as float64.
 
-    Partial blocks at the ends of rows and columns are left out.
+    The shape is (rows of blocks, blocks per row, elements of a block). Partial blocks at the ends of rows and columns
+    are left out.
     """
     height, width = sample.form.block
     rows, columns = (size // step * step for size, step in zip(sample.codes.shape, (height, width), strict=True))
@@ -108,7 +111,7 @@ def _in_blocks(sample: _Sample) -> _Floats:
 
 
 def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Floats:
-    """Return the values of block scales as float64, cut to the given shape.
+    """Return the values of block scales as float64, cut to the shape that _in_blocks has without partial blocks.
 
     Args:
         sample: the leading rows of a layer, whose container determines the format of the scales.
@@ -132,8 +135,9 @@ def _is_scaled_by_block(form: Container) -> bool:
 def _whole_numbers(sample: _Sample) -> str:
     """Return a warning if float scales are whole numbers, as E8M0 bytes are if they are converted to floats; else "".
 
-    Only whole numbers from 16 to 254 give the warning. E8M0 bytes of trained weights are near 127, but their scales are
-    far below 1.
+    Only whole numbers from 16 to 254 give the warning, and only if all scales are such numbers. E8M0 bytes of trained
+    weights are near 127, but their scales are far below 1. Return "" for scales in another format than float32, and for
+    FP8 with one scale per layer.
     """
     if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
         return ""
@@ -215,7 +219,8 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 
     s is the scale of a block, and e is the root mean square of the block's codes.
 
-    Return 0 if fewer than FEWEST_BLOCKS blocks can be used, or if s or e does not vary.
+    A block can be used if s is finite and positive and e is not 0. Return 0 if fewer than FEWEST_BLOCKS blocks can be
+    used, or if s or e does not vary.
 
     Args:
         sample: the leading rows of a layer.
@@ -275,10 +280,15 @@ def _other_order(sample: _Sample) -> str:
 
 
 def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (layout, scales in linear order) for each layout that the stored bytes may have, except the declared one.
+    """Yield (layout, scales) for each layout that the stored bytes may have, except the declared one.
 
-    Only layouts without padding are tried, because a layout with padding has another number of bytes. If the declared
-    layout has padding, nothing is yielded.
+    The scales are the stored bytes, put into linear order as if they had this layout. Only layouts without padding are
+    tried, because a layout with padding has another number of bytes. If the declared layout has padding, nothing is
+    yielded.
+
+    Args:
+        sample: the leading rows of a layer, with their scales in linear order.
+        declared: the layout in which the file should have them, such as "linear".
     """
     linear = np.ascontiguousarray(sample.scales)
     shape = linear.shape
@@ -296,7 +306,7 @@ def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
     -1. A slope near +1 means that the reciprocals are stored.
 
     Nothing is reported for layers without factors, with a low-rank part (SVDQuant), with blocks of several rows, or
-    with too few rows or columns. Nothing is reported either if the factors hardly differ.
+    with fewer than FEWEST_BLOCKS rows or usable columns. Nothing is reported either if the factors hardly differ.
 
     Args:
         sample, slab: the leading rows of a layer, as codes and scales, and as they were read with their factors.

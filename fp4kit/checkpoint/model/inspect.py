@@ -63,7 +63,10 @@ class Checkpoint:
         return weights_of(self.tensors, self.config or {})
 
     def without(self, names: Collection[str]) -> Checkpoint:
-        """Return the checkpoint without the tensors that have these names."""
+        """Return a copy of the checkpoint without the tensors that have these names; self if ``names`` is empty.
+
+        Names that are not in the checkpoint are ignored. Files without any tensor left stay listed.
+        """
         if not names:
             return self
         kept = (tuple(entry for entry in file.entries if entry.name not in names) for file in self.files)
@@ -72,7 +75,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> dict[str, Weight]:
-        """A map from module name to weight, for the quantized weights: linear layers and stacks of experts."""
+        """A map from module name to weight, for the quantized weights only: linear layers and stacks of experts."""
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @lazy_property
@@ -86,7 +89,10 @@ class Checkpoint:
 
     @property
     def unrecognised(self) -> tuple[str, ...]:
-        """The names of the tensors that fp4kit refuses, such as packed weights in an unknown format."""
+        """The names of the tensors that fp4kit refuses, such as packed weights in an unknown format; () if none.
+
+        Refused config keys and metadata entries are not listed (see ``items``).
+        """
         return tuple(item.name for item in self.items if item.group == REFUSED and item.place == "tensor")
 
     @property
@@ -122,7 +128,11 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key for a tensor name that compares numbers by value: ``layers.2`` comes before ``layers.10``."""
+    """Return a sort key for tensor names that compares numbers in them by value: layers.2 comes before layers.10.
+
+    Use it as ``key=`` of sorted. Different names have different keys: if two names differ only in leading zeros, their
+    text decides.
+    """
     parts = re.split("([0-9]+)", name)
     return [
         (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)
@@ -130,15 +140,20 @@ def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def _optional(root: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in the file ``name`` of the directory ``root``, or None if the file does not exist."""
+    """Return the JSON object in the file ``name`` of the directory ``root``, or None if the file does not exist.
+
+    Raises:
+        CheckpointError: if the file is not a JSON object, or is a link that leads out of the directory or nowhere.
+    """
     return load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Summarize what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print.
 
-    Return (name, value) pairs; [] if neither file declares anything. If the files name different algorithms, one pair
-    has the name "disagree".
+    Return (name, value) pairs of text; [] if neither file declares anything. The names are keys such as "quant_method",
+    then "ignore" with the number of patterns, then "hf_quant_config.json". If both files declare a quantization, but
+    name different algorithms, the last pair has the name "disagree".
     """
     declared = (checkpoint.config or {}).get("quantization_config")
     lines: list[tuple[str, str]] = []
@@ -161,10 +176,10 @@ def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _length(value: object) -> int:
-    """Return the length of a list, or 0 for anything else."""
+    """Return the number of elements if a config value is a list, or 0 for anything else, such as None or text."""
     return len(value) if isinstance(value, list) else 0
 
 
 def _compact(value: object) -> str:
-    """Return a config value as one line of text. An object becomes its keys and values, without braces."""
+    """Return a config value as text for a summary. An object becomes "KEY VALUE, KEY VALUE", without braces."""
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

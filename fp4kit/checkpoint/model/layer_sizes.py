@@ -83,7 +83,7 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
 
 
 def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
-    """Return whether a layer has the lengths that are needed, but on its other axes.
+    """Return whether a layer would fit the layers beside it if it were transposed, and does not fit as it is.
 
     Args:
         shape: the shape of the layer.
@@ -95,8 +95,9 @@ def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
     """Yield the misfits of the layers of one module.
 
-    The most frequent length of an axis counts as right. If two lengths are equally frequent, the larger one counts as
-    right. The config's hidden_size counts like one more layer if some layer has this length.
+    _AXES lists which axes must have one length. The length that most of their layers have counts as right. If two
+    lengths are equally frequent, the larger one counts as right. The config's hidden_size counts like one more layer if
+    some layer has this length.
 
     q_proj is also a misfit if it has neither as many rows as o_proj has columns, nor twice as many. If the config has
     v_head_dim, this is not checked, and keys and values may differ in size.
@@ -154,7 +155,9 @@ def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) 
 
 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return a message if an output head is quantized though the config ties it to the embedding; "" otherwise.
+    """Return a warning if lm_head is quantized though the config ties it to the embedding; "" otherwise.
+
+    It is tied if tie_word_embeddings is true in config.json or its text_config. Engines then ignore lm_head.
 
     Args:
         weights: the weights of a model.
@@ -189,7 +192,8 @@ _STACKED = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_p
 def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) for every layer that a module also has under another name, such as w1 and gate_proj.
 
-    Experts that are stored separately and as stacks at once count as well.
+    ``name`` is one of the two layers, and the reason, why it is refused, names the other. Experts that are stored both
+    separately and as a stack count as well; ``name`` is then the stack, once per separate layer.
 
     Args:
         names: the names of the modules of a model's weights.
@@ -211,7 +215,7 @@ def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _why_twice(other: str) -> str:
-    """Return the reason to refuse a layer that has the same place in the model as another layer.
+    """Return the reason, for a message, to refuse a layer that is stored a second time under the name ``other``.
 
     Args:
         other: the name of the other layer.

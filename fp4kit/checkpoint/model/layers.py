@@ -100,8 +100,12 @@ def expert_name(stack: str, expert: int) -> str:
     """Return the Hugging Face name of the layer that one expert of a stack becomes.
 
     Expert 3 of the stack "mlp.experts.down_proj" becomes "mlp.experts.3.down_proj". mlx-lm calls this stack
-    "mlp.switch_mlp.down_proj", for which the result is the same. In mlx-lm's Mixtral models, gate_proj, down_proj and
-    up_proj become w1, w2 and w3.
+    "mlp.switch_mlp.down_proj", which gives the same result. In mlx-lm's Mixtral models (modules called
+    block_sparse_moe), gate_proj, down_proj and up_proj become w1, w2 and w3.
+
+    Args:
+        stack: the name of the stack. It must hold one layer per expert: gate_up stacks are split by parts_of.
+        expert: the index of the expert.
     """
     parent, _, leaf = stack.rpartition(".")
     if not is_mlx_stack(stack):
@@ -145,8 +149,8 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight in the container ``form``.
 
-    A single matrix gives one piece, or one per member (see Weight.members). A stack gives one piece per expert, or two
-    if it must be split and holds gate and up.
+    A single matrix gives one piece, or one per member (see Weight.members). A stack gives one piece per expert, whether
+    it stays whole or is split; two per expert if it is split and holds gate and up.
 
     Args:
         weight: a matrix or a stack of experts of the source.

@@ -22,15 +22,15 @@ VERSION = 1
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file's content, as 64 hexadecimal digits. Raise OSError if the file cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
 
 def _digest(file: Any) -> str:
-    """Return the SHA-256 of an open binary file, in hexadecimal.
+    """Return the SHA-256, in hexadecimal, of an open binary file from its current position to its end.
 
-    Python 3.10 needs it, because it lacks hashlib.file_digest.
+    It replaces hashlib.file_digest, which Python 3.10 lacks. The file stays open.
     """
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
@@ -68,7 +68,9 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_hidden(name: PurePath) -> bool:
-    """Return whether a file or one of the directories in its path begins with a dot. A conversion writes no such file.
+    """Return whether the name of a file, or of a directory in its path, begins with a dot.
+
+    A conversion writes no such file, so the manifest does not list them.
 
     Args:
         name: the path relative to the model directory.
@@ -89,7 +91,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a manifest, as an object for JSON.
+    """Return the content of a manifest: a dict that can be written as JSON. Nothing is written.
 
     Args:
         digests: name -> Digest of every written file.
@@ -151,7 +153,7 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return a message if a file's size differs from its manifest entry, or if the entry's size is malformed.
+    """Return what is wrong with a file's size, for a message: it differs from the manifest, or the entry is malformed.
 
     Return None if the sizes agree, or if the entry has no size.
 

@@ -184,8 +184,12 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
     """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
 
-    Megatron has two names for such a parameter, ``mlp.experts.*`` and ``mlp.experts.local_experts.*``. Return None for
-    all other parameters.
+    For example, "mlp.experts.linear_fc2.weight3" gives ("linear_fc2", ("mlp.experts.3.down_proj",), "weight").
+    Megatron's other name of this parameter, "mlp.experts.local_experts.3.linear_fc2.weight", gives the same. linear_fc1
+    gives gate_proj and up_proj, also in models without gates. Return None for all other parameters.
+
+    Args:
+        parameter: the Megatron-Core name relative to the layer.
     """
     grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
     if grouped:

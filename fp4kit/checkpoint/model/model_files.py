@@ -121,7 +121,8 @@ def existing_file(root: Path, name: str) -> Path:
 def check_shard_name(name: object) -> str:
     """Return ``name``, a shard's name from an index, after checking that it is a plain file name.
 
-    The name must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes.
+    The name must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes. It must not
+    contain a slash, a backslash, a colon or a control character.
 
     Raises:
         CheckpointError: for anything else, such as a path, because an index must not name files outside its directory.
@@ -142,7 +143,8 @@ def check_shard_name(name: object) -> str:
 def index_name(root: Path) -> str | None:
     """Return the name of the index file in the directory ``root``, or None if there is no index.
 
-    Return the name that transformers uses. If there is no such file, return the name that Diffusers uses.
+    If there is an index of transformers (INDEX) and also one of Diffusers (DIFFUSERS_INDEX), return the former. A
+    broken link counts as a file.
     """
     return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
 
@@ -151,7 +153,8 @@ def load_weight_map(root: Path) -> dict[str, str]:
     """Return the map from tensor name to shard name in the index of the directory ``root``.
 
     Raises:
-        CheckpointError: if there is no index, if it has no weight_map, or if a shard name is not a plain file name.
+        CheckpointError: if there is no index, if its weight_map is missing or empty, or if a shard name is not a plain
+            file name.
     """
     name = index_name(root) or INDEX
     index = load_object(existing_file(root, name), name)
@@ -175,10 +178,13 @@ def _check_numbering(names: Iterable[str]) -> None:
 
 
 def _safetensors_in(root: Path) -> list[str]:
-    """Return the sorted names of the safetensors files in a directory, without subdirectories.
+    """Return the sorted names that end in .safetensors in a directory; [] if there are none.
+
+    Subdirectories are not searched.
 
     Raises:
-        PermissionError: if the directory may not be listed. Path.glob would silently find nothing.
+        OSError: if the directory cannot be listed, for example for lack of permission. Path.glob would silently find
+            nothing.
     """
     return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
 
@@ -274,9 +280,10 @@ _OTHER_MODELS = {
 
 
 def _hint_on_other_models(root: Path) -> str:
-    """Return advice for an error message about a directory without safetensors files; "" if there is none.
+    """Return advice to append to an error message about a directory without safetensors files; "" for no advice.
 
-    There is advice if the directory holds a model file of another kind, such as a .bin file.
+    If the directory holds model files of other kinds, such as .bin or .gguf, the advice is for the first of them by
+    name. It begins with "; ".
     """
     for name in sorted(os.listdir(root)):
         if Path(name).suffix.lower() in _OTHER_MODELS:
@@ -285,10 +292,13 @@ def _hint_on_other_models(root: Path) -> str:
 
 
 def _hint_on_directory(root: Path) -> str:
-    """Return advice for an error message about a directory without a model; "" if there is none.
+    """Return advice to append to an error message about a directory without a model; "" for no advice.
 
-    There is advice if ``root`` belongs to the cache of the Hugging Face Hub, is the directory of a Diffusers pipeline,
-    or has subdirectories with models.
+    There is advice in three cases, and it begins with "; ":
+
+    - ``root`` is a model's directory in the cache of the Hugging Face Hub (models--ORG--NAME). Pass a snapshot in it.
+    - ``root`` is the directory of a Diffusers pipeline.
+    - ``root`` has subdirectories with a config.json and safetensors files.
     """
     snapshots = root / "snapshots"
     if root.name.startswith("models--") and snapshots.is_dir():
@@ -308,7 +318,11 @@ def _hint_on_directory(root: Path) -> str:
 
 
 def _hint_on_config(root: Path) -> str:
-    """Return advice for an error message about a directory without config.json: what it seems to be, and what to do."""
+    """Return advice for an error message about a directory without config.json; never "".
+
+    The advice says what to do about an adapter (PEFT) or a release in its author's own format. For all other
+    directories, it is to download or copy the file again.
+    """
     if os.path.lexists(root / "adapter_config.json"):
         return "this is an adapter (PEFT), not a model; merge it into its model with merge_and_unload() first"
     if os.path.lexists(root / "params.json"):
@@ -322,9 +336,10 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def check_kind_of_file(path: Path) -> None:
-    """Raise CheckpointError, with advice, if a file has the suffix of a model or config that fp4kit does not read.
+    """Raise CheckpointError, with advice, if a path has the suffix of a model or config that fp4kit does not read.
 
-    Call it for a file that could not be read as safetensors, so that the message says what to do.
+    Such suffixes are .bin, .pt, .onnx and .json, for example. For all others, .gguf and .safetensors included, do
+    nothing. Call this function for a file that could not be read as safetensors, so that the message says what to do.
     """
     suffix = path.suffix.lower()
     if suffix == ".gguf" or suffix not in (*_OTHER_MODELS, ".json"):
@@ -353,9 +368,9 @@ def hint_on_path(path: Path) -> str:
 
 
 def is_gguf_config(config: Mapping[str, Any]) -> bool:
-    """Return whether ``config`` was built from the header of a GGUF file, as ggml_names.config_of does.
+    """Return whether ``config`` belongs to a GGUF file, for which ggml_names.config_of made it from the file's header.
 
-    Such a config belongs to a GGUF file. The config of a model directory is config.json.
+    False for the config of a model directory, which is the content of config.json.
     """
     return ARCHITECTURE in config
 
@@ -396,8 +411,9 @@ def _open_file(path: Path) -> Source:
 def _is_part_of_model(path: Path) -> bool:
     """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
 
-    A file is part of a model if its name is numbered like a shard. It is also part of a model if its directory has a
-    config.json, and if it is one of the files of the model there. If these files cannot be determined, return False.
+    - True if the file's name is numbered like a shard, such as model-00001-of-00003.safetensors.
+    - True if its directory has a config.json, and the file is one of the files of the model there.
+    - False otherwise, also if the files of that model cannot be determined.
     """
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:

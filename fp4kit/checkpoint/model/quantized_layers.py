@@ -112,10 +112,10 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return f"QuantizedLayers({str(self.path)!r}: {len(self)} layers, {forms})"
 
     def _recipe_of(self, weight: Weight) -> Recipe:
-        """Return the recipe of a layer: the user's, otherwise the recorded one, otherwise one of the layer's producer.
+        """Return the recipe of a layer: the user's, otherwise the recorded one, otherwise a usual one (see _usual).
 
         The recorded recipe is returned only if the container of the layer can store it. Raise CheckpointError if the
-        container cannot store the recipe that the user gave.
+        container cannot store the user's recipe or, without that, any recipe.
         """
         form = weight.container
         assert form is not None
@@ -136,7 +136,11 @@ def _recipe(wanted: str | Recipe) -> Recipe:
 
 
 def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
-    """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
+    """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read.
+
+    The record is in ``quantization_config`` of the config or, if that has no recipe, in the metadata of the first file.
+    Patterns, by which some layers have other recipes, are not read.
+    """
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
     data = own.get("recipe") if isinstance(own, dict) else None
@@ -151,8 +155,8 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
 def _usual(weight: Weight, form: Container) -> Recipe:
     """Return a recipe that the container can store, for a layer without a recorded recipe.
 
-    A recipe of the container's producer is preferred, then the usual recipe for the kind of container (_USUAL), then
-    the first of RECIPES. Raise CheckpointError if the container can store none.
+    These are tried in order: the recipes that are named after the container's producer, the usual recipe for the kind
+    of container (_USUAL), and all RECIPES. Raise CheckpointError if the container can store none.
 
     Args:
         weight: the weight, for the message.
@@ -194,8 +198,12 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
 
 
 def _read(weight: Weight, r: Recipe) -> Quantized:
-    """Read all matrices of a quantized weight. Raise CheckpointError if a Quantized cannot hold the layer.
+    """Read a quantized weight and return it as a Quantized; a stack of experts has the shape (experts, rows, columns).
 
+    Raise CheckpointError if the layer has a factor per column (AWQ), if its tensor scale is missing, or if a Quantized
+    cannot hold it for another reason, such as partial blocks.
+
+    weight: the quantized weight, with any number of matrices.
     r: the recipe of the layer.
     """
     form = weight.container
@@ -250,10 +258,12 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
 
 
 def _stacked(parts: list[Any], is_stack: bool) -> Any:
-    """Return the parts of all experts as one array, or the only part of a single layer; None if there are none.
+    """Return the parts of all experts as one new array, or the only part of a single layer as it is.
+
+    Return None if the first part is None, because then the layer has no such part.
 
     Args:
-        parts: one part (an array or None) per matrix.
+        parts: one part per matrix, such as its codes: all arrays or all None.
         is_stack: True if the layer is a stack of experts.
     """
     if parts[0] is None:

@@ -27,7 +27,10 @@ class WeightRotation:
 
     @classmethod
     def drawn(cls, size: int, seed: int | None) -> WeightRotation:
-        """Return a transform with the signs of fp4kit.random_signs for a seed; without signs if the seed is None."""
+        """Return a transform with the signs that fp4kit.random_signs(size, seed) gives, or without signs if it is None.
+
+        The result depends only on ``size`` and ``seed``. ``inverse`` is False.
+        """
         return cls(size) if seed is None else cls(size, _text(random_signs(size, seed)))
 
     @property
@@ -49,12 +52,19 @@ class WeightRotation:
         return _sylvester(self.size) * self.factors[:, None].astype(np.float32)
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """Return the matrix ``values`` with its rows rotated. The dtype is kept."""
+        """Return a matrix whose rows are the rotated rows of ``values``, in the same dtype. ``values`` is not changed.
+
+        The number of columns must be a multiple of ``size``.
+        """
         return hadamard(values, self.size, signs=self.factors if self.signs else None, inverse=self.inverse)
 
 
 def rotation_of(matrix: np.ndarray) -> WeightRotation | None:
-    """Return the transform with this matrix (see WeightRotation.matrix). Return None if no transform has it."""
+    """Return the transform that has this matrix (see WeightRotation.matrix), with ``inverse`` False.
+
+    Return None if no transform has the matrix: it is not square, its size is not in HADAMARD_SIZES, or an element
+    differs.
+    """
     size = len(matrix)
     if size not in HADAMARD_SIZES or matrix.shape != (size, size):
         return None
@@ -64,10 +74,13 @@ def rotation_of(matrix: np.ndarray) -> WeightRotation | None:
 
 
 def _text(factors: np.ndarray) -> str:
-    """Return factors 1 and -1 as text, one "+" or "-" per factor."""
+    """Return factors 1 and -1 as text for WeightRotation.signs: "+" for 1, "-" for -1."""
     return "".join("-" if factor < 0 else "+" for factor in factors)
 
 
 def _sylvester(size: int) -> npt.NDArray[np.float32]:
-    """Return Sylvester's Hadamard matrix with elements 1 and -1, float32 [size, size]."""
+    """Return Sylvester's Hadamard matrix, float32 [size, size], with elements 1 and -1. It is symmetric.
+
+    ``size`` must be one of HADAMARD_SIZES.
+    """
     return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))

@@ -100,6 +100,8 @@ def _unreadable(error: OSError) -> NoReturn:
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     """Return the reason not to copy a file, for the report, or None if it is to be copied.
 
+    Its name decides first, then whether it is a regular file in the directory, with links resolved.
+
     Args:
         name: the path of the file, relative to the model directory.
         path: the file, or a directory that is not entered: a link, or a hidden directory.

@@ -66,10 +66,12 @@ class Readers:
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Read and return ``count`` bytes of a tensor, starting at byte ``start``; if count is None, all that remain.
+        """Read and return ``count`` bytes of a tensor, from its byte ``start`` on, as uint8. Report them to ``tick``.
 
         Args:
             place: where the tensor is stored.
+            start: the first byte, counted from the beginning of the tensor.
+            count: the number of bytes; None for all bytes from ``start`` on.
         """
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
@@ -77,14 +79,15 @@ class Readers:
         return data
 
     def array(self, place: Located) -> np.ndarray:
-        """Read a whole tensor and return it as an array of its shape and dtype."""
+        """Read a whole tensor and return it as an array of its shape and dtype. ``tick`` is not called."""
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """Read and return the part of a tensor at ``index`` on the first axis, such as one expert's matrix.
+        """Read and return ``tensor[index]``, such as one expert's matrix in a stack. ``tick`` is not called.
 
         Args:
             place: where the tensor is stored.
+            index: the index on the first axis, not negative.
         """
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
@@ -102,7 +105,7 @@ class Slab(NamedTuple):
         start: the index of the slab's first row in the matrix.
         values: unquantized values, (n, K) for n rows; None for a quantized matrix.
         codes: packed codes, bytes (n, K * bits / 8); None for an unquantized matrix.
-        scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
+        scales: block scales, (rows of blocks, blocks per row), as bytes or float32; None for an unquantized matrix.
         tensor_scale: the factor to multiply by on decode; None if there is none.
         divisor: the stored tensor scale if decoding divides by it, as compressed-tensors does; None otherwise.
         rotation: a Hadamard transform that values_of applies (see Weight.rotation); None if there is none.
@@ -123,9 +126,9 @@ class Slab(NamedTuple):
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
-    """Read and return a scalar of one matrix as stored, such as its tensor scale.
+    """Read one matrix's tensor scale or input scale and return the stored number as float32.
 
-    If a stack stores one scalar, all its experts share it.
+    If a stack stores only one number, it belongs to all experts, so ``expert`` does not matter.
 
     Args:
         readers: where to read the scalar from.
@@ -165,14 +168,17 @@ def _divisor_of(readers: Readers, weight: Weight, expert: int) -> np.float32 | N
 def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
     """Return the factors that the decoded columns of a weight are multiplied by, float32 [K].
 
-    Return None if the weight has no such factors. Only AWQ layers have them.
+    Return None if the weight has no such factors. Only AWQ and SVDQuant layers have them.
     """
     place = weight.parts.get(COLUMN_SCALE)
     return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
 
 
 def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-    """Return the low-rank parts (B, A) of a weight, float64 [N, r] and [r, K]; None if it has none."""
+    """Return the low-rank parts (B, A) that SVDQuant adds to a weight as the product B A; None if it has none.
+
+    B is float64 [N, r] and A is float64 [r, K], where r is their rank.
+    """
     if LOW_RANK_A not in weight.parts:
         return None
     a, b = (readers.array(weight.parts[part]).astype(np.float64) for part in (LOW_RANK_A, LOW_RANK_B))
@@ -187,12 +193,12 @@ def slabs(
     height: int = 1,
     max_bytes: int | None = None,
 ) -> Iterator[Slab]:
-    """Yield the rows of one matrix of a weight as slabs, which are groups of consecutive rows.
+    """Yield the rows of one matrix of a weight as slabs, which are groups of consecutive rows, from first to last.
 
     Args:
         readers: where to read the weight from.
         weight: the weight, quantized or not.
-        expert: the index of the matrix; 0 for a single layer.
+        expert: the index of the matrix in a stack; 0 for a single layer.
         span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block
             height.
         height: the number of rows of every slab, except the last, is a multiple of this.
@@ -280,9 +286,10 @@ def _in_order(
 def _of_members(
     readers: Readers, weight: Weight, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the rows of a matrix that is composed of members (see Weight.members) as slabs, member by member.
+    """Yield the rows of a matrix as slabs, member by member. The members are the weights that it is composed of.
 
-    Every slab has the tensor scale of its own member.
+    A slab never holds rows of two members, and it has the tensor scale of its own member. Its ``start`` counts rows of
+    the composed matrix.
 
     Args:
         readers: where to read the members from.
@@ -352,6 +359,7 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
     """Return the float32 values of Q8_0 rows, (rows, columns).
 
     A block of 34 bytes holds a float16 scale and 32 signed bytes. A value is a byte times the scale, exact in float32.
+    If the scale is infinite, zero bytes give NaN.
 
     Args:
         raw: the bytes of the rows, (rows, bytes per row).
@@ -366,7 +374,7 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Read and return (packed codes, block scales) of rows of a quantized matrix, as Slab describes them.
 
-    A container without block scales gives scales of 1.
+    For a container without block scales, all scales are float32 1.0.
 
     Args:
         readers: where to read the rows from.
@@ -401,7 +409,8 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
 def _swizzled(readers: Readers, place: Located, line: int, start: int, count: int) -> np.ndarray:
     """Read swizzled block scales, and return the scales of ``count`` rows in linear order, (count, line).
 
-    Whole tiles of 128 rows are read, and then cut to the requested rows.
+    Swizzled means stored in tiles of 128 rows and 4 columns, in the order of cuBLAS. Whole tiles are read, and then cut
+    to the requested rows. The tensor must belong to a single layer, not to a stack.
 
     Args:
         readers: where to read the scales from.
@@ -420,8 +429,8 @@ def _swizzled(readers: Readers, place: Located, line: int, start: int, count: in
 class _TransposedReader:
     """Read rows of one matrix of a stack that is stored transposed, as [E, K, N].
 
-    A matrix of at most WHOLE_EXPERT bytes is read at once and stays in memory. Rows of a larger matrix are read column
-    by column.
+    If the matrix has at most WHOLE_EXPERT bytes, it is read as soon as this object is made, and stays in memory. Rows
+    of a larger matrix are read on each call of ``rows``, with one read per column.
 
     Args:
         readers: where to read the tensor from.
@@ -441,11 +450,14 @@ class _TransposedReader:
 
     @property
     def is_read(self) -> bool:
-        """True if the whole matrix has been read into memory."""
+        """True if the whole matrix is in memory. This is fixed from the start, by the matrix's size."""
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """Read and return ``count`` consecutive stored elements of this matrix, starting at element ``start``."""
+        """Read and return ``count`` stored elements of this matrix, 1-D, starting at its element ``start``.
+
+        They are stored column by column of the matrix [N, K].
+        """
         size = self._dtype.itemsize
         return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
 
@@ -462,7 +474,8 @@ class _TransposedReader:
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     """Return the values of a slab (some rows of a matrix), of shape (rows, K).
 
-    Unquantized values keep their dtype; codes are decoded to float32.
+    Unquantized values keep their dtype; codes are decoded to float32. If the slab is unquantized and has no rotation,
+    its own array is returned.
 
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
@@ -488,9 +501,10 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
-    """Round decoded values to the dtype of the stored scales if the container's own tool does so, and return them.
+    """Return decoded values, rounded to the dtype of the stored scales if the container says so (Container.rounds).
 
-    Otherwise, or if the scales are float32, return the values unchanged.
+    The dtype is that of the block scales or, without block scales, of the tensor scale. The result is float32 in any
+    case. If the container does not round, or the scales are float32, return ``values`` unchanged.
     """
     assert weight.container is not None
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
@@ -500,7 +514,7 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return a slab (some rows of a matrix) with only the columns [first, end) of ``slab``.
+    """Return a slab (some rows of a matrix) with only the columns [first, end) of ``slab``, which is not changed.
 
     ``first`` must be a boundary of the rotation's blocks and, if the slab is quantized, of its own blocks. ``end`` must
     be such a boundary too, or the number of columns.
@@ -553,13 +567,15 @@ def _magnitudes(weight: Weight) -> np.uint8:
 
 
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
-    """Return the number of NaN and infinite values in a slab (some quantized rows).
+    """Return the number of NaN and infinite values in a slab (some quantized rows), found without decoding.
 
-    Codes and scales are counted without decoding.
+    The result is 0 if and only if all codes, scales and factors per column are finite. Otherwise it may be too large:
 
-    The result is 0 if and only if all codes and scales are finite. An element with both a non-finite code and a
-    non-finite scale counts twice, but the result never exceeds the number of elements. Products of finite factors that
-    overflow are not counted.
+    - If the tensor scale or a factor per column is not finite, all elements count.
+    - Each non-finite block scale counts as a whole block, and each non-finite code as one element, so an element may
+      count twice. The result never exceeds the number of elements.
+
+    Products of finite factors that overflow are not counted.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element

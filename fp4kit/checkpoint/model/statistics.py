@@ -107,7 +107,7 @@ def tally(
     x: np.ndarray | None = None,
     column_scale: npt.NDArray[np.float32] | None = None,
 ) -> StoredCounts:
-    """Return counts about the codes and scales of stored rows. If ``x`` is given, count their errors too.
+    """Return counts of what the codes and scales of stored rows contain. If ``x`` is given, compare the rows with it.
 
     Args:
         form: the container that stores the layer.
@@ -137,6 +137,8 @@ def _count_stored(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
 ) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
     """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros).
+
+    ``reach`` is left at 0. The mask is bool, (rows of blocks, blocks per row).
 
     Args:
         form: the container that stores the layer.
@@ -234,7 +236,7 @@ def doubt_about(reach: float, lost: int) -> str:
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
-    """Return the number of codes that equal one of ``wanted`` if the sign bit is ignored.
+    """Return the number of codes (not bytes) that equal one of ``wanted`` if the sign bit is ignored.
 
     Args:
         element: the element format of the codes.
@@ -247,7 +249,7 @@ def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: I
 
 
 def _nan_codes(element: ElementFormat) -> list[int]:
-    """Return the codes without sign bit that stand for NaN; [] if the format has no NaN."""
+    """Return all codes of an element format that stand for NaN and whose sign bit is 0; [] if there is no NaN."""
     return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
 
 
@@ -309,7 +311,7 @@ def _compare_with_source(
 ) -> StoredCounts:
     """Return StoredCounts with the numbers that compare stored rows with their source. All others are 0.
 
-    Source values that are not finite are left out of the sums of signal and noise.
+    Source values that are not finite are counted, but left out of the sums of signal and noise.
 
     Args:
         form: the container that stores the layer.
@@ -343,8 +345,9 @@ def _compare_with_source(
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
     """Return, for each block, the largest magnitude that it can hold: the element format's maximum times both scales.
 
-    The products are exact in float64, and are then rounded down to float32. A float32 value exceeds the rounded product
-    if and only if it exceeds the exact one.
+    The result is float32, (rows of blocks, blocks per row), and is used to tell which elements are saturated. The
+    products are exact in float64, and are then rounded down. Therefore a float32 value exceeds the rounded product if
+    and only if it exceeds the exact one. NaN gives NaN, and infinity gives infinity.
 
     Args:
         form: the container, which determines element and scale format.
@@ -374,22 +377,28 @@ def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float3
 
 
 def _squares(x: npt.NDArray[np.float64]) -> float:
-    """Return the sum of x^2. One thread adds in an order that does not depend on the machine."""
+    """Return the sum of x^2 over all elements; 0.0 if there are none.
+
+    One thread adds in an order that does not depend on the machine, so the result is reproducible.
+    """
     flat = x.reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
 
 
 def magnitude_bits(x: np.ndarray) -> np.ndarray:
-    """Return the bits of a float array without the sign bit, as unsigned integers of the same width.
+    """Return the bits of every element with the sign bit cleared, as a new array of unsigned integers of equal width.
 
     These integers sort like |x|: infinity is above all finite values, and NaN is above infinity.
+
+    Args:
+        x: a contiguous float array.
     """
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return x.view(unsigned) & np.array((1 << (8 * x.dtype.itemsize - 1)) - 1, unsigned)
 
 
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
-    """Return (largest |x| of the finite values, number of NaN and infinite values) for a 2-D float array.
+    """Return (largest |x| of the finite values as float32, number of NaN and infinite values) for a 2-D float array.
 
     If ``x`` has no finite value or no rows, the largest |x| is 0. A matrix with rows must also have columns.
     """
@@ -406,9 +415,9 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """Return (largest |x| of the finite values, number of NaN and infinite values), computed on a GPU.
+    """Return what amax_and_nonfinite returns, computed on a GPU: (largest finite |x|, number of NaN and infinity).
 
-    If a value is NaN or infinite, the result is computed on the CPU instead.
+    The array is copied to the GPU. If a value is NaN or infinite, the CPU computes the result instead.
 
     Args:
         device: the number of the CUDA device.

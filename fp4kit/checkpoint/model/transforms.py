@@ -72,7 +72,9 @@ class _NotUndone(Exception):
 
 
 def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
-    """Return a model with its transforms undone. If a model has no transforms, no weight of the result has a rotation.
+    """Return a model whose weights are rotated back when they are decoded. Nothing is read from weights here.
+
+    If the model has no transforms, no weight of the result has a rotation.
 
     Args:
         model: the opened model.
@@ -119,10 +121,13 @@ def resolved(
 
 
 def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wrong: Collection[str]) -> Item:
-    """Return an item of a model whose transforms are undone. Refused transforms and matrices become understood.
+    """Return the item that replaces ``item`` if the transforms of the model are undone.
 
-    A wrong matrix stays refused, and its item says why. All other items are returned unchanged.
+    - A refused ``transform_config``, or a refused matrix of a transform, becomes understood.
+    - A wrong matrix stays refused, and the new item says why.
+    - All other items are returned unchanged.
 
+    item: an item (entry of the checkpoint) from closed_world.
     layers: the number of layers with transforms.
     matrices: the names of the tensors that hold matrices, and their transforms.
     wrong: the names in ``matrices`` of tensors that differ from the matrix of their transform.
@@ -164,8 +169,9 @@ def declaration(rotation: WeightRotation, rotated: Collection[str], others: Coll
 def _targets(rotated: Collection[str], others: Collection[str]) -> list[str]:
     """Return targets that match all layers of ``rotated`` and no module of ``others``, sorted.
 
-    Layers share the pattern "re:(.*\\.)?LEAF$" if no other module has their leaf name. Such a pattern also matches when
-    an engine renames the parents of a layer. All other layers are named one by one.
+    A layer gives the pattern "re:(.*\\.)?LEAF$" with the last component of its name, if no module of ``others`` has the
+    same last component. Such a pattern also matches when an engine renames the parents of a layer. All other layers are
+    named one by one.
     """
     taken = {name.rpartition(".")[2] for name in others}
     leaves = {name: name.rpartition(".")[2] for name in rotated}
@@ -173,7 +179,9 @@ def _targets(rotated: Collection[str], others: Collection[str]) -> list[str]:
 
 
 def matrix_name(layer: str, group: str = _GROUP) -> str:
-    """Return the name of the tensor beside a layer that holds the matrix of its transform.
+    """Return the name of the tensor beside a layer that holds the matrix of its transform: LAYER.GROUP_input.weight.
+
+    The tensor need not exist.
 
     Args:
         layer: the name of the layer.
@@ -183,13 +191,13 @@ def matrix_name(layer: str, group: str = _GROUP) -> str:
 
 
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return a dict from tensor name to weight, for all weights of a model.
+    """Return all weights of a model, as weights_of does, and set ``rotation`` where a transform must be undone.
 
-    Weights with a transform that can be undone get their rotation.
+    Unlike ``undo``, this never refuses a model. If any declared transform cannot be undone, no weight has a rotation.
 
     Args:
         tensors: tensor name -> (its file, its header entry).
-        config: the content of config.json. If it declares a transform that is not undone, no weight has a rotation.
+        config: the content of config.json.
     """
     weights, value = weights_of(tensors, config), declared(config).get(KEY)
     if not value:
@@ -219,7 +227,7 @@ def _turned(
 def _stored_matrices(
     found: Mapping[str, _Transform], weights: Mapping[str, Weight], tensors: closed_world.Tensors
 ) -> dict[str, _Transform]:
-    """Return a dict from the names of the tensors that hold matrices to their transforms.
+    """Return the tensors that hold matrices of transforms: tensor name -> transform; {} if no matrix is stored.
 
     Raise _NotUndone if no matrix of a transform with signs is stored, because only the matrix tells the signs.
 
@@ -237,7 +245,7 @@ def _stored_matrices(
 def _rotations(
     found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: closed_world.Tensors
 ) -> tuple[dict[_Transform, WeightRotation], set[str]]:
-    """Return two results: transform -> the rotation that undoes it; and the names of wrong matrices.
+    """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices).
 
     A matrix is wrong if it differs from the matrix of its transform, or if two matrices of a transform differ. A
     transform with signs has no rotation if none of its matrices is right.
@@ -264,7 +272,7 @@ def _declares(item: Item) -> bool:
 def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, _Transform]]:
     """Yield (tensor name, transform) of every weight with a transform.
 
-    Raise _NotUndone if a transform is declared that cannot be undone.
+    Raise _NotUndone if a transform is declared that cannot be undone, or if a weight has several transforms.
 
     value: the content of ``transform_config``.
     weights: tensor name -> weight, for the weights of the model.
@@ -340,7 +348,11 @@ def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str
 
 
 def _names(value: Any) -> list[str]:
-    """Return the targets in ``value``, a text or a list of texts, as a list. Raise _NotUndone for an unknown target."""
+    """Return the targets in ``value``, a text or a list of texts, as a new list.
+
+    A known target is "Linear", a layer's name that does not begin with a capital, or a valid pattern "re:...". Raise
+    _NotUndone for any other value.
+    """
     names = [value] if isinstance(value, str) else value
     for one in names if isinstance(names, list) else [names]:
         try:

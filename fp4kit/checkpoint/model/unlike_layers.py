@@ -58,9 +58,9 @@ def unlike_layers(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry])
 
 
 def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str, TensorEntry]) -> set[str]:
-    """Return the last parts of the names of the tensors in a layer's module, with "bias" for the bias of a stack.
+    """Return the last parts of the names of the tensors in a layer's module, such as {"weight", "weight_scale"}.
 
-    The tensor scale is left out.
+    The tensor scale is left out. If the layer is a stack whose bias has the name STACK_bias, "bias" stands for it.
 
     Args:
         layer: the layer.
@@ -74,6 +74,8 @@ def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str,
 
 def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterator[str]:
     """Yield a warning for each tensor that some layers of a kind have and others lack.
+
+    The warning names the minority: the layers without the tensor, also if they are exactly half, or those with it.
 
     Args:
         layers: the layers of one kind.
@@ -92,9 +94,10 @@ def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterat
 
 
 def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each float dtype that fewer layers have than the usual one.
+    """Yield a warning for each float dtype other than the usual one, which is the dtype that most layers have.
 
-    Yield nothing if the tensor has a dtype other than a float dtype in some layer, for example bytes.
+    If two are equally frequent, the first in ``dtypes`` is the usual one. Yield nothing if all layers have one dtype,
+    or if the dtype in some layer is not a float dtype, for example bytes.
 
     Args:
         what: the tensor whose dtypes are compared, in words.

@@ -94,7 +94,7 @@ class Located(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows [span[0], span[1]) of one matrix of a weight.
+    """Some consecutive rows of one matrix of a weight, such as a member of another weight.
 
     Attributes:
         weight: the weight.
@@ -169,7 +169,10 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the tensors that store the weight. If it has members, the size of the members' rows."""
+        """The size in bytes of all tensors that store the weight, scales included.
+
+        If the weight has members, only the rows that it takes from them count.
+        """
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
@@ -178,8 +181,8 @@ class Weight:
     def rotated_columns(self) -> int:
         """The number of columns per block of the largest rotation of the weight and its members; 1 without rotations.
 
-        Blocks of rotations have a power of two of columns. So a block of this many columns consists of whole blocks of
-        every rotation.
+        The block size of a rotation is a power of two. A column range that begins and ends at multiples of the largest
+        size therefore cuts no block of any rotation.
         """
         size = 1 if self.rotation is None else self.rotation.size
         return max([size, *(member.weight.rotated_columns for member in self.members)])
@@ -199,7 +202,10 @@ def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
 
 
 def part_names(weights: Iterable[Weight]) -> set[str]:
-    """Return the names of all tensors that store the weights, scales included."""
+    """Return the names of all tensors that store the weights, scales included.
+
+    For a weight with members, these are the tensors in its ``parts``, so those of its first member.
+    """
     return {part.entry.name for weight in weights for part in weight.parts.values()}
 
 
@@ -262,9 +268,9 @@ def weights_of(
 
 
 def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:
-    """Return the entries in the safetensors metadata of the layers that ComfyUI marks as quantized, by module.
+    """Return a dict with the layers that ComfyUI marks as quantized: module name -> entry in its safetensors metadata.
 
-    The entry is None for a layer that is marked only by a tensor ``.comfy_quant``.
+    The value is None for a layer that is marked only by a tensor ``.comfy_quant``. Return {} if nothing is marked.
 
     Args:
         tensors: tensor name -> (its file, its header entry).
@@ -298,7 +304,8 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         module: the name of the module.
         container: the container to try.
         places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
-        damaged: True to accept block scales of the wrong shape and a missing tensor scale.
+        damaged: True to accept block scales of the wrong shape and a missing tensor scale, except for containers with
+            ``is_exact``.
     """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
@@ -402,7 +409,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
-    """Return whether the stacks of experts in a module are stored as [E, K, N].
+    """Return whether the stacks of experts in a module are stored as [E, K, N]; False if as [E, N, K].
 
     The orientation in which the shapes of gate_up_proj and down_proj fit together decides. If both or neither fit, or
     if one of these stacks is missing, the model type decides.
@@ -443,9 +450,9 @@ def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
-    """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...), as in gpt-oss models.
+    """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...). True for gpt-oss only.
 
-    In all other models, all rows of the gate come first.
+    In all other models, all rows of the gate come first, then those of the up projection.
 
     Args:
         config: the content of config.json.

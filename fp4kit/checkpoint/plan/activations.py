@@ -175,7 +175,7 @@ class Activations:
 
 
 def _check_files(paths: Iterable[Path]) -> None:
-    """Raise CheckpointError if a path of saved activations is missing or is a directory."""
+    """Raise CheckpointError for the first path of saved activations that does not exist or is not a file."""
     for path in paths:
         if not path.is_file():
             raise CheckpointError(
@@ -185,9 +185,9 @@ def _check_files(paths: Iterable[Path]) -> None:
 
 
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
-    """Return whether a layer belongs to an expert, and at least one expert of its stack was measured.
+    """Return whether a layer belongs to an expert, and at least one expert with such a layer was measured.
 
-    Such a layer, if it was not measured itself, counts as an expert that saw no token.
+    If the layer itself was not measured, its expert then counts as one that saw no token.
 
     Args:
         layer: the name of the layer.
@@ -198,7 +198,9 @@ def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bo
 
 
 def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
-    """Return ``amaxes`` (layer -> amax) unchanged if the input scale of every layer is a normal float32.
+    """Return ``amaxes`` (layer -> amax) unchanged, after checking the input scales that follow from them.
+
+    An input scale is stored as a factor or as a divisor. Both must be normal float32 numbers.
 
     Raises:
         CheckpointError: if an input scale is not a normal float32. The message names the layers.

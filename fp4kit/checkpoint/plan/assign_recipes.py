@@ -69,11 +69,11 @@ class Assignment:
 
     @property
     def weights(self) -> int:
-        """The number of weights in all units."""
+        """The number of elements of all layers in ``units``, by which the bits per weight are computed."""
         return sum(unit.weights for unit in self.units)
 
     def bits_of(self, point: Point) -> float:
-        """Return the bits per weight of an assignment, scales included."""
+        """Return the bits per weight of an assignment, such as ``chosen``: its bits, scales included, / ``weights``."""
         return point.bits / self.weights
 
     @property
@@ -83,18 +83,25 @@ class Assignment:
 
     @property
     def default(self) -> str:
-        """The id of the recipe of most units; the first option of the first unit if all units stay unquantized."""
+        """The id of the recipe that most units get. Units that stay unquantized do not count.
+
+        If two recipes are equally frequent, it is the one that comes first in the order of ``units``. If all units stay
+        unquantized, it is the first option of the first unit.
+        """
         used = [option.name for option in self.options if option.name != KEEP]
         return max(dict.fromkeys(used), key=used.count, default=self.units[0].options[0].name)
 
     @property
     def recipes(self) -> tuple[tuple[str, str], ...]:
-        """The (pattern, recipe id) pairs for all layers that get a recipe other than ``default``."""
+        """The (glob of layer names, recipe id) pairs for the layers that get a recipe other than ``default``.
+
+        Layers that stay unquantized are not among them (see ``kept``).
+        """
         return tuple((pattern, name) for pattern, name in self._patterns() if name not in (KEEP, self.default))
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Patterns of the layers that stay unquantized."""
+        """Globs of the names of the layers that stay unquantized."""
         return tuple(pattern for pattern, name in self._patterns() if name == KEEP)
 
     def _patterns(self) -> Iterable[tuple[str, str]]:
@@ -224,9 +231,10 @@ _Key = tuple[str, int]
 
 
 def _key(piece: Piece) -> _Key:
-    """Return (output layer, number), which identifies a piece (some rows of a weight) among all pieces of a model.
+    """Return the key of a piece (some rows of a weight): (name of its output layer, Piece.number).
 
-    If a stack stays whole, its pieces have one output layer, and the number distinguishes them.
+    No other piece of the model has this key. If a stack stays whole, its pieces share the output layer and differ in
+    the number.
     """
     return piece.module, piece.number
 
@@ -247,6 +255,8 @@ def _measured(
     found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
 ) -> tuple[LayerGroup, ...]:
     """Return the units of a model (layers that need one choice of recipe), with the errors of their options.
+
+    All layers are read and quantized for this, in several threads.
 
     Args:
         found: the candidates, and the layers that each fits.
@@ -275,7 +285,8 @@ def _measured(
 def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
     """Raise CheckpointError if column weights are missing or invalid for the pieces in ``found``.
 
-    An importance matrix may lack some layers, but not all. Without column weights, nothing is checked.
+    An importance matrix may lack some layers, but not all; the warnings about them are dropped. A file of column
+    weights must have all layers. If ``columns`` is None or has no column weights, nothing is checked.
     """
     if columns is None or columns.columns is None:
         return
@@ -340,7 +351,7 @@ def _sums(
 ) -> _Sums:
     """Return the sums of one piece: of its squares, and of its squared errors under each recipe.
 
-    If ``amax`` is 0, all errors are 0.
+    Each term is multiplied by the weight of its column. If ``amax`` is 0, all errors are 0.
 
     Args:
         readers: where to read the piece from.
@@ -413,6 +424,9 @@ def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:
 
 
 def _bits(piece: Piece, form: Container) -> int:
-    """Return the number of bits of a piece in a container, scales included and input scales left out."""
+    """Return the number of bits that the rows of a piece take in a container, as if they were a layer of their own.
+
+    Scales are included, input scales are not.
+    """
     shape = piece.span[1] - piece.span[0], piece.weight.shape[-1]
     return 8 * sum(output.nbytes for output in form.outputs(piece.module, shape))

@@ -39,9 +39,9 @@ class LayerGroup:
     """A unit: layers that must share a choice, with the possible choices.
 
     Attributes:
-        name: a readable name.
+        name: a readable name, for messages.
         layers: the names of the layers in the source.
-        weights: the number of weights in these layers.
+        weights: the number of elements of these layers.
         options: the possible choices, at least one.
     """
 
@@ -87,14 +87,18 @@ class _Step(NamedTuple):
 
 
 def _grains(error: float) -> int:
-    """Return an error in grains (multiples of 2^-50), as an int."""
+    """Return an error as a whole number of grains: error / 2^-50, rounded to the nearest integer.
+
+    ``solve`` calculates with grains, so that its comparisons are exact.
+    """
     return round(error / _GRAIN)
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Return the indices of the options on the lower convex hull of (bits, error), by increasing bits.
+    """Return the indices of the options on the lower convex hull of the points (bits, error), by increasing bits.
 
-    The first is the smallest option, and the last has the smallest error.
+    The first index is that of the option with the fewest bits (of several, the one with the smallest error). The last
+    is that of the option with the smallest error. Errors are compared in grains, and fall strictly along the hull.
     """
     found: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: (options[i].bits, options[i].error)):
@@ -126,7 +130,7 @@ def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Ste
 
 
 def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
-    """Return the assignment that takes option ``choices[i]`` for unit i, with its total bits and total error."""
+    """Return the Point that takes option ``choices[i]`` for unit i: the total bits, the total error and the choices."""
     chosen = [unit.options[choice] for unit, choice in zip(units, choices, strict=True)]
     return Point(sum(one.bits for one in chosen), sum(one.error for one in chosen), tuple(choices))
 
@@ -201,7 +205,9 @@ def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> in
 
 
 def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
-    """Return the option per unit of an optimal assignment. See ``solve`` for the method and its proof.
+    """Return an optimal assignment within the budget: for each unit, the index of its option.
+
+    ``solve`` explains the method. If no assignment is better than ``known``, one with the same error is returned.
 
     Args:
         units: the units.
@@ -247,7 +253,10 @@ def _second(prices: Sequence[int]) -> int:
 def _undominated(
     states: list[_State],
 ) -> list[_State]:
-    """Return the states that no other state dominates, that is, equals or undercuts in both bits and error."""
+    """Return the partial assignments that no other dominates, that is, equals or undercuts in both bits and error.
+
+    Of equal ones, the first is kept. The result is sorted by increasing bits. ``states`` is sorted in place.
+    """
     states.sort(key=lambda state: state[:2])
     found: list[_State] = []
     for state in states:
@@ -257,7 +266,15 @@ def _undominated(
 
 
 def shown_points(points: Sequence[Point], count: int) -> list[Point]:
-    """Return at most ``count`` points of a curve, spread evenly over its range of bits, with the first and the last."""
+    """Return at most ``count`` points of a curve, spread evenly over its range of bits, with the first and the last.
+
+    If the curve has no more than ``count`` points, return all. Fewer than ``count`` may be returned, because a point is
+    never repeated.
+
+    Args:
+        points: the points of the curve, by increasing bits.
+        count: the largest number of points, at least 2.
+    """
     if len(points) <= count:
         return list(points)
     bits = [point.bits for point in points]

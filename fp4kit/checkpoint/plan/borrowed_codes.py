@@ -87,8 +87,9 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 def _origins(source: Source) -> dict[_Layer, Origin]:
     """Return a dict from (module, expert) to the rows that store the MXFP4 or NVFP4 codes of a layer.
 
-    A stack of experts in a GGUF file gives one entry per expert, with the stack's name and the expert's index. A stack
-    in a model directory gives one entry per layer of an expert, with the name of that layer and the index 0.
+    A single matrix gives one entry, with the expert 0. A stack of experts in a GGUF file gives one entry per expert,
+    with the stack's name and the expert's index. A stack in a model directory gives one entry per layer of an expert,
+    with the name of that layer and the index 0. Layers in other formats and unquantized layers are left out.
     """
     form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
     for weight in weights_of(source.tensors, source.config).values():
@@ -114,7 +115,7 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
 
 
 def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
-    """Return the quantized rows in ``origins`` if they make up the whole weight; otherwise ().
+    """Return the quantized rows in ``origins``, one Rows per origin, if they make up the whole weight; otherwise ().
 
     The result is also () if there are no origins, or if their containers or shapes differ.
 
@@ -183,7 +184,12 @@ class GgufNames:
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
         """Return (module, expert) as a GGUF file names a layer of ``source``, or None if the name map does not know it.
 
-        If ``source`` is a GGUF file, this is ``layer`` itself.
+        The expert is the index of an expert in a stack, and 0 for all other layers. If ``source`` is a GGUF file,
+        ``layer`` itself is returned, even if the map does not know it.
+
+        Args:
+            source: the model that the layer is from.
+            layer: (module, expert). In a model directory, the module's name has the number of the expert.
         """
         if is_gguf_config(source.config):
             return layer
@@ -197,13 +203,18 @@ class GgufNames:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """Return the reordering that may turn the other model's rows into the rows of ``weight``, a q or k layer.
+        """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most layers.
 
-        Return None for all other layers. Return None too if the number of heads is unknown.
+        There is one only for attn_q and attn_k of GGUF files, and for the layers of a model directory that have these
+        names in a GGUF file, such as q_proj and k_proj. It interleaves the two halves of every head if ``source`` is
+        the GGUF file, and undoes that otherwise. Whether it is needed is not known here (see in_closest_order).
+
+        Return None for all other layers, stacks included. Return None too if the header of the GGUF file has no number
+        of heads, or if this number does not divide the rows into heads of an even size above 2.
 
         Args:
             weight: the weight.
-            source: the model that ``weight`` is from.
+            source: the one of the two models that ``weight`` is from.
         """
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
@@ -228,7 +239,11 @@ def recorded_patterns(source: Source) -> list[list[str]]:
     """Return the [pattern, recipe id] pairs that a model records beside its recipe, as ``recipes``; [] if none.
 
     The first pattern that matches a layer's name decides. The pairs are in fp4kit's record in ``quantization_config``.
-    If the config has no such record, the metadata of the model's safetensors files is searched.
+    If the config has no such record, the metadata of the model's files is searched. If the record is malformed, return
+    [].
+
+    Raises:
+        CheckpointError: if the metadata entry is not a JSON object.
     """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
@@ -239,7 +254,7 @@ def recorded_patterns(source: Source) -> list[list[str]]:
 
 
 def patterns_in(value: Any) -> list[list[str]]:
-    """Return a recorded list of [pattern, recipe id] pairs; [] if the value is anything else."""
+    """Return ``value`` itself if it is a list of [pattern, recipe id] pairs of texts; [] if it is anything else."""
     pairs = value if isinstance(value, list) else []
     good = all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs

@@ -42,17 +42,17 @@ class ExpertStack:
 
     @property
     def reason(self) -> str:
-        """Why the tensors become a stack, in words for the user."""
+        """The reason in the plan, in words for the user: the matrices are decoded and put together as this stack."""
         return f"experts: decoded and put together as {self.name.rpartition('.')[2]}"
 
     @property
     def tensor(self) -> str:
-        """The name of the tensor with the values or codes of the first matrix. The plan lists the stack under it."""
+        """The name of the source tensor with the first matrix's values or codes. The plan lists the stack under it."""
         return self.experts[0][0].weight.tensor
 
     @property
     def dtype(self) -> str:
-        """How the first matrix is stored: a safetensors dtype, or the name of a container."""
+        """How the source stores the first matrix: a safetensors dtype, or the name of its container if quantized."""
         return self.experts[0][0].weight.dtype
 
     @property
@@ -68,7 +68,10 @@ class ExpertStack:
         return len(self.experts), rows, self.experts[0][0].weight.shape[-1]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (the rows that one job converts) that write the stack: one per expert."""
+        """Yield the pieces (units of work) that write the stack: one per expert, transposed to [K, N].
+
+        The stack is written in BF16 if the first matrix is quantized, otherwise in the dtype of that matrix.
+        """
         experts, rows, columns = self.shape
         first = self.experts[0][0].weight
         dtype = "BF16" if first.container is not None else first.dtype

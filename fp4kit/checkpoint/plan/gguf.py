@@ -20,10 +20,12 @@ def stores(recipe: Recipe) -> bool:
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the first GGUF container in FORMS that can store a recipe's codes and scales.
+    """Return the GGUF container for a recipe: the first in FORMS that can store its codes and scales.
+
+    A recipe with a tensor scale gives GGUF_SCALED.
 
     Raises:
-        CheckpointError: if none can.
+        CheckpointError: if no GGUF container can store the recipe.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -35,10 +37,10 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if a GGUF file cannot be converted.
+    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file. Otherwise do nothing.
 
-    A GGUF file fails if it is an image or audio projector. It also fails if ``form`` stores tensor scales and llama.cpp
-    cannot use a tensor scale for one of the modules.
+    It cannot if the file is an image or audio projector. It cannot either if ``form`` stores tensor scales and one of
+    the modules cannot have one in llama.cpp (see ggml_names.scale_troubles).
 
     Args:
         source: the GGUF file to convert.

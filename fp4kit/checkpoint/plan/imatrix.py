@@ -223,10 +223,10 @@ class Imatrix:
 
 
 def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
-    """Return whether the imatrix says that a matrix saw no token.
+    """Return whether a matrix saw no token when the imatrix was made.
 
-    That is so if the divisor is 0. It is also so if there are several weights and all are 1, because legacy files store
-    weights of 1 for an expert that saw no token.
+    True if the divisor is 0. True too if there are several weights and all are 1, because legacy files store weights of
+    1 for an expert that saw no token.
 
     Args:
         values: the column weights, read from ``place``.
@@ -239,7 +239,7 @@ def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
 def _name_map() -> dict[str, tuple[str, ...]]:
     """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures.
 
-    In the names of both kinds, "{bid}" stands for the number of a layer.
+    A value is a tuple with at least one name. In the names of both kinds, "{bid}" stands for the number of a layer.
 
     Raises:
         CheckpointError: if the gguf package is missing.
@@ -263,7 +263,11 @@ def _name_map() -> dict[str, tuple[str, ...]]:
 def gguf_names(module: str) -> tuple[str, ...]:
     """Return the names that a layer with a Hugging Face name may have in GGUF files; () if the name is unknown.
 
-    There may be several names, because the name map covers all architectures. They do not end in ".weight".
+    There may be several names, because the name map covers all architectures. ``module`` and the names do not end in
+    ".weight".
+
+    Raises:
+        CheckpointError: if the gguf package is missing.
     """
     module = module.replace("language_model.", "")
     number = _NUMBER.search(module)
@@ -275,6 +279,8 @@ def gguf_names(module: str) -> tuple[str, ...]:
 
 def read_imatrix(path: str | Path) -> Imatrix:
     """Read the structure of an imatrix file, legacy or GGUF, and return where its column weights are.
+
+    The values are not read and not checked here, but the whole file is read once for its SHA-256.
 
     Raises:
         CheckpointError: if the file is missing, is not a complete imatrix file, or has no entries.
@@ -346,10 +352,10 @@ def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
 
 
 def _number(stream: BinaryIO, path: Path, what: str) -> int:
-    """Read a little-endian int32 from a legacy imatrix file and return it.
+    """Read the next number, a little-endian signed int32, from a legacy imatrix file and return it.
 
     Args:
-        stream: the open file.
+        stream: the open file, which advances by 4 bytes.
         path: the path of the file, for the error message.
         what: what the number means, for the error message.
 

@@ -28,7 +28,10 @@ def rotated(
     rotation: WeightRotation,
     patterns: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """Return the weights to rotate, by tensor name, changed so that they are rotated when they are read.
+    """Return a dict from tensor name to weight, with a copy of each weight to rotate.
+
+    The copies have ``rotation`` set, so that they are rotated when they are read. Weights that no pattern matches are
+    not in the result.
 
     Args:
         selected: tensor name -> weight, for the weights to quantize.
@@ -88,7 +91,7 @@ def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> No
 
 
 def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
-    """Raise CheckpointError unless ``layers`` is empty.
+    """Raise CheckpointError with a message that names ``layers``; do nothing if ``layers`` is empty.
 
     size: the size that the user gave.
     layers: the names of the layers that cannot be rotated.
@@ -99,9 +102,10 @@ def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
 
 
 def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding per reason why an engine cannot run a checkpoint with rotated layers.
+    """Yield a finding (warning) for each engine that cannot run a checkpoint with rotated layers.
 
-    Yield nothing if no layer is rotated.
+    These are transformers and SGLang in any case, and vLLM if a rotated layer has a bias. Yield nothing if no layer is
+    rotated.
 
     Args:
         rotated_layers: the names of the rotated layers.

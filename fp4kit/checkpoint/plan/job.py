@@ -56,8 +56,8 @@ class Sink(Protocol):
 def target_of(have: Container | None, form: Container) -> Container:
     """Return the container to write for a weight: ``form``, with one exception.
 
-    An AWQ layer of Model-Optimizer stays in its AWQ container if ``form`` is Model-Optimizer's NVFP4, so that it keeps
-    its factor per column.
+    An AWQ layer of Model-Optimizer gets the container MODELOPT_AWQ, its own, if ``form`` is Model-Optimizer's NVFP4, so
+    that it keeps its factors per column.
 
     Args:
         have: the container of the weight; None if it is unquantized.
@@ -174,28 +174,28 @@ class Job:
 
     @property
     def weight(self) -> Weight:
-        """The weight that the job reads. A job with the action "copy" reads a plain tensor and has no weight."""
+        """The weight that the job reads. An assertion fails for "copy", which reads a plain tensor instead."""
         assert isinstance(self.source, Weight)
         return self.source
 
     @property
     def new_recipe(self) -> Recipe:
-        """The job's ``recipe``, never None. The job must have a recipe."""
+        """The job's ``recipe``, which must not be None. An assertion fails for "copy", which has no recipe."""
         assert self.recipe is not None
         return self.recipe
 
     @property
     def container(self) -> Container:
-        """The container to write, which is the field ``form``. Use it only for jobs whose output is quantized.
-
-        For other jobs, ``form`` is None, and an assertion fails.
-        """
+        """The container to write: ``form``, which must not be None. An assertion fails if the output is unquantized."""
         assert self.form is not None
         return self.form
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape (rows, columns) of the part of the matrix that the job converts. Not for copies of tensors."""
+        """The shape (rows, columns) of the part of the matrix that the job converts: the rows of ``span``, or all.
+
+        An assertion fails for "copy".
+        """
         rows, columns = self.weight.shape[-2:]
         first, end = self.span or (0, rows)
         return end - first, columns
@@ -210,16 +210,20 @@ class Job:
 
     @property
     def nbytes_in(self) -> int:
-        """The number of source bytes that the job reads in one pass over its source."""
+        """The number of source bytes that the job reads in one pass over its source, scales included.
+
+        For a part of a weight, it is the share of its rows in the size of the weight.
+        """
         if isinstance(self.source, Located):
             return self.source.entry.nbytes
         return self.weight.nbytes * self.shape[0] // (self.weight.experts * self.weight.shape[-2])
 
     @property
     def is_measured(self) -> bool:
-        """True if the job needs a first pass over its source, which finds amax, scale exponents or non-finite values.
+        """True if the job needs a first pass over its source, whose result is ``Measured``.
 
-        ``Measured`` holds the result of the first pass.
+        The first pass finds the amax, scale exponents and non-finite values. It is needed for quantize, cast, carry and
+        requantize; for dequantize, unless ``nonfinite`` is "keep"; and for rename if ``nonfinite`` is "error".
         """
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
         return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)

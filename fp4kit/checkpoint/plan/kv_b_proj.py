@@ -42,17 +42,17 @@ class SplitLayer:
 
     @property
     def reason(self) -> str:
-        """Why the tensors become one layer, in words for the user."""
+        """The reason in the plan, in words for the user: both stacks are decoded and put together as kv_b_proj."""
         return "embed_q and unembed_out of mlx-lm: decoded and put together as kv_b_proj"
 
     @property
     def tensor(self) -> str:
-        """The name of embed_q's tensor of values or codes."""
+        """The name of the source tensor with the values or codes of embed_q. The plan lists the layer under it."""
         return self.keys.tensor
 
     @property
     def dtype(self) -> str:
-        """How embed_q is stored: a safetensors dtype, or the name of a container."""
+        """How the source stores embed_q: a safetensors dtype, or the name of its container if it is quantized."""
         return self.keys.dtype
 
     @property
@@ -62,12 +62,15 @@ class SplitLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of kv_b_proj: [H * (nope + v), K]."""
+        """The shape of kv_b_proj, (H * (nope + v), K): H heads, each with nope rows for keys and v for values."""
         heads, columns, nope = self.keys.shape
         return heads * (nope + self.values.shape[1]), columns
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (the rows that one job converts) that write kv_b_proj: two per head."""
+        """Yield the pieces (units of work) that write kv_b_proj: two per head, from embed_q and from unembed_out.
+
+        kv_b_proj is written in the dtype of an unquantized stack of the two, or in BF16 if both are quantized.
+        """
         dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
         output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)
         heads, columns, nope = self.keys.shape
@@ -81,9 +84,10 @@ class SplitLayer:
 
 
 def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, SplitLayer]:
-    """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks.
+    """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks; {} if there is none.
 
-    The key of a layer is the name of the tensor with the values or codes of embed_q.
+    The key of a layer is the name of the tensor with the values or codes of embed_q. The stacks may be quantized or
+    not.
 
     Args:
         tensors: tensor name -> (its file, its header entry), for all tensors of the model.
@@ -113,12 +117,15 @@ def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, S
 
 
 def is_split(name: str) -> bool:
-    """Return whether a tensor is the weight of one of the two stacks that mlx-lm makes of kv_b_proj."""
+    """Return whether a tensor name is that of a stack that mlx-lm makes of kv_b_proj.
+
+    Such a name ends in ".embed_q.weight" or ".unembed_out.weight".
+    """
     return name.endswith((f".{_KEYS}.weight", f".{_VALUES}.weight"))
 
 
 def _leaf(name: str) -> str:
-    """Return the last part of a dotted name: "up_proj" for "mlp.up_proj"."""
+    """Return the part of a name after its last dot: "up_proj" for "mlp.up_proj". Without a dot, return the name."""
     return name.rpartition(".")[2]
 
 

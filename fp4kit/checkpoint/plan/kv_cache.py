@@ -47,7 +47,10 @@ class KvCache(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """True if the declared scheme is FP8 with static scales, the only scheme that both formats support."""
+        """True if ``scheme`` is FP8 (8-bit floats) with static scales, the only scheme that both formats support.
+
+        False if there is no scheme, even if ``algorithm`` is "FP8".
+        """
         scheme = self.scheme or {}
         return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic")
 
@@ -95,9 +98,9 @@ class KvCache(NamedTuple):
 
 
 def kv_cache_of(source: Source) -> KvCache:
-    """Return the quantized KV cache that a source declares and stores.
+    """Return the quantized KV cache that the config files of a source declare and its tensors store. Never None.
 
-    If it has none, the result has ``is_declared`` False.
+    If the source has none, ``is_declared`` of the result is False. No tensor data is read.
     """
     found = declared(with_declaration(source.config, source.hf_quant_config))
     scheme = found.get("kv_cache_scheme")
@@ -110,7 +113,7 @@ def kv_cache_of(source: Source) -> KvCache:
 
 
 def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
-    """Yield a warning if the source has a quantized KV cache that the output cannot keep.
+    """Yield one warning if the source has a quantized KV cache that the output cannot keep; otherwise nothing.
 
     Args:
         cache: the KV cache of the source.

@@ -44,9 +44,10 @@ def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> 
 
 
 def _check_stacks(plain: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError if the shapes of two stacks of experts do not fit together.
+    """Raise CheckpointError if the shapes of the gate_up stack and the down stack of a module do not fit together.
 
-    These shapes tell whether a stack is stored as [E, N, K] or transposed. If they do not fit, this is unknown.
+    The shapes tell whether a stack is stored as [E, N, K] or transposed as [E, K, N]. If they do not fit, that is
+    unknown. A stack without its counterpart passes.
 
     Args:
         plain: module name -> unquantized weight.
@@ -87,7 +88,9 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 
 
 def missing_experts(names: Iterable[str]) -> Iterator[str]:
-    """Yield a warning per module whose experts are numbered with gaps.
+    """Yield a warning per module whose experts are numbered with gaps: a number below the largest is missing.
+
+    Numbers start at 0. Only names such as "mlp.experts.3.up_proj" count, so stacks are ignored.
 
     Args:
         names: the names of the weights of a model.
@@ -105,7 +108,9 @@ def missing_experts(names: Iterable[str]) -> Iterator[str]:
 
 
 def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning about matrices in float64, which are not quantized. Yield nothing if there are none.
+    """Yield one warning that names all matrices in float64, which are not quantized. Yield nothing if there are none.
+
+    A matrix here is a tensor NAME.weight with at least two axes.
 
     Args:
         others: the tensors of the model that store no weight, by name.
@@ -159,7 +164,7 @@ def doubtful_layers(
 
 
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning about layers that seem to be stored as [K, N]. Yield nothing if there are none.
+    """Yield one warning that names all layers that seem to be stored as [K, N]. Yield nothing if there are none.
 
     Only the axis of the hidden state is checked. It is the last axis of a layer that reads the hidden state, and the
     first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the hidden

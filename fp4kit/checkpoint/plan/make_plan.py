@@ -144,7 +144,7 @@ def make_plan(
 
 
 def _plan(facts: PlanFacts) -> Plan:
-    """Return the plan that follows from the decisions about a model.
+    """Return the plan that follows from the decisions about a model, with all warnings.
 
     Raises CheckpointError in these cases:
 

@@ -30,7 +30,7 @@ def first_match(patterns: Iterable[str], module: str) -> int | None:
 
 
 class LayerQuantization(NamedTuple):
-    """How a layer is quantized.
+    """How a layer is quantized: its recipe, and the container that stores the result.
 
     Attributes:
         recipe: the recipe.
@@ -55,7 +55,7 @@ class Mixture:
         self._found: dict[str, LayerQuantization] = {}  # module -> its recipe and container
 
     def of(self, module: str) -> LayerQuantization:
-        """Return the recipe and container of a layer: those of its first matching pattern, or the default.
+        """Return the recipe and container of a layer: those of the first pattern that matches it, or the default.
 
         Args:
             module: the layer's name in the source. A stack of experts is one layer.

@@ -35,7 +35,9 @@ class OutputFile:
     is_first: bool = True
 
     def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
-        """Return the header's bytes, a dict from tensor name to the offset of its data, and the file's size in bytes.
+        """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes).
+
+        Offsets are counted from the beginning of the file. Nothing is written.
 
         Args:
             source: the source of the conversion. A GGUF file takes keys of the source into its header.
@@ -91,6 +93,8 @@ def final_path(target: Path, name: str) -> Path:
 
 def check_target(target: Path) -> None:
     """Raise CheckpointError if the destination of a split GGUF model is named like one of its files.
+
+    Otherwise do nothing. The destination need not exist.
 
     Args:
         target: the destination that the user named. It must be DST.gguf, not DST-00001-of-00003.gguf.

@@ -128,13 +128,19 @@ class Plan:
     input_scaled: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
-        """Return the source, the format and the number of converted tensors, in one line."""
+        """Return one line with the source, the output format and the number of converted tensors.
+
+        For example: Plan('/models/m' to modelopt NVFP4; 7 of 10 tensors converted).
+        """
         counts = f"{len(self.converted)} of {len(self.tensors)} tensors converted"
         return f"Plan({str(self.source.root)!r} to {self.format_name}; {counts})"
 
     @lazy_property
     def layers_of_forms(self) -> dict[Container, list[str]]:
-        """Container -> names of the layers that are written in it. Several containers make a mixed checkpoint."""
+        """Container -> names of the converted layers that are written in it; {} for unquantized output.
+
+        With several containers, the output is a mixed checkpoint. Layers that are copied are not listed.
+        """
         found: dict[Container, dict[str, None]] = defaultdict(dict)
         for piece in (piece for tensor in self.converted for piece in tensor.pieces):
             if piece.form is not None:
@@ -149,7 +155,10 @@ class Plan:
 
     @property
     def other_modules(self) -> list[str]:
-        """The names of the modules that have tensors, except the rotated layers. Each name occurs once."""
+        """The names of all modules with output tensors, except the rotated layers. Each name occurs once.
+
+        A module's name is a tensor's name up to the last dot; "" for a tensor whose name has no dot.
+        """
         names = (output.name.rpartition(".")[0] for tensor in self.tensors for output in tensor.outputs)
         rotated = {*self.rotated_layers}
         return list(dict.fromkeys(name for name in names if name not in rotated))
@@ -190,7 +199,8 @@ class Plan:
     def recorded_patterns(self) -> list[list[str]]:
         """The [pattern, recipe id] pairs to record for layers whose recipe is not ``recorded``; [] if there are none.
 
-        The first pattern that matches a layer's name in the source decides.
+        The first pattern that matches a layer's name in the source decides. If ``carries_codes`` is True, the pairs are
+        those that the source records, otherwise those of the request (--recipe PATTERN=RECIPE).
         """
         if self.carries_codes:
             return recorded_patterns(self.source)
@@ -198,7 +208,7 @@ class Plan:
 
     @property
     def is_file(self) -> bool:
-        """True if the output is a GGUF model, of one or several files; False for safetensors files."""
+        """True if the output is a GGUF model, as the source is, in one or several files; False for safetensors."""
         return is_gguf_config(self.source.config)
 
     @property
@@ -215,7 +225,7 @@ class Plan:
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
-        """The plans of all tensors, in file order."""
+        """The plans of all tensors and weights, copied ones included, in the order of the source files."""
         return tuple(tensor for shard in self.shards for tensor in shard.tensors)
 
     @property
@@ -227,7 +237,7 @@ class Plan:
     def format_name(self) -> str:
         """The name of the output format, such as "modelopt NVFP4"; "bf16" if the output is unquantized.
 
-        For several recipes in one output, the name says so, such as "modelopt MIXED_PRECISION".
+        If the output is mixed (see ``is_mixed``), the name says so, such as "modelopt MIXED_PRECISION".
         """
         if self.form is None:
             return "bf16"

@@ -175,7 +175,9 @@ class PlanFacts:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _rotate(self, rotation: WeightRotation) -> None:
-        """Mark the selected weights that --hadamard-only allows as rotated.
+        """Mark the selected weights that --hadamard-only allows as rotated, in ``selected`` and ``weights``.
+
+        rotation: the rotation to apply to the columns of these weights.
 
         Raises CheckpointError if a selected weight cannot be rotated (see input_rotation.rotated).
         """
@@ -191,7 +193,10 @@ class PlanFacts:
         return self.mixture.of(module).form
 
     def others(self) -> dict[str, TensorEntry]:
-        """Return the tensors of the source that store no weight and are not left out, by name."""
+        """Return a dict from name to header entry of the tensors to copy that store no weight, such as biases.
+
+        Tensors that are left out and the scales of the KV cache are not in it.
+        """
         taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
         return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
 
@@ -200,14 +205,17 @@ class PlanFacts:
         return name in self.weights and bool(self.weights[name].members)
 
     def stays_quantized(self) -> bool:
-        """Return whether quantized layers that are not converted keep their containers. Otherwise they are decoded.
+        """Return whether quantized layers that are not selected for conversion are copied. If not, they are decoded.
 
-        True only for DeepSeek-V4, whose loaders expect FP8 layers beside the converted experts.
+        True only if the experts of DeepSeek-V4 are converted, because its loaders expect FP8 layers beside them.
         """
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
     def _check_engine(self) -> None:
-        """Raise CheckpointError if a format has only one engine, and this engine could not load the selected layers."""
+        """Raise CheckpointError if the only engine that reads the output format could not load the selected layers.
+
+        Only GGUF (llama.cpp), MLX and ComfyUI output is checked, because other formats have several engines.
+        """
         shapes = {weight.name: weight.shape for weight in self.selected.values()}
         if is_gguf_config(self.config):
             gguf.check(self.source, self.form, shapes)
@@ -217,7 +225,10 @@ class PlanFacts:
             comfy.check(self.form, shapes)
 
     def _check_recipes(self) -> None:
-        """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes."""
+        """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes.
+
+        Fused layers are layers that loaders join, such as q_proj and k_proj. Without patterns, nothing is checked.
+        """
         if not self.request.recipes:
             return
         modules = [weight.name for weight in self.selected.values()]
@@ -232,10 +243,10 @@ class PlanFacts:
         )
 
     def _forms(self) -> dict[Container, dict[str, Weight]]:
-        """Group the selected weights by output container. Return {} for unquantized output.
+        """Return the selected weights by output container: {container: {tensor name: weight}}.
 
-        Weights that stay unquantized are left out. An AWQ layer that keeps its codes is grouped under Model-Optimizer's
-        NVFP4.
+        Return {} for unquantized output. Weights that are not selected are left out. An AWQ layer that keeps its codes
+        is listed under Model-Optimizer's NVFP4.
         """
         found: dict[Container, dict[str, Weight]] = defaultdict(dict)
         for name, weight in self.selected.items():
@@ -245,9 +256,9 @@ class PlanFacts:
         return found
 
     def _groups(self) -> dict[str, str]:
-        """Return the groups of output modules that share a tensor scale: a dict from module name to group name.
+        """Return a dict from output module to the name of the group with which it shares a tensor scale.
 
-        Return {} if the output container has no tensor scale.
+        Modules with a scale of their own are not in it. Return {} if no output container has a tensor scale.
 
         Raises CheckpointError if a gate projection has no matching up projection.
         """
@@ -276,10 +287,12 @@ class PlanFacts:
         return _actions_of(self.selected, groups, choices, self.request.requantize)
 
     def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
-        """Return whether the layers of a container get input scales: the user's, or their own if all layers have one.
+        """Return whether the layers of a container get input scales.
 
-        Return False if the container has no tensor scale. Input scales of formats other than the output's, such as FP8
-        for NVFP4, do not count, because they are for activations of that format.
+        - False if the container has no tensor scale.
+        - True if the user gives input scales.
+        - Otherwise, True if all layers have an input scale of their own, and False if none has. Input scales of another
+          format, such as FP8 if NVFP4 is written, do not count, because they are for activations in that format.
 
         form: the container.
         own: tensor name -> weight, for the weights to write in this container.
@@ -303,7 +316,8 @@ class PlanFacts:
     def _input_amaxes(self) -> dict[str, np.float32]:
         """Return a dict from output layer to the amax of its inputs, for input scales computed from activations.
 
-        Return {} if the user gives no activations. Layers that keep their codes and their own input scale are left out.
+        Return {} if the user gives no activations, or if the output is unquantized. Layers that keep their codes and
+        their own input scale are left out.
         Experts that saw no token are left out if Activations.unseen is "none".
 
         Raises CheckpointError if no layer needs the activations, or if a layer was not measured.
@@ -323,12 +337,14 @@ class PlanFacts:
         return self.request.activations.of_layers(columns)
 
     def _gets_input_scale(self, weight: Weight) -> bool:
-        """Return whether a weight's container gets input scales."""
+        """Return whether the output container of a weight gets input scales; False for unquantized output."""
         form = self.form_of(weight.name)
         return form is not None and form.name in self.input_scaled
 
     def _keeps_input_scale(self, tensor: str) -> bool:
-        """Return whether a weight keeps its codes and its own input scale; False if it has no input scale.
+        """Return whether a selected weight keeps both its codes and its own input scale.
+
+        False if the weight gets new codes, or if it has no input scale.
 
         tensor: the name of the tensor with the weight's values or codes.
         """
@@ -345,9 +361,10 @@ class PlanFacts:
     def without_input_scale(self, weight: Weight, piece: Piece) -> bool:
         """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token.
 
-        Return False if the user gives no activations.
+        Return False if the user gives no activations, or if the layer keeps its own input scale.
 
         weight: the source weight of the layer.
+        piece: the unit of work that writes the layer.
         """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)
@@ -361,7 +378,8 @@ def _actions_of(
 ) -> dict[str, str]:
     """Choose one of the actions in job.py for each weight to convert. Return a dict from tensor name to action.
 
-    If weights that share a tensor scale would get different actions, the quantized ones among them are requantized.
+    If weights that share a tensor scale would get different actions, the quantized ones among them are requantized. The
+    unquantized ones are quantized in any case.
 
     Args:
         selected: the weights to convert, by the name of the tensor with their values or codes.
@@ -392,7 +410,7 @@ def _actions_of(
 
 
 def _written(choice: LayerQuantization) -> Container:
-    """Return the container in which a layer is written. The layer must be quantized."""
+    """Return ``choice.form``, the container to write for a layer. It must not be None, as for unquantized output."""
     assert choice.form is not None
     return choice.form
 
@@ -415,8 +433,8 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
 def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> None:
     """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
 
-    Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. A
-    quantized weight counts as float32.
+    Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. All
+    other recipes accept every dtype. A quantized weight counts as float32.
 
     Args:
         group: the name of the group of weights that share the tensor scale, for the error message.

@@ -87,7 +87,10 @@ def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
 
 
 def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
-    """Return the metadata of a source file without the entries that say how its layers are stored."""
+    """Return the metadata (key -> text) of a source file that the output keeps: all but the entries about its layers.
+
+    Left out are the entries of ComfyUI and torchao that say how layers are stored (see describes_stored_layers).
+    """
     quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
     tensors = facts.source.tensors
     return {
@@ -138,8 +141,9 @@ def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
 
 
 def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to write a quantized weight unchanged, in its own container.
+    """Return the plan to write a quantized weight in its own container, with the codes and scales that it has.
 
+    weight: the weight, which must be quantized.
     reason: why the weight is not converted.
     """
     assert weight.container is not None
@@ -149,8 +153,11 @@ def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
 
 def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to decode a weight to BF16. A stack is written in the axis order that its model type uses.
+    """Return the plan to decode a weight to BF16.
 
+    A stack is written as [E, K, N] if the source stores it so, or if the model is gpt-oss; otherwise as [E, N, K].
+
+    weight: the weight, quantized.
     reason: why the weight is decoded, for the user.
     """
     transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(facts.config))
@@ -189,7 +196,12 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
 
 
 def _with_matrix(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece (a unit of work) that also writes the rotation matrix of its layer."""
+    """Return a copy of a piece (a unit of work) that also writes the rotation matrix of its layer.
+
+    The matrix is one more output tensor, F32 [size, size].
+
+    weight: the weight of the piece, which must have a rotation.
+    """
     assert weight.rotation is not None
     shape = (weight.rotation.size, weight.rotation.size)
     matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)

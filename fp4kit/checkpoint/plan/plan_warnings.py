@@ -146,7 +146,10 @@ def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]
 
 
 def _several(layers: list[str]) -> str:
-    """Return text that names layers in a warning: the only name, or the number of layers and the first few names."""
+    """Return text that names layers in a warning: the only name, or the number of layers and the first few names.
+
+    ``layers`` must not be empty.
+    """
     return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
 
 

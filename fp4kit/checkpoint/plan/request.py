@@ -90,7 +90,7 @@ class Request:
 
     @property
     def gives_input_scales(self) -> bool:
-        """True if the user gives an input scale, or activations from which input scales are computed."""
+        """True if the user gives an input scale for all layers, or activations from which input scales are computed."""
         return self.input_scale is not None or self.activations is not None
 
     @property
@@ -171,7 +171,9 @@ class Request:
             )
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """Return the container to write for a model, or None to write unquantized tensors.
+        """Return the container to write for a model, or None to write unquantized tensors (format "bf16").
+
+        The default recipe decides; ``recipes`` with patterns are ignored here (see mixture_for).
 
         Args:
             config: the content of the model's config.json.
@@ -186,7 +188,7 @@ class Request:
         return form
 
     def mixture_for(self, config: Mapping[str, Any]) -> Mixture:
-        """Return the recipe and the container of every layer of a model.
+        """Return a Mixture, which tells the recipe and the container of every layer of a model.
 
         Args:
             config: the content of the model's config.json.
@@ -226,10 +228,11 @@ class Request:
         return Mixture(default, choices)
 
     def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
-        """Return the fields of a request to replace, so that layers whose recipe cannot have input scales get none.
+        """Return the fields to replace in a copy of this request that is made for the recipe ``one`` alone.
 
-        Only recipes with a tensor scale can have input scales. Return {} if ``one`` is such a recipe. Return {} too if
-        no recipe of the request can have input scales, so that a later check refuses them.
+        Only recipes with a tensor scale can have input scales. If ``one`` has none, but another recipe of the request
+        has one, the user's input scales are for the other: return {"input_scale": None, "activations": None}. Otherwise
+        return {}. If no recipe can have input scales, a later check refuses them.
 
         Args:
             one: a recipe of the request.
@@ -238,12 +241,14 @@ class Request:
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
-        """Return the format for all recipes of a request: the user's, or one that stores each of them.
+        """Return the format for all recipes of a request: the user's, or one that can store each of them.
 
-        If the recipes need several containers, only a format that can declare several containers can store them.
-        Otherwise the best format of the default recipe is preferred. If no format stores all recipes, the best format
-        of the default recipe is returned, and building the containers raises the error. The result is None if there is
-        no such format either.
+        If the user names no format:
+
+        - If the recipes need containers of several kinds, try the formats in MIXED, which can declare several.
+        - Otherwise, try the best format for the default recipe, then all other formats.
+        - If none of these stores all recipes, return the best format for the default recipe, or None if it has none.
+          Building the containers then raises the error.
 
         Args:
             config: the content of the model's config.json.
@@ -301,7 +306,7 @@ class Request:
         return self._with_input_scales(form)
 
     def _with_input_scales(self, form: Container) -> Container:
-        """Return ``form`` unchanged, after a check of the user's input scales.
+        """Return ``form`` unchanged, after checking that it can hold input scales if the user gives any.
 
         Raises:
             CheckpointError: if the user gives an input scale or activations, but ``form`` has no tensor scale. Such
@@ -353,7 +358,7 @@ class Request:
 def kind_of(recipe: Recipe) -> str:
     """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows".
 
-    Only containers of model directories count.
+    Only the containers in WRITTEN are searched. GGUF, MLX and ComfyUI are not among them.
 
     Raises:
         CheckpointError: if none of them can store the recipe.
@@ -369,8 +374,11 @@ def kind_of(recipe: Recipe) -> str:
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
     """Raise CheckpointError if loaders of the container require input scales and none will be written.
 
+    Only Model-Optimizer's FP8 with one scale per layer and the NVFP4 experts of DeepSeek-V4 require them. All other
+    containers pass.
+
     Args:
-        form: the container to write; None, which always passes, for unquantized output.
+        form: the container to write; None for unquantized output, which passes.
         has_input_scale: True if input scales will be written.
     """
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:

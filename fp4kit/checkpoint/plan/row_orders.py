@@ -41,7 +41,7 @@ def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight in which all gate rows of an expert come before all its up rows.
+    """Return a weight whose slabs, when it is read, have all gate rows of an expert before all its up rows.
 
     If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
 
@@ -115,7 +115,7 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
 def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, max_rows: int = _SAMPLE_ROWS) -> float:
     """Return the signal-to-noise ratio of decoded rows in decibels, compared with the rows of the unquantized weight.
 
-    Only the first and the last ``max_rows`` of ``rows`` are compared.
+    Only the first and the last ``max_rows`` of ``rows`` are compared. The result is inf if they are equal.
 
     Args:
         unquantized: the weight with its own values.

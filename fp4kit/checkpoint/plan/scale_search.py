@@ -53,7 +53,7 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """A map from the name of a vector to a Located, which says where its bytes are in the file.
+        """A map from the name of a vector to a Located: the file and the place of the vector's bytes in it.
 
         A Located does not contain the file's header, so that jobs that are sent to worker processes stay small.
         """
@@ -66,7 +66,7 @@ class ColumnWeights:
         return {"column_weights": self.file.name, "sha256": self.sha256}
 
     def of(self, layer: Layer) -> Located | None:
-        """Return where the file stores the column weights of a layer, or None if it has none for the layer.
+        """Return where the file stores the column weights of a layer, or None if the file has none for that layer.
 
         Args:
             layer: (module to write, weight that it is made from). The vector may have the name of either. If there are
@@ -223,6 +223,8 @@ class ScaleSearch:
     def check_recipe(recipe: Recipe) -> None:
         """Raise CheckpointError if the recipe does not accept searched scales, or already searches its scales itself.
 
+        Do nothing if the scales can be searched.
+
         Args:
             recipe: the recipe for newly quantized tensors.
         """
@@ -247,23 +249,24 @@ class ScaleSearch:
         return True
 
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
-        """Return where a layer's column weights are stored; None if there are none, so that all columns weigh equally.
+        """Return where a layer's column weights are stored: ChannelWeights for an imatrix, otherwise a Located.
 
-        The place is ChannelWeights in an imatrix file, or otherwise the Located of a tensor.
+        Return None if there are no column weights for the layer. All its columns then weigh equally.
 
         Args:
             layer: (module to write, weight that it is made from).
-            expert: the index of the matrix in the weight; 0 for a single matrix.
+            expert: the index of the expert's matrix in a stack; 0 for a single matrix. Only an imatrix has different
+                column weights for the experts of a stack.
         """
         if isinstance(self.columns, Imatrix):
             return self.columns.of(*layer, expert)
         return None if self.columns is None else self.columns.of(layer)
 
     def lacks(self, layer: Layer) -> bool:
-        """Return whether a layer has no column weights, so that verify cannot repeat a search that used them.
+        """Return whether column weights for a layer are missing, so that verify cannot repeat a search that used them.
 
-        True for all layers if ``columns`` is None. False for all layers if it is an imatrix, because layers that an
-        imatrix does not name are searched with equal weights.
+        True for every layer if ``columns`` is None. False for every layer if ``columns`` is an imatrix, because a
+        layer that the imatrix does not name is searched with equal weights.
 
         Args:
             layer: (module to write, weight that it is made from).
@@ -293,7 +296,7 @@ class ScaleSearch:
         return ()
 
     def words_for(self, action: str, recipe: Recipe) -> str:
-        """Return the words to add to TensorPlan.reason for a layer of a plan: ", scales searched by mse".
+        """Return what a plan adds to its reason for a layer whose scales are searched: ", scales searched by mse".
 
         Return "" if the action computes no new codes, or if the recipe's scales cannot be searched.
 
@@ -362,5 +365,5 @@ class Losses(NamedTuple):
     after: float = 0.0
 
     def plus(self, other: Losses) -> Losses:
-        """Return the sums of the losses of two layers, or of two parts of a layer."""
+        """Return new Losses: this one and ``other`` added, field by field, to sum over layers or parts of a layer."""
         return Losses(*(a + b for a, b in zip(self, other, strict=True)))

@@ -26,7 +26,8 @@ class Fusion:
     Attributes:
         members: the leaf names of the layers, such as ("gate_proj", "up_proj").
         alias: the leaf name of the fused layer, such as "gate_up_proj"; None if the fused layer has no name of its own.
-        alternatives: how many of the members are only other names of one layer, used by other models.
+        alternatives: the number of members that are second names of a layer that is already in ``members``. Models use
+            one name or the other. Usually 0.
     """
 
     members: tuple[str, ...]
@@ -59,7 +60,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 def split_module(module: str) -> tuple[str, str]:
-    """Return the parent and the leaf of a module name: ("mlp", "up_proj") for "mlp.up_proj".
+    """Split a module name at its last dot and return (parent, leaf): ("mlp", "up_proj") for "mlp.up_proj".
 
     The parent is "" if the name has no dot.
     """
@@ -141,15 +142,18 @@ def same_input_names(module: str) -> tuple[str, ...]:
 
 
 def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
-    """Return one message per quantized gate or up projection of a gated MLP whose counterpart is missing.
+    """Return one message per quantized gate or up projection whose other half is missing; [] if none is.
 
-    A gate without its up half is reported. Exceptions are the gate of an attention layer, and a w1 beside c_proj,
-    because Qwen names the halves w1 and w2. An up_proj or w3 without a gate is reported only if the corresponding MLP
-    of another layer or expert has a gate. MLPs without gates also have an up_proj.
+    The other half may be in ``converted`` or in ``present``.
+
+    - A gate_proj or w1 without the up_proj or w3 beside it is reported. Exceptions are the gate of an attention layer,
+      and a w1 beside c_proj, because Qwen names the halves w1 and w2.
+    - An up_proj or w3 without a gate is reported only if the MLP of another layer or expert, of the same name apart
+      from numbers, has a gate. This is because MLPs without gates also have an up_proj.
 
     Args:
         converted: the names of the modules that are quantized.
-        present: the names of further modules of the source, among which the counterparts may be.
+        present: the names of further modules of the source.
     """
     converted = list(converted)
     all_modules = {*converted, *present}
@@ -185,7 +189,10 @@ def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
 
 
 def _without_numbers(module: str) -> str:
-    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name."""
+    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name.
+
+    Only whole components count as numbers: "layers.3.mlp.w1" gives "layers.#.mlp.w1".
+    """
     return _NUMBER.sub("#", module)
 
 

@@ -86,7 +86,8 @@ LayerKind = Literal["routed expert", "shared expert", "dense MLP", "attention", 
 def _role(part: str) -> Role | None:
     """Return the role that one component of a dotted name gives its tensor; None if it gives none.
 
-    The roles are "tower", "mtp", "head", "embedding", "router", "experts", "shared" (experts), "attention" and "mlp".
+    For example, "lm_head" gives the role "head", and "q_proj" gives None. The roles are "tower", "mtp", "head",
+    "embedding", "router", "experts", "shared" (experts), "attention" and "mlp". If several fit, the first one wins.
     """
     if _TOWERS.fullmatch(part):
         return "tower"
@@ -151,29 +152,36 @@ class Candidate:
 
     @lazy_property
     def parts(self) -> tuple[str, ...]:
-        """The components of the dotted module name."""
+        """The components of the module name, between its dots: ("mlp", "up_proj") for "mlp.up_proj"."""
         return tuple(self.module.split("."))
 
     @lazy_property
     def roles(self) -> tuple[Role | None, ...]:
-        """The role of each component of the module name, such as "router"; None for components without a role."""
+        """One role per component in ``parts``, such as "router"; None in place of a role if a component has none."""
         return tuple(map(_role, self.parts))
 
     @lazy_property
     def is_stack(self) -> bool:
-        """True if the tensor is a stack of experts with a name and rank that fp4kit can convert."""
+        """True if the tensor is a stack of experts that fp4kit can convert.
+
+        Such a stack is 3-D, the last component of its module name is in STACKS or is llama.cpp's name of a stack, and a
+        component has the role "experts".
+        """
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
     @property
     def is_weight(self) -> bool:
-        """True if the tensor is the ``.weight`` of a named module, or a stack of experts.
+        """True if the tensor is the ``.weight`` or the codes of a named module, or a stack of experts.
 
         Only such tensors can be quantized, and patterns of --keep and --only match only such tensors.
         """
         return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
-        """Return the module name up to and including the first component with ``role``; None if no component has it."""
+        """Return the module name up to and including its first component with ``role``; None if no component has it.
+
+        For example, up_to("experts") of "mlp.experts.3.up_proj" is "mlp.experts".
+        """
         return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
 
     def part(self, role: Role) -> str | None:
@@ -210,8 +218,9 @@ class Candidate:
 
         Examples are "mtp" and "model.layers.61", without a dot at the end.
 
-        An MTP module is recognized by a component with the role "mtp", or by a layer number beyond the last decoder
-        layer. Only layers in a list named "layers" outside an encoder count as decoder layers.
+        An MTP module is recognized by a component with the role "mtp". If there is none, a layer number beyond the last
+        decoder layer counts, but only in a list named "layers" outside an encoder and if the config states the number
+        of layers.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
@@ -221,9 +230,10 @@ class Candidate:
 
     @lazy_property
     def kind(self) -> LayerKind:
-        """The kind of layer, such as "routed expert". The presets of selection.py name the kinds to quantize.
+        """The kind of layer that the module name suggests, such as "routed expert"; "linear layer" if it suggests none.
 
-        Experts and attention are tested before MLPs, because their names contain components such as up_proj too.
+        The presets of selection.py name the kinds to quantize. If components suggest several kinds, the first of this
+        order wins: routed expert, shared expert, attention, dense MLP.
         """
         if "experts" in self.roles:
             return "routed expert"
@@ -262,7 +272,10 @@ def _layer_count(section: Mapping[str, Any]) -> int | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the sections of config.json that may describe the decoder: nested text sections first, ``config`` last."""
+    """Yield the sections of config.json that may describe the decoder: nested text sections first, ``config`` last.
+
+    A section is an object under a key in _TEXT_SECTIONS, at any depth. Values that are not objects are skipped.
+    """
     for key in _TEXT_SECTIONS:
         if isinstance(config.get(key), dict):
             yield from _sections(config[key])
@@ -309,7 +322,7 @@ def _other_stack(tensor: Candidate) -> str | None:
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor that is not a weight, such as a bias, stays unquantized; None for weights."""
+    """Return "not a weight" for a tensor such as a bias (see Candidate.is_weight), otherwise None."""
     return None if tensor.is_weight else "not a weight"
 
 
@@ -322,7 +335,10 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _diffusers(tensor: Candidate) -> str | None:
-    """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors."""
+    """Return the reason why a layer of a Diffusers model must stay unquantized, such as a time embedding.
+
+    Return None for all other tensors of such a model, and for all other models.
+    """
     return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
 
@@ -349,10 +365,10 @@ def _mtp(tensor: Candidate) -> str | None:
 
 
 def _head(tensor: Candidate) -> str | None:
-    """Return the reason why an output head stays unquantized; None for all other tensors.
+    """Return the reason why an output head stays unquantized, such as "output head (lm_head)"; None for other tensors.
 
-    A module whose whole name is ``output`` is llama.cpp's output head. As a component of a longer name, ``output``
-    belongs to an MLP.
+    The module name of a head has a component with the role "head". A module whose whole name is ``output`` is
+    llama.cpp's output head. As a component of a longer name, ``output`` belongs to an MLP.
     """
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
@@ -379,8 +395,8 @@ def is_embedding_table(tensor: Candidate) -> bool:
 def _embedding_layer(tensor: Candidate) -> str | None:
     """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors.
 
-    Projections of embeddings are such layers too. Embedding tables have a rule of their own, ``_embedding``: the last
-    component of their name has the role "embedding" and does not contain "proj".
+    A component of the layer's module name has the role "embedding". It is not the last component, or the last component
+    contains "proj". Otherwise the tensor is an embedding table, for which the rule is ``_embedding``.
     """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
@@ -406,7 +422,7 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """Return the reason why a layer that engines expect unquantized stays unquantized; None for all other tensors.
+    """Return the reason why a layer that vLLM expects to be unquantized stays so; None for all other tensors.
 
     vLLM builds these layers unquantized: wk and weights_proj of an indexer (which vLLM fuses), all layers of a
     compressor, and x_proj and dt_proj of a state-space model.
@@ -422,9 +438,9 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return the reason why a matrix that llama.cpp's quantizer never quantizes stays unquantized.
+    """Return the reason why a matrix of a GGUF file stays unquantized if llama.cpp's quantizer never quantizes it.
 
-    Return None for all other tensors. Return None too if the model is not a GGUF file.
+    Return None for all other tensors, and for models that are not GGUF files.
     """
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
@@ -441,8 +457,9 @@ def _conv1d(tensor: Candidate) -> str | None:
 def _dtype(tensor: Candidate) -> str | None:
     """Return the reason why a tensor stays unquantized because of its dtype, such as an integer dtype; otherwise None.
 
-    None means that the dtype is no obstacle: fp4kit can quantize it, or the layer is already quantized in a known
-    container. A layer of dtype "Q8_0" gets a reason, because it is quantized again only with --requantize.
+    None means that the dtype is no obstacle: it is one of FLOAT_DTYPES, or it is the name of a container, because the
+    layer is already quantized. A layer of dtype "Q8_0" gets a reason, because it is quantized again only with
+    --requantize.
     """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"
@@ -451,7 +468,7 @@ def _dtype(tensor: Candidate) -> str | None:
 
 
 def _empty(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor without elements stays unquantized; None for all other tensors."""
+    """Return "has no elements" if an axis of the tensor has the length 0, so that it stays unquantized; else None."""
     return "has no elements" if 0 in tensor.shape else None
 
 

@@ -27,8 +27,8 @@ _EXPERTS = ".experts."
 def _without_expert_number(module: str) -> str:
     """Return a module name with the expert's number replaced: "mlp.experts.#.up_proj" for "mlp.experts.3.up_proj".
 
-    A name without the number of an expert is returned unchanged. No rule depends on this number, so all experts of a
-    layer can share a cached decision.
+    The name is returned unchanged unless it has a number and a further component after its first ".experts.". No rule
+    depends on the expert's number, so all experts of a layer can share a cached decision.
     """
     parent, _, suffix = module.partition(_EXPERTS)
     number, dot, leaf = suffix.partition(".")
@@ -173,7 +173,7 @@ class Selector:
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision of the first rule that applies. It leaves the tensor unquantized.
+        """Return the decision to leave a tensor unquantized, by the first of ``rules`` that applies to it.
 
         Return None if no rule applies. A rule about a whole module (Rule.prefix) does not apply if an --only pattern
         names the module.
@@ -298,6 +298,9 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
     """Return the error message for an --only pattern whose modules all stay unquantized.
 
+    If a rule excludes a whole module outside the decoder layers, such as a vision tower, the message also says how to
+    select it.
+
     Args:
         pattern: the pattern.
         first: one of these modules, which the message names.
@@ -332,7 +335,8 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
 def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
     """Raise CheckpointError if a layer that --keep-first or --keep-last leaves unquantized has no tensors.
 
-    The number of layers in config.json is then wrong.
+    The number of layers in config.json is then wrong. Nothing is checked if neither option is used, or if the number of
+    layers is unknown.
 
     Args:
         weights: the weights of the whole model.
@@ -357,7 +361,10 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
 
 def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError if no tensor is to be quantized. The message names up to three tensors with the reasons."""
+    """Raise CheckpointError if no decision is to quantize a tensor.
+
+    The message gives the reasons for up to three tensors that an exclusion list would name (Decision.listed).
+    """
     if any(decision.converted for decision in decisions.values()):
         return
     kept = [f"{shown(c.name)} ({decisions[c.name].reason})" for c in candidates if decisions[c.name].listed]
