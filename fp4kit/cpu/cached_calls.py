@@ -41,7 +41,9 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 class CpuQuantizeCall:
     """A cached call to quantize with nearest rounding and linear scales.
 
-    Calling it with (x, tensor_amax, out) returns the result, or None if the library cannot compute it.
+    Calling it with (x, tensor_amax, out) returns the result: `out` or, if that is None, a new Quantized. tensor_amax is
+    None if the library computes it. The call returns None if the library cannot compute the result; `out` may then be
+    partly overwritten.
 
     prototype: the arguments of the C function, without addresses.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
@@ -139,9 +141,13 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
     """Return a CpuQuantizeCall that repeats a parsed call to quantize.
 
-    Return None if the scales are not linear, or if an array of `out` is empty, not contiguous or not aligned. Also
-    return None for quantize_both, and in the cases in which _matrix_call returns None. Raise Declined if the library
-    does not support the recipe, or if elements are not aligned.
+    Return None in these cases:
+
+    - The scales are not linear, or the call is one of quantize_both.
+    - An array of call.out is empty, not contiguous or not aligned.
+    - _matrix_call returns None, for example for stochastic rounding or an empty array.
+
+    Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
     x: the array as the caller passed it, of any library. both: True for quantize_both, which is not cached.
     """
@@ -169,7 +175,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
 class CpuFakeQuantizeCall:
     """A cached call to fake_quantize with nearest rounding, for recipes without a fake_rule.
 
-    Calling it with (x, tensor_amax) returns the values, or None if the library cannot compute them.
+    Calling it with (x, tensor_amax) returns the values in a new array, or None if the library cannot compute them.
+    tensor_amax is None if the library computes it.
 
     prototype: the arguments of the C function, without addresses.
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
@@ -232,13 +239,14 @@ def fake_quantize(call: Call, x: Any) -> CpuFakeQuantizeCall | None:
 class CpuDequantizeCall:
     """A cached call to dequantize for linear scales.
 
-    Calling it with (q, out) returns the values, or None if the library cannot compute them.
+    Calling it with (q, out) returns the values: in `out` or, if `out` is None, in a new array. It returns None if the
+    library cannot compute them; `out` may then be partly overwritten.
 
     prototype: the arguments of the C function, without addresses.
     access: the functions that handle arrays of q's library. library: the C function.
     new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of q.
-    size: number of values. is_quick: True if values are looked up in tables (dequantize.are_looked_up), which needs
-    fewer threads.
+    size: the number of values. is_quick: True if values are looked up in tables (dequantize.are_looked_up), which pays
+    with fewer threads.
     """
 
     prototype: DecodeCall

@@ -56,8 +56,8 @@ def dequantize_matrix(
 ) -> None:
     """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out.
 
-    The arguments and the result are the same as for reference.dequantize.dequantize_matrix. Raise Declined in the cases
-    in which decoder_of does.
+    The arguments and the written values are those of reference.dequantize.dequantize_matrix. Raise Declined if there is
+    no usable library, or if it has no decoder for the recipe.
 
     scales: the codes of the linear block scales; None for a recipe without block scales. tensor: the tensor scale.
     """
@@ -148,7 +148,7 @@ _ONES = np.ones(3, np.float32)
 def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobytes) -> np.ndarray:
     """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
 
-    Return three ones if q has no tensor scale.
+    Return three ones if q has no tensor scale. The array is shared with later calls and must not be changed.
 
     to_bytes: a function that returns the bytes of an array of the library of q's arrays.
     """

@@ -54,7 +54,7 @@ class Kernels(NamedTuple):
 
     block_rule: index of the compiled block rule; -1 for a recipe without block scales.
     element: index of the compiled element arithmetic.
-    block, block_rows: the columns and rows of a block.
+    block, block_rows: the columns and rows of a block; 32 and 1 for a recipe without blocks.
     kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
     own: the tables of a recipe with amax rules, for which block_rule is 0 or -1; None for other recipes.
     """
@@ -448,7 +448,8 @@ class _RandomBytes(NamedTuple):
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the amaxes of the blocks of a matrix: float32 (ceil(M / block_rows), K / block_size).
 
-    If an element is NaN or infinite, the specification computes the amaxes, by the recipe's rule for NaN.
+    If an element is NaN or infinite, the specification computes the amaxes, by the recipe's rule for NaN. The library
+    computes them otherwise.
     """
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:

@@ -68,9 +68,9 @@ def quantize(call: Call) -> Quantized:
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and for the columnwise call.
+    """Return the pair of results of quantize for the rowwise and for the columnwise call.
 
-    Raise Declined if `quantize` declines one of them.
+    Raise Declined if `quantize` raises it for one of them.
     """
     return quantize(row), quantize(column)
 
@@ -220,7 +220,8 @@ def partial_cast(
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
     block_amax: the amaxes of all blocks of the matrix. shape: the rows and columns of the matrix. start: the index of
-    the shard's first element in the flattened matrix. amax: the tensor amax; None uses the largest of block_amax.
+    the shard's first element in the flattened matrix. amax: the tensor amax. None uses the largest of block_amax, if
+    the recipe has a tensor scale.
     """
     encode.kernels_of(r)
     encode.check_array(shard)

@@ -63,7 +63,7 @@ def _stored_directions(r: Recipe) -> tuple[bool, ...]:
 
 
 def _format(f: ElementFormat) -> str:
-    """Return the name of the C++ struct of an element or scale format."""
+    """Return the name of the C++ struct of an element or scale format, such as "Format_E2M1"."""
     return f"Format_{f.name}"
 
 

@@ -157,7 +157,9 @@ class MatrixFunctions(NamedTuple):
 
 
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax that the caller passed, or compute it. Return None if the recipe has no tensor scale.
+    """Return the tensor amax that the caller passed. If there is none, compute it from the array and return it.
+
+    Return None if there is none and the recipe has no tensor scale.
 
     functions: the functions of the engine that computes the amax.
     """
@@ -499,6 +501,8 @@ def transpose(
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return block scales, uint8, converted from layout `source` to layout `target`.
 
+    The result is a new array, except that it may be a view of `scales` if both layouts are "linear".
+
     shape: the shape (..., R, C) of the scales in linear layout.
     """
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
@@ -507,7 +511,8 @@ def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]
 def pack(codes: np.ndarray) -> np.ndarray:
     """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
 
-    Raise ValueError if a code is above 15. An empty array gives an empty array.
+    The last axis becomes half as long. Raise ValueError if its length is odd, or if a code is above 15. An empty array
+    gives an empty array.
     """
     if codes.size and codes.max() > 15:
         raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")

@@ -65,7 +65,7 @@ class HostGroup:
         return list(self._amaxes)
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Quantize all arrays, and return the results, which the next run overwrites.
+        """Quantize all arrays, and return one Quantized per array. The next call overwrites them.
 
         compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. It has no effect if
         the caller passed the amaxes.
@@ -77,7 +77,7 @@ class HostGroup:
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Fake-quantize all arrays, and return the values, which the next run overwrites.
+        """Fake-quantize all arrays, and return one array of values per array. The next call overwrites them.
 
         compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. It has no effect if
         the caller passed the amaxes.
