@@ -14,8 +14,8 @@ PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh
 def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
     """Return the C++ source that instantiates the kernels in `file`.cu once.
 
-    struct: C++ structs to define first, usually from recipe_struct. names: types (`Input="Bfloat16"`) and constants
-    (`kAligned=True`) to define.
+    file: the name of the kernels' file, without the suffix. struct: C++ structs to define first, usually from
+    recipe_struct. names: types (`Input="Bfloat16"`) and constants (`kAligned=True`) to define.
     """
     return "\n".join([PRELUDE + struct, *_definitions(names), f'#include "{file}.cu"', ""])
 

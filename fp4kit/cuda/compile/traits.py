@@ -155,7 +155,9 @@ def recipe_struct(
     finds_rows: bool = False,
     calibrated: bool = False,
 ) -> str:
-    """Return the C++ structs for a recipe: its two formats, and R, which names the formats, rules and options.
+    """Return the C++ structs for a recipe: its formats, and R, which names the formats, rules and options.
+
+    The formats are ElementFormat, ScaleFormat (E4M3 for a recipe without block scales) and, for IF4, FloatFormat.
 
     layout: the layout of the block scales. fake: True if the kernel writes values instead of codes. stochastic: True if
     it rounds by random bytes. sign_mask: the signs of the Hadamard transform; None for no transform. finds_amax: True

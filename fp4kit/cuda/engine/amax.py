@@ -67,11 +67,12 @@ def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
 
 
 def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
-    """Return the amax of each multi-row block, as a float32 array (matrices, ceil(M / block rows), K / block).
+    """Return the amax of each block, for blocks of several rows: float32 (matrices, ceil(M / block rows), K / block).
 
-    First compute the amax of each row of a block, then the largest of these amaxes.
+    The amax of each row of a block is computed first, then the largest of these amaxes. An empty x gives zeros.
 
-    x: contiguous (..., M, K). mask: the sign mask of a Hadamard transform that is applied first; None for none.
+    x: contiguous (..., M, K); a 1-d x is one row. mask: the sign mask of a Hadamard transform that is applied first;
+    None for no transform.
     """
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     B, tall, blocks = prod(lead), -(-M // r.block_rows), K // r.block_size
@@ -90,7 +91,9 @@ def empty_amax(x: Any, r: Recipe) -> Any:
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments to pass to launch.matrix.amax so that it computes the tensor amaxes of x.
+    """Return the arguments with which launch.matrix.amax computes the tensor amaxes of contiguous x.
+
+    They are (array, elements that count, whether each row of the array has its own amax). The array is a view of x.
 
     There is one amax per tensor scale: one per row or block, otherwise one for the whole array.
 
@@ -104,7 +107,9 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments to pass to launch.matrix.amax so that it computes the amaxes of blocks of x.
+    """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of contiguous x.
+
+    They are (array, elements that count, True). Each row of the array, a view of x, is one block.
 
     Here, a block is one row high and as wide as the recipe's blocks. The width must divide the rows of x.
     """
@@ -143,7 +148,8 @@ def needs_block_kernel(r: Recipe) -> bool:
     """Return True if block amaxes need the kernel partial_amax, in which one thread reads a whole block.
 
     They need it if blocks have several rows, or if the elements that count depend on their index in the block
-    (amax_nan="lanes"). For other recipes, the kernel for the amaxes of rows is used.
+    (amax_nan="lanes"). Otherwise, return False: a kernel for the amaxes of rows is used. A recipe without blocks gives
+    False, too.
     """
     return r.block is not None and (r.block_rows > 1 or r.amax_nan == "lanes")
 
@@ -164,9 +170,10 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the arguments to pass to launch.matrix.amax for a call to fp4kit.amax, and the shape of the result.
+    """Return (operands, shape): the arguments for launch.matrix.amax to compute a call to fp4kit.amax, and its shape.
 
-    The recipe must be one for which needs_block_kernel is False. x: the array of the call, contiguous.
+    They compute block amaxes or, for a recipe without blocks, tensor amaxes. needs_block_kernel must be False for the
+    recipe. x: the array of the call, contiguous, with the quantized axis last.
     """
     r = call.recipe
     if r.block is None:
@@ -219,7 +226,7 @@ def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 def _axes(x: Any, axis: Any) -> tuple[int, ...]:
-    """Return the axes of x to reduce, as nonnegative ints; () if axis is None."""
+    """Return the axes of x to reduce, as nonnegative ints; () if axis is None. axis: an int or a tuple of ints."""
     if axis is None:
         return ()
     return tuple(range(x.ndim)[a] for a in (axis if isinstance(axis, tuple) else (axis,)))

@@ -160,7 +160,9 @@ def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list
 
 
 def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
-    """Return the names that the kernel gives to the arrays of a result, or () if result is None.
+    """Return the names that the kernel gives to the arrays of a result, such as "packed" and "scales".
+
+    Return () if result is None. tensor_amax is left out, as in result.names.
 
     prefix: "column_" for the arrays of a columnwise result, otherwise "".
     """
@@ -173,8 +175,8 @@ class CudaQuantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
-        launch: the launch of the kernel.
+        amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor scale.
+        launch: the prepared launch of the kernel that quantizes.
         pick: the function that orders the kernel's arguments, from _argument_picker.
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
@@ -204,9 +206,10 @@ class CudaQuantizeCall:
 
         Args:
             library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
-            launch: the launch of the kernel.
-            arguments: the arguments of the kernel.
+            amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor
+                scale.
+            launch: the prepared launch of the kernel that quantizes.
+            arguments: the names of this kernel's arguments.
             row, column: the instructions for the rowwise and the columnwise result; None without this result.
         """
         results = [result for result in (row, column) if result]
@@ -295,8 +298,8 @@ class CudaFakeQuantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
-        launch: the launch of the kernel.
+        amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor scale.
+        launch: the prepared launch of the kernel that writes the values.
         pick: the function that orders the kernel's arguments, from _argument_picker.
         new: allocates the values and, if the cached call computes the amax, the amax.
     """
@@ -320,9 +323,10 @@ class CudaFakeQuantizeCall:
 
         Args:
             library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
-            launch: the launch of the kernel.
-            arguments: the arguments of the kernel.
+            amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor
+                scale.
+            launch: the prepared launch of the kernel that writes the values.
+            arguments: the names of this kernel's arguments.
             arrays: the descriptions of the array of values, and of the amax if the call computes it.
         """
         new = library.maker(arrays)

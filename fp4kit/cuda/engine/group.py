@@ -42,7 +42,7 @@ ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Cut a vector into consecutive parts. Return one view per part, in the given shapes."""
+    """Cut a vector into consecutive parts. Return one view per shape, with this shape. No element is copied."""
     ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
     return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
 
@@ -102,7 +102,7 @@ def tensor_amax_launches(
 
 
 def _write_tensor_amax(x: Any, out: Any, r: Recipe, mask: int | None) -> None:
-    """Compute the tensor amaxes of an array, and write them to out.
+    """Compute the tensor amaxes of a contiguous array, and write them to `out`, which has as many elements.
 
     r: the recipe. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
@@ -167,7 +167,7 @@ def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], No
 
 
 def clear(vector: Any) -> None:
-    """Fill a vector with zeros by a memset, which needs no kernel."""
+    """Fill a contiguous vector with zeros by a memset, which needs no kernel."""
     if vector.size:
         vector.data.memset_async(0, vector.nbytes)
 
@@ -268,7 +268,7 @@ class CudaGroup:
         return self.amaxes
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Quantize all arrays, and return the results, which the next run overwrites.
+        """Quantize all arrays, and return one Quantized per array. The next call overwrites them.
 
         compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses the amaxes as they
             are: those of the caller, or the current content of `vector`.
@@ -278,7 +278,7 @@ class CudaGroup:
             return self._run(self._codes, compute_amaxes)
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Fake-quantize all arrays, and return the values, which the next run overwrites.
+        """Fake-quantize all arrays, and return one array of values per array. The next call overwrites them.
 
         compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses the amaxes as they
             are: those of the caller, or the current content of `vector`. If amaxes are computed for a recipe with a

@@ -76,8 +76,9 @@ class DeviceStages:
         """Check the shards `values` and the shapes (M, K) of their matrices before any work.
 
         Raises:
+            NotImplementedError: no kernel supports the blocks of the recipe, or the size of a matrix. This is checked
+                first.
             ValueError: a shard is not contiguous.
-            NotImplementedError: no kernel supports the blocks, or the size of a matrix.
         """
         with declined_as_error("cast_master_weights"):
             partial.check_matrices(shapes, r)
@@ -157,7 +158,7 @@ class DeviceStages:
         return launches
 
     def _prepare_scales(self) -> None:
-        """Prepare the launches of the scales stage."""
+        """Prepare the launches of the scales stage, which compute the scales of all matrices, also of empty ones."""
         fields = {"block_amax": self._block_amax, "factors": self._factors, "scales": self._scales}
         if self._recipe.tensor_scaling != "none":
             fields |= {"tensor_amax": self._tensor_amax, "tensor_scale": self._tensor_scale}

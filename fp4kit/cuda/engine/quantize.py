@@ -20,8 +20,9 @@ from fp4kit.reference.tensor_rules import tensor_scale
 def quantize(call: Call) -> Quantized:
     """Quantize the array of a call. Return the result: in call.out, which is overwritten, or in a new Quantized.
 
-    If blocks lie along axis -2 and a kernel for columnwise blocks supports the call, it reads x as it is. Otherwise, a
-    kernel quantizes call.moved, which has the quantized axis last; it is copied first if it is strided.
+    If blocks lie along axis -2 and a kernel for columnwise blocks supports the call, that kernel reads call.x itself.
+    Otherwise, a kernel for rowwise blocks reads call.moved, which has the quantized axis last. In both cases, the array
+    is copied first if it is not contiguous.
 
     Raise Declined if no kernel supports the call.
     """

@@ -76,11 +76,11 @@ def search_scales(search: Search) -> Any:
 
 
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
-    """Split an array into matrices to search. Yield them as tuples (x, block amaxes, tensor amax).
+    """Split an array into matrices to search. Yield them as tuples (x, block amaxes, tensor amax) of views.
 
-    The whole array is one tall matrix, with two exceptions. If each expert has its own tensor amax, each expert is a
-    matrix. If the rows of a stacked matrix are not a multiple of the block's rows, each stacked matrix is a matrix.
-    Yield nothing if x has no elements.
+    The whole array is one tall matrix, with two exceptions, in which each matrix of the stack is yielded: if each of
+    them (each expert) has its own tensor amax, or if its rows are not a multiple of the block's rows. Yield nothing if
+    x has no elements.
 
     x: the elements, contiguous. out: the array to write the block amaxes to. amaxes: the tensor amaxes.
     """
@@ -180,7 +180,7 @@ def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
 
 
 def _loss_options(terms: SearchTerms) -> dict[str, bool]:
-    """Return the options of the kernel search_full for a loss and candidates.
+    """Return the options of the kernel search_full for a loss and candidates: those of objective_options, and two more.
 
     kHessian: the loss has Hessians. kFromFloor: the E8M0 candidates are exponents around floor(log2(amax)).
     """
@@ -237,8 +237,8 @@ def without_search(r: Recipe) -> Recipe:
 def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
     """Return the launches of a recipe's search for the matrices in `group`, which have one dtype and device.
 
-    A search with its own kernel (OWN_KERNELS) takes one launch per matrix. The sweep of scales takes one launch for all
-    matrices.
+    A search with its own kernel (OWN_KERNELS) takes one launch per matrix. The search over all scale codes takes one
+    launch for all matrices.
 
     mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """

@@ -33,7 +33,7 @@ def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch for stacked matrices of a shape (B, M, K).
+    """Return the prepared launch of amax_columns.cu for a stack of matrices of the shape (B, M, K).
 
     aligned_runs: True if every row begins at a multiple of 16 bytes.
     """

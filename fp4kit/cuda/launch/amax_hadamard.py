@@ -40,7 +40,7 @@ def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, devi
 def _launch(
     dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
 ) -> Launch:
-    """Return the prepared launch for matrices (rows, columns).
+    """Return the prepared launch of amax_hadamard.cu for a matrix (rows, columns).
 
     counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask of the transform. aligned_runs:
     True if a thread can load _WORD bytes at a time.

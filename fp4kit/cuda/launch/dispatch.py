@@ -174,7 +174,7 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
 
 
 def uses_fake_rule(request: LaunchRequest) -> bool:
-    """Return True if a request is for fake-quantized values, computed by the recipe's fake_rule."""
+    """Return True if a request is for fake-quantized values and the recipe has a fake_rule, which computes them."""
     return request.values and request.recipe.fake_rule is not None
 
 
@@ -288,15 +288,18 @@ def _takes_scaled(request: LaunchRequest) -> bool:
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_unblocked supports a request: rowwise, by a recipe without blocks."""
+    """Return True if the kernel quantize_unblocked supports a request: rowwise, by a recipe without blocks.
+
+    The kernel supports neither scales that the caller passes nor fake_rules.
+    """
     return _by_rows(request) and request.recipe.block is None
 
 
 def _takes_rows(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6.
 
-    The width of a block must be 16, or a multiple of 32. The kernel supports neither scales that the caller passes nor
-    fake_rules.
+    The width of a block must be 16, or a multiple of 32. The kernel supports neither scales that the caller passes, nor
+    fake_rules, nor stochastic rounding by added noise (adds_noise).
     """
     r = request.recipe
     rows, columns = r.block or (0, 0)
@@ -503,7 +506,8 @@ def find_kernel(request: LaunchRequest) -> KernelChoice | None:
 def kernel_for(request: LaunchRequest) -> KernelChoice:
     """Return the first kernel in KERNEL_CHOICES that supports a request.
 
-    If no kernel supports the request, raise Declined. The message says what is needed.
+    Raise Declined if the kernels do not support the recipe, or if no kernel supports the request. The message says what
+    is needed.
     """
     check_formats(request.recipe)
     choice = find_kernel(request)

@@ -31,7 +31,7 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks of THREADS (256) threads a device can run at once, if registers do not limit it."""
+    """Return how many thread blocks of THREADS (256) threads a device can run at once, if nothing else limits it."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 

@@ -79,8 +79,10 @@ def is_small(members: Sequence[Any]) -> bool:
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
     """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array.
 
-    A piece is the share of a tensor that a thread block processes at a time. All pieces are of about equal size, at
-    least MIN_PIECE (8192) elements if the tensor has as many. A tensor without elements has one piece.
+    A piece is the share of a tensor that a thread block processes at a time. The pieces of a tensor are of about equal
+    size. Their largest size is chosen so that the group has about 20 pieces per multiprocessor
+    (PIECES_PER_MULTIPROCESSOR), but within MIN_PIECE (8192) to `most` elements. A tensor without elements has one
+    piece.
 
     Raise ValueError if a tensor has more than 2^33 elements.
 

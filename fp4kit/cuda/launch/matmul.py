@@ -99,6 +99,8 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | No
     The fast kernels are in matmul_fp4.cu and matmul_fp8.cu. The result is (function that compiles the kernel, its
     arguments...), which is the form that _launch takes.
 
+    They need rows of codes that begin at multiples of 16 bytes, K above 0, and certain sizes of the unit's steps.
+
     arrays: the codes of both operands, contiguous.
     """
     step, a, b = call.step, call.a, call.b

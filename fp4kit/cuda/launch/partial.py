@@ -57,7 +57,7 @@ ARGUMENTS: Mapping[str, np.dtype] = {
 
 
 def run_bytes(r: Recipe) -> int:
-    """Return the number of bytes that the packed codes of one run (RUN elements) take."""
+    """Return the number of bytes that the packed codes of one run (16 elements) of a recipe take."""
     return r.element.packing.length(RUN)
 
 
@@ -170,7 +170,7 @@ def run_count(start: Any, end: Any) -> Any:
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
-    """Return a / b, rounded up."""
+    """Return a / b, rounded up, for integers or arrays of integers."""
     return -(-a // b)
 
 

@@ -21,7 +21,7 @@ def source(layout: str, target: str, quads: bool = True) -> str:
     """Return the C++ text that instantiates the kernel for copies from `layout` to `target`.
 
     Args:
-        quads: True if a thread copies 16 bytes in each of four rows at a time. One of the layouts must be linear.
+        quads: True if a thread copies 16 bytes in each of four rows at a time. Then one of the layouts must be linear.
     """
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 

@@ -57,7 +57,7 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
 def _launch(
     bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
-    """Return the prepared launch for matrices of shape (B, M, K).
+    """Return the prepared launch of transpose.cu for a stack of matrices of the shape (B, M, K).
 
     bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
     wide_scales: the results of wide_copies.
