@@ -139,7 +139,11 @@ def verified_serve_command(report: VerifyReport) -> str:
 
 
 def body_of(summary: Summary) -> dict[str, Any]:
-    """Return a summary as entries for the JSON document of a conversion."""
+    """Return a summary as the entries "sqnr", "engines" and "serve" of a conversion's JSON document.
+
+    "sqnr" is None if the error is not known. Otherwise it is a dict with the median SQNR, the SQNR of each sampled
+    layer ("layers"), and the number of layers from which they were sampled ("of").
+    """
     error = summary.error
     sqnr = None
     if error is not None:

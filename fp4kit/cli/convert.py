@@ -70,7 +70,10 @@ _FORMAT_HINTS = {
 
 
 def register(subparsers: Any) -> None:
-    """Add the command convert, with its options, to the parser of the command line."""
+    """Add the command convert, with its options and the function that runs it, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser: Any = add_command(
         subparsers,
         "convert",
@@ -583,7 +586,11 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
 
 
 def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return a plan as a dict for the JSON document of a dry run."""
+    """Return a plan as a dict for the JSON document of a dry run.
+
+    It has the destination, the entries of _outcome_body, the bytes and the memory that the conversion needs, the
+    patterns of --ignore, and every tensor with its action, reason and outputs.
+    """
     tensors = [
         {
             "name": tensor.name,

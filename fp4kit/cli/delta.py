@@ -19,7 +19,10 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the commands diff and apply, with their options, to the parser of the command line."""
+    """Add the commands diff and apply, with their options and the functions that run them, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser = add_command(
         subparsers,
         "diff",

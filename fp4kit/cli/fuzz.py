@@ -23,7 +23,10 @@ _SHOWN = 20  # the largest number of reasons for rejected or declined calls that
 
 
 def register(commands: Any) -> None:
-    """Add the command fuzz, with its options, to the parser of the command line."""
+    """Add the command fuzz, with its options and the function that runs it, to ``commands``.
+
+    commands: the subparsers action of argparse, which lists the commands.
+    """
     parser = add_command(
         commands,
         "fuzz",
@@ -104,7 +107,11 @@ def _pool(args: argparse.Namespace) -> Pool:
 
 
 def _pool_options(args: argparse.Namespace) -> str:
-    """Return the options that must be given again to reproduce a case, as text for the command line; "" if none."""
+    """Return the options that must be given again to reproduce a case, as text for the command line.
+
+    These are --recipes, --operations, --units and --changes as far as they were given and differ from their defaults.
+    The text begins with a space, such as " --recipes nvfp4-te --changes 5"; it is "" if there are none.
+    """
     lists = "".join(
         f" --{name} {' '.join(getattr(args, name))}"
         for name in ("recipes", "operations", "units")

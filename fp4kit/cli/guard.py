@@ -48,7 +48,10 @@ class GuardedCommand:
         self.destination: Path | None = None
 
     def write_last_line(self, text: str) -> None:
-        """Write the last line to stderr: the command's name and ``text``, in which each run of spaces becomes one."""
+        """Write the last line to stderr: "fp4kit", the command's name if it is known, and ``text``.
+
+        Each run of white space in the text, also a line break, becomes one space. Errors of stderr are ignored.
+        """
         prefix = f"fp4kit {self.name}" if self.name else "fp4kit"
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 

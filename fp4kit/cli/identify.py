@@ -16,7 +16,10 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command identify, with its options, to the parser of the command line."""
+    """Add the command identify, with its options and the function that runs it, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser: Any = add_command(
         subparsers,
         "identify",
@@ -103,7 +106,11 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
-    """Return a verdict as a dict for the command's JSON document, with the explanation of every layer."""
+    """Return a verdict as a dict for the command's JSON document.
+
+    It has the recipes, what went wrong, the sentence, the hint, the unpaired layers, the names of the exceptions, and
+    the explanation of every layer, also of those that are no exceptions.
+    """
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
     facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired")
     found = {name: getattr(verdict, name) for name in facts}

@@ -20,7 +20,10 @@ _MOST_NAMES = 2  # if more names than this have one reason, they are counted ins
 
 
 def register(subparsers: Any) -> None:
-    """Add the command inspect, with its options, to the parser of the command line."""
+    """Add the command inspect, with its options and the function that runs it, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser = add_command(
         subparsers,
         "inspect",
@@ -45,7 +48,11 @@ def _inspect(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of a checkpoint as a dict for the command's JSON document."""
+    """Return the content of a checkpoint as a dict for the command's JSON document.
+
+    It has the files, tensors and quantized layers, one dict each; what configs and metadata state; the totals per
+    dtype; and the warnings.
+    """
     return {
         "path": checkpoint.path,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
@@ -71,7 +78,10 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
-    """Print the content of a checkpoint: tensors, quantized layers, totals, and what the configs declare."""
+    """Print the content of a checkpoint: tables of tensors and quantized layers, then everything else it stores.
+
+    Then come the totals per dtype and of all tensors, what the configs declare, and the warnings.
+    """
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]

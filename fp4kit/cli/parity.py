@@ -17,7 +17,10 @@ _KINDS = "contract (.json), model directory, .safetensors or .gguf file"
 
 
 def register(subparsers: Any) -> None:
-    """Add the command parity, with its options, to the parser of the command line."""
+    """Add the command parity, with its options and the function that runs it, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser: Any = add_command(
         subparsers,
         "parity",
@@ -76,7 +79,11 @@ def _parity(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(found: Parity) -> dict[str, Any]:
-    """Return a result as a dict for the command's JSON document."""
+    """Return a result of fp4kit.parity as a dict for the command's JSON document.
+
+    It has one dict per compared layer, input and KV cache, in which the worked element is a list of lines or None. The
+    entry "contracts" is None if a side has no contract.
+    """
     layers = [
         {**asdict(layer), "worked": None if layer.worked is None else str(layer.worked).splitlines()}
         for layer in found.layers

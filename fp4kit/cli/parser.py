@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.hints: dict[str, str] = {}
 
     def format_help(self) -> str:
-        """Return the text of --help: the usage, the examples, then the rest."""
+        """Return the text of --help: the usage, the examples, the rest. Without examples, it is argparse's text."""
         text = super().format_help()
         if not self.examples:
             return text
@@ -189,7 +189,10 @@ def add_command(
 
 
 def add_ignore(parser: Any) -> None:
-    """Add the option --ignore, which several commands that read checkpoints share."""
+    """Add the option --ignore GLOB, which several commands that read checkpoints share, to a parser or a group.
+
+    It may be repeated; ``args.ignore`` is the list of its values, [] by default.
+    """
     text = (
         "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"
         " stopping. Decoded values may then be wrong; repeatable"

@@ -23,7 +23,10 @@ from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 
 def register(commands: Any) -> None:
-    """Add the commands recipes and formats, with their options, to the parser of the command line."""
+    """Add the commands recipes and formats, with their options and the functions that run them, to ``commands``.
+
+    commands: the subparsers action of argparse, which lists the commands.
+    """
     listing = add_command(
         commands,
         "recipes",
@@ -152,7 +155,10 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 
 def _differences(result: GoldenResult) -> list[dict[str, Any]]:
-    """Return the arrays of a recipe that differ from the recorded outputs, as a list of dicts for JSON."""
+    """Return one dict per array that differs from the recorded output, for JSON; [] if all are equal.
+
+    A dict has the name of the array ("key"), and the numbers of entries that differ ("differing") and of all ("size").
+    """
     return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 
 

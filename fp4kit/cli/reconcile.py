@@ -17,7 +17,10 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command reconcile, with its options, to the parser of the command line."""
+    """Add the command reconcile, with its options and the function that runs it, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser = add_command(
         subparsers,
         "reconcile",

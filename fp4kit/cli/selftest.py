@@ -24,7 +24,10 @@ _SHOWN = 20  # the largest number of differences, and of reasons why cases were 
 
 
 def register(commands: Any) -> None:
-    """Add the command selftest, with its options, to the parser of the command line."""
+    """Add the command selftest, with its options and the function that runs it, to ``commands``.
+
+    commands: the subparsers action of argparse, which lists the commands.
+    """
     parser = add_command(
         commands,
         "selftest",

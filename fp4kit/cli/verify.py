@@ -25,7 +25,10 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command verify, with its options, to the parser of the command line."""
+    """Add the command verify, with its options and the function that runs it, to ``subparsers``.
+
+    subparsers: the subparsers action of argparse, which lists the commands.
+    """
     parser: Any = add_command(
         subparsers,
         "verify",

@@ -172,8 +172,8 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
     """Return the step that makes the first stored part that differs, for sides whose arithmetic is unknown.
 
     - "value" if a side has values instead of codes.
-    - Otherwise "tensor scale", "block scale" or "code", whichever count, in this order, is the first that is not 0.
-    - "decode" if all three counts are 0.
+    - Otherwise the first of "tensor scale", "block scale" and "code" of which some differ.
+    - "decode" if none differ.
 
     Args:
         found: the counts of the differences.

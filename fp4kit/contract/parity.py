@@ -141,10 +141,14 @@ def parity(
 
 
 class _Check:
-    """Run one parity check.
+    """Run one parity check, with ``run``, on two sides.
 
-    sides: the two sides.
-    source: the unquantized weights, or None.
+    If a side stores no tensors and has no input scales, it uses those of the other side. If ``source`` is None and both
+    sides are contracts, random weights are used. Raise ValueError if ``source`` is None and a side without tensors
+    has to quantize weights, unless both are contracts; and if a contract alone does not determine codes (Side.check).
+
+    sides: the trainer and the rollout.
+    source: the unquantized weights by layer, or None.
     inputs: the inputs of layers, or None for random inputs.
     elements: how many elements per layer are compared.
     """
@@ -239,9 +243,10 @@ class _Check:
         return x
 
     def _layer(self, name: str) -> LayerParity:
-        """Compare one layer of both sides, and its products if they are known. Raise ValueError if its shapes differ.
+        """Compare one layer of both sides, and return a LayerParity. Raise ValueError if the sides' shapes differ.
 
-        Tensors that are not matrices are compared as values, without products.
+        Matrix products are compared too if both contracts say how they are computed. Tensors that are not matrices are
+        compared as values, without products.
         """
         x = self._x(name)
         wholes = [self._whole(side, name) for side in self.sides]
@@ -333,6 +338,11 @@ class _Check:
         recipes: Sequence[Recipe | None],
     ) -> ComparedRows:
         """Return the compared rows of side i, and how that side made them.
+
+        - If ``whole`` is None, the rows are ``x``, quantized by the side's recipe or, without a recipe, unchanged.
+        - Otherwise, the rows are those of ``whole``, and making_of finds out how they were made from ``x``.
+        - If ``x`` is None, or the side has values of a layer that its contract leaves unquantized, only a wrong order
+          of the bytes is looked for (see _order_without_source).
 
         Args:
             i: the number of the side, 0 for the trainer and 1 for the rollout.

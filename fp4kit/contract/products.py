@@ -65,14 +65,15 @@ def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, 
 def with_products(
     found: LayerParity, a: np.ndarray, b: np.ndarray, setting: str, labels: tuple[str, str]
 ) -> LayerParity:
-    """Compare the products of two sides, and return a copy of a layer's result that has the count of different ones.
+    """Compare the products of two sides, and return a copy of a layer's result with the count of those that differ.
 
     If products differ and nothing else does, the copy also has the step "product", one product that differs, and
     ``setting``. If something else differs, only the count is added.
 
     found: the result so far; it is not changed.
     a, b: the products of both sides.
-    setting: text that says how matrix units or operands differ; "" if only inputs can differ, which the copy then says.
+    setting: text that says how matrix units or operands differ; "" if only the quantization of inputs can differ, for
+        which the copy gets its own text.
     labels: the names of the two sides, for the text.
     """
     differs = differing_bits(a, b)

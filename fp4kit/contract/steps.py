@@ -245,8 +245,8 @@ def _differing(
     name: the name of the result.
     mask: bool (m, k), the affected elements for which this is the first result that differs.
 
-    A result that only one side recorded is left out. The exception are scales: if one side has no tensor scale or no
-    block scales at all, all remaining elements count as different in that step, and nothing further is yielded.
+    A result that only one side recorded is left out. Scales are the exception: if only one side has a tensor scale, or
+    only one has block scales, all remaining elements count as different in that step, and nothing further is yielded.
 
     An intermediate result on the way to the block scale counts only for elements whose block scale differs. A quotient,
     or an intermediate result on the way to the code, counts only for elements whose code differs.

@@ -79,7 +79,7 @@ def difference(a: Any, b: Any) -> str:
 def _are_variants(a: Any, b: Any) -> bool:
     """Return whether a and b are (pattern, recipe) pairs with equal patterns and recipes of one id.
 
-    An example are pairs with int4-qat in two block sizes. Names and groups of names, which other settings have as
+    For example, the recipes may be int4-qat in two block sizes. Names and groups of names, which other settings have as
     entries, give False.
     """
     if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:

@@ -177,10 +177,10 @@ def seed_of(static: StaticOptions, given: Any) -> Any:
 
 
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
-    """Check the arguments of a fake quantization, and raise the errors that fp4kit.fake_quantize raises for them.
+    """Check the arguments of a fake quantization, and raise the TypeError or ValueError of fp4kit.fake_quantize.
 
-    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced. The clip
-    limit is checked only if static.pass_through is False.
+    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced. If
+    static.pass_through is False, the clip limit is checked too, with the errors of fp4kit.fake_quantize_backward.
 
     static: the static arguments.
     x: the array to fake-quantize.
@@ -229,8 +229,8 @@ def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, 
 def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, None]:
     """Return the gradients of _fake_quantize with respect to x and `given`.
 
-    The gradient of x is grad, set to 0 where |x| > amax unless static.pass_through is set. The gradient of `given` is
-    None.
+    If static.pass_through is True, the gradient of x is grad itself. Otherwise it is grad, set to 0 where |x| > amax,
+    and where x or amax is NaN. The gradient of `given` is None.
 
     residuals: what _forward returned: x and the clip limit, or None if static.pass_through is True.
     """

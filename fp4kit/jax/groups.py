@@ -114,8 +114,8 @@ def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any,
 def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, None]:
     """Return the gradients of _fake_quantize_grouped with respect to xs and `given`.
 
-    The gradients of xs are grads, set to 0 where |x| > amax unless static.pass_through is set. The gradient of `given`
-    is None.
+    If static.pass_through is True, the gradients of xs are grads itself. Otherwise they are grads, set to 0 where |x| >
+    amax, and where x or amax is NaN. The gradient of `given` is None.
 
     residuals: what _forward returned: xs and the clip limits, or None if static.pass_through is True.
     """

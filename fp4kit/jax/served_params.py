@@ -34,8 +34,8 @@ class ServedParams:
     """A function that replaces the weights in a pytree of parameters by their fake-quantized values.
 
     fake_quantize_model returns a ServedParams. Call it with the parameters, also inside jax.jit, jax.grad and
-    jax.checkpoint. Gradients pass straight through. print() shows a table of all arrays with the reason why each is
-    quantized or not.
+    jax.checkpoint. Gradients pass straight through, or are set to 0 where |w| > amax if fake_quantize_model was called
+    with pass_through=False. print() shows a table of all arrays with the reason why each is quantized or not.
 
     Attributes:
         names: the names of the arrays that are fake-quantized.
@@ -52,7 +52,9 @@ class ServedParams:
         return table(self.plan)
 
     def __call__(self, params: Any) -> Any:
-        """Return a copy of params in which served values (fake-quantized weights) replace the weights.
+        """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights.
+
+        Arrays that the plan leaves unquantized are the same objects as in params.
 
         Args:
             params: a pytree with the structure and shapes of the parameters that were passed to fake_quantize_model.

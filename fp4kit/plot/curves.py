@@ -23,12 +23,12 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
 
     Args:
         element: the format, such as fp4kit.formats.E2M1.
-        x: numbers on the scale of the format. Each gets a mark, and an arrow to the value to which element.encode
-            rounds it. None draws the values alone.
+        x: numbers on the scale of the format, of any shape. Each gets a mark, and an arrow to the value to which
+            element.encode rounds it. None draws the values alone.
         ax: the Axes to draw on; None makes a new figure.
 
     Returns:
-        The Axes. Its first line holds the values.
+        The Axes. Its first line holds the values. For up to 32 values, dotted lines mark the midpoints between them.
 
     Raises:
         TypeError: element is IF4, whose codes have no values without a block scale.

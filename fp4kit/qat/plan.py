@@ -155,7 +155,10 @@ class QatPlan:
 
 
 def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> QatPlan:
-    """Return the plan for the parameters of a model.
+    """Return the plan for the parameters of a model, with one row per parameter in the order of ``weights``.
+
+    If the user names no format and none can store the recipe or the model, the plan has no format, and its note says
+    why.
 
     Args:
         op: the public function, with which messages begin.
@@ -163,8 +166,8 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
         choice: the user's choice.
 
     Raises:
-        CheckpointError: if the format is unknown, or cannot store the recipe or the model, such as a stack of experts
-            in which rows of gate and up alternate.
+        CheckpointError: if the format that the user names is unknown, or cannot store the recipe or the model; or if
+            rows of gate and up alternate in a stack of experts that the format stores separately.
         ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
             has fewer than two dimensions or rows that do not consist of whole blocks.
         ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks.

@@ -70,7 +70,8 @@ def divide(sizes: Sequence[int], limit: int) -> list[slice]:
     """Divide tensors among the files of a split model, as llama-gguf-split --split-max-size does.
 
     Return one slice of the list of tensors per file. A file takes the next tensor as long as its tensors have at most
-    ``limit`` bytes. The header is not counted. Without tensors, there is one file with an empty slice.
+    ``limit`` bytes, where each tensor counts with its size rounded up to a multiple of 32. The header is not counted.
+    Without tensors, there is one file with an empty slice.
 
     Args:
         sizes: the bytes of each tensor, in order.

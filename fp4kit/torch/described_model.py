@@ -121,8 +121,9 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterKind:
     """Return the kind of a parameter: "convolution", "embedding", "stack" or "matrix".
 
-    The parameter "weight" of a convolution or an embedding is recognized by the class of its module. A "stack" has
-    three axes, and ``experts`` is a part of its dotted name. All others are "matrix".
+    The parameter "weight" of a convolution (with more than two axes) or an embedding is recognized by the class of its
+    module. Of the other parameters, a "stack" has three axes, and ``experts`` is a part of its dotted name. All others
+    are "matrix", also vectors.
 
     name: the full name of the parameter. leaf: its name in the module.
     """

@@ -46,13 +46,12 @@ def named_recipe(recipe: str | Recipe) -> str:
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """Return the caller's amax as a tensor on the device of x.
+    """Return the caller's amax ``given`` as a tensor, for an operator on x.
 
-    - None gives None.
-    - A tensor is returned unchanged, on whatever device it is.
-    - A Python number becomes float32 (), and is transferred without waiting for the device.
-    - A list or tuple becomes float64, because PyTorch's default dtype would round it.
-    - Other arrays keep their dtype.
+    - None gives None, and a tensor is returned unchanged, on whatever device it is.
+    - A Python number becomes float32 () on the device of x, without waiting for the device.
+    - A list or tuple becomes float64 on the device of x, because PyTorch's default dtype would round it.
+    - Other arrays become tensors of their dtype on the device of x.
 
     Raises TypeError, which begins with `op` and `name`, for a bool, a complex number or a string.
     """

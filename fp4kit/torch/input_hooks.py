@@ -196,7 +196,7 @@ class _Products(TorchFunctionMode):
         """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts.
 
         Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs
-        of expert i of the batch, of which rows that are all zero are left out (see _routed). A view that does not begin
+        of expert i of the batch; rows that are all zero are left out of them (see _routed). A view that does not begin
         where an expert begins is ignored.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:

@@ -41,9 +41,11 @@ def seed_outline(seed: Tensor | None) -> Any:
 
 
 def empty(like: Tensor, call: Call) -> Tensor:
-    """Return an uninitialized tensor for the result of a call, with the dtype and device of `like`.
+    """Return an uninitialized tensor in the shape of the call's x, with the dtype and device of `like`.
 
     The tensor has the memory layout of the engines' results, which are contiguous when the quantized axis is last.
+
+    call: the parsed call, as check_fake or check_backward returns it.
     """
     return like.new_empty(call.moved.shape).movedim(-1, call.axis)
 

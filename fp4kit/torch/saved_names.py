@@ -36,7 +36,10 @@ def _converted(
 ) -> tuple[str, ...]:
     """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter.
 
-    If the conversion fails or returns nothing, return (name,), the parameter's name in the model.
+    If the conversion raises KeyError, ValueError or RuntimeError, or returns nothing, return (name,).
+
+    name: the name of the parameter in the model.
+    parameter: the parameter, of which only the shape and dtype matter.
     """
     try:
         return tuple(convert(model, {name: torch.empty_like(parameter, device="meta")})) or (name,)

@@ -135,8 +135,8 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
 def largest(w: Tensor, stack: bool) -> Tensor:
     """Return the largest |w| as float32 (). For a stack, return the largest |w| of each expert as (E,). NaN propagates.
 
-    For a DTensor, the result covers all shards, with one exception. If the experts of a stack are spread over ranks,
-    each rank returns the amaxes of its own experts.
+    For a DTensor, all its ranks must call this function together, and the result covers all shards, with one exception.
+    If the experts of a stack are spread over ranks, each rank returns the amaxes of its own experts.
     """
     w = w.detach()
     if not is_distributed(w):

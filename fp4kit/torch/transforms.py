@@ -15,7 +15,7 @@ from fp4kit.torch import linear_operators, operators
 
 
 def active() -> bool:
-    """Return whether a torch.func transform or forward-mode differentiation is active.
+    """Return True if a torch.func transform or forward-mode differentiation is active, otherwise False.
 
     If so, the functions of this file call the operators through the autograd.Functions of this file. In forward mode,
     these raise an error, where a custom operator would silently drop the tangents.

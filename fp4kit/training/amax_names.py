@@ -77,7 +77,7 @@ class AmaxName:
         return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
 
     def order(self) -> tuple[str, str, int]:
-        """Return a sort key: by base, then buffer, then the number of the expert. Names without a number come first."""
+        """Return a sort key: by base, then buffer, then expert number, where a name without a number comes first."""
         return self.base, self.buffer, -1 if self.index is None else self.index
 
     def _quantizer(self, separator: str) -> str:

@@ -63,7 +63,8 @@ class AmaxCollector:
         On a GPU, this method launches a few small kernels and does not wait.
 
         Args:
-            name: name of the quantizer, such as "m.weight_quantizer.3" or "m.weight_quantizer_3._amax".
+            name: name of the quantizer, such as "m.weight_quantizer.3" or "m.weight_quantizer_3._amax". These two
+                spellings are one quantizer.
             amax: float32, float16 or bfloat16, with the same shape and device in every call.
 
         Raises:

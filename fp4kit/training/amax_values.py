@@ -45,10 +45,10 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 
 
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
-    """Set named[name] to the elementwise maximum of named[name] and ``value``, or to ``value`` itself if it is new.
+    """Set named[name] to the elementwise maximum of the old named[name] and ``value``, as a new array.
 
-    The maximum is a new array; neither array is changed. It is taken of the bit patterns, so a negative value or NaN
-    stays. Raises ValueError, which begins with ``op``, if the shapes or devices differ.
+    If ``named`` lacks the name, store ``value`` itself. The maximum is taken of the bit patterns, so a negative value
+    or NaN stays. Raises ValueError, which begins with ``op``, if the shapes or devices differ.
     """
     old = named.get(name)
     if old is None:

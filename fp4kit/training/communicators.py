@@ -84,9 +84,9 @@ class SingleProcess:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return ``array`` itself: with one process, it is already the result. ``counts`` is ignored.
+        """Return ``array`` itself, because with one process it is already the result. ``counts`` is ignored.
 
-        If ``out`` is given, copy the array to it and return ``out``.
+        If ``out`` is given, copy the array to ``out`` and return ``out`` instead.
         """
         if out is None:
             return array
@@ -120,8 +120,8 @@ class Mpi:
     """A communicator through MPI, made from a communicator of mpi4py.
 
     Unless MPI is CUDA-aware, CuPy arrays are copied to the host for every message, and the first one causes a warning.
-    In either case a call first waits for the current CUDA stream, because MPI does not know streams. Nccl does not
-    wait.
+    With CuPy arrays, a call first waits for the current CUDA stream in either case, because MPI does not know streams.
+    Nccl does not wait.
 
     Args:
         comm: an mpi4py communicator. None: MPI.COMM_WORLD.
