@@ -25,6 +25,7 @@ from fp4kit.formats import Codebook
 from fp4kit.layouts import check_layout
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
+from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
 HADAMARD_BLOCK = 16
@@ -329,8 +330,9 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if seed is None:
         numbers = "numbers from 0 to 1 in the shape of x"
-        needed = {"comfyui_nvfp4": f"an int, or {numbers}", "comfyui_nvfp4_cuda": numbers, "mslk": "an int"}
-        array = needed.get(r.stochastic, "an int, or random bytes (uint8, shape of x)")
+        needed = {"comfyui_nvfp4": f"an int, or {numbers}", "comfyui_nvfp4_cuda": numbers}
+        bytes_too = "an int" + ", or random bytes (uint8, shape of x)" * (r.stochastic not in SCALE_STOCHASTICS)
+        array = needed.get(r.stochastic, bytes_too)
         raise ValueError(f"{op}: stochastic rounding needs seed: {array}")
     random = parse_seed(op, seed, call.x, r)
     return random if isinstance(random, int) else np.moveaxis(random, call.axis, -1)

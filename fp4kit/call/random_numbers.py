@@ -12,7 +12,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import COMFYUI_STOCHASTICS
+from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
@@ -23,7 +23,7 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     - "comfyui_nvfp4": numbers from 0 to 1 (float32), in the memory of x. A seed gives those of torch.rand on a CPU, in
       PyTorch 2.13. PyTorch 2.11 draws other numbers in float16 and bfloat16.
     - "comfyui_nvfp4_cuda": numbers from 0 to 1 (float32), in the memory of x. A seed is not accepted.
-    - "mslk": the seed as an int.
+    - "mslk", "ms_eden": the seed as an int.
 
     If x is an AbstractArray, the seed is only checked.
 
@@ -35,7 +35,7 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     """
     as_numbers = recipe.stochastic in COMFYUI_STOCHASTICS
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
-        if recipe.stochastic == "mslk":
+        if recipe.stochastic in SCALE_STOCHASTICS:
             raise ValueError(f"{op}: seed is an array; {recipe.id} needs an int, because scales are random too")
         return _numbers(op, seed, x, recipe) if as_numbers else _bytes(op, seed, x)
     number = check_seed(op, as_index(op, "seed", seed))
@@ -44,7 +44,7 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
             f"{op}: seed is {number}; {recipe.id} needs the numbers that torch.rand gives, because those of a seed"
             " depend on the GPU"
         )
-    if recipe.stochastic in ("te", "mslk") or isinstance(x, AbstractArray):
+    if recipe.stochastic in ("te", *SCALE_STOCHASTICS) or isinstance(x, AbstractArray):
         return number
     words = torch_words(number, x.size).reshape(x.shape)
     numbers = (words & 0xFFFFFF).astype(np.float32) * np.float32(2**-24) if as_numbers else words.astype(np.uint8)

@@ -24,6 +24,7 @@ from fp4kit.host.search import search_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import partial
 from fp4kit.reference import rotate as rotation
@@ -38,7 +39,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import changed_values, keep_codes, with_encoded_blocks
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
-from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, RandomStream
+from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, RandomStream, ScaleStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.trace import show, untraced
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -303,17 +304,18 @@ def _quantize_matrices(
 def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
     """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None).
 
-    random: an array of random numbers, the seed of a stream, or an MslkStream.
+    random: an array of random numbers, the seed of a stream, or a stream of one matrix.
     shape: the shape of each matrix.
     """
     if random is None:
         return None
     if isinstance(random, np.ndarray):
         return GivenNumbers(stack(random, r, True)[i])
-    if isinstance(random, MslkStream):
+    if isinstance(random, MslkStream | ScaleStream):
         return random
-    if r.stochastic == "mslk":
-        return MslkStream(random, i * prod(shape), shape[1], r.block_size)
+    if r.stochastic in SCALE_STOCHASTICS:
+        stream = MslkStream if r.stochastic == "mslk" else ScaleStream
+        return stream(random, i * prod(shape), shape[1], r.block_size)
     return RandomStream(random, i * prod(shape), shape[1])
 
 
@@ -407,18 +409,26 @@ def fake_quantize(call: Call) -> np.ndarray:
         block_amax = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
         for i, matrix in enumerate(x):
             matrix_amax = part_for_matrix(amax, r, i, (x.shape[0], x.shape[1]))
-            _fake_matrix(matrix, r, matrix_amax, None if block_amax is None else block_amax[i], values[i])
+            random = _random_numbers(call.random, r, i, matrix.shape)
+            _fake_matrix(matrix, r, matrix_amax, None if block_amax is None else block_amax[i], values[i], random)
     return np.moveaxis(moved, -1, call.axis)
 
 
 def _fake_matrix(
-    x: np.ndarray, r: Recipe, amax: np.ndarray | None, block_amax: np.ndarray | None, values: np.ndarray
+    x: np.ndarray,
+    r: Recipe,
+    amax: np.ndarray | None,
+    block_amax: np.ndarray | None,
+    values: np.ndarray,
+    random: RandomNumbers | None,
 ) -> None:
     """Fake-quantize a matrix by r.fake_rule, and write the result to `values`.
 
     amax: the tensor amax; None if the recipe has no tensor scale.
     block_amax: the block amaxes that the caller passed, with one row per row of x; None computes them.
+    random: the source of random numbers, for fake rules that round stochastically; None to round to nearest.
     """
+    rule = FAKE_RULES[r.fake_rule or ""]
     with untraced():  # fake rules use only the amax, so these scales are no steps
         tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
@@ -428,7 +438,8 @@ def _fake_matrix(
         with np.errstate(all="ignore"):
             tensor_amax = tensor.cut(rows, cut).amax
             tensor_amax = tensor_amax if amax is None else show("tensor amax", tensor_amax)
-            y = show("decoded value", FAKE_RULES[r.fake_rule or ""](tile, r, tensor_amax, tile_block_amax, x.dtype))
+            numbers = () if random is None else (random.tile(rows, columns),)
+            y = show("decoded value", rule(tile, r, tensor_amax, tile_block_amax, x.dtype, *numbers))
             values[rows, columns] = show("result", y.astype(x.dtype))
 
 

@@ -11,6 +11,7 @@ from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.parse import SEED_WITHOUT_USE, QuantizeOptions, backward_call, fake_call
 from fp4kit.ops.engines import cached_driver_call, convert_and_call, new_cached_call, run, with_threads
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.rules import FAKE_RULES
 from fp4kit.types import Array, ArrayT, RecipeId, RoundingMode
 
 
@@ -39,7 +40,8 @@ def fake_quantize(
         axis: the axis along which blocks run.
         tensor_amax: as in quantize.
         block_amax: as in quantize.
-        rounding: as in quantize. Recipes with a fake_rule accept only "nearest".
+        rounding: as in quantize. Recipes with a fake_rule accept only "nearest", except for those of fouroversix's
+            MS-EDEN, whose producer rounds block scales stochastically.
         seed: as in quantize.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -86,13 +88,15 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """Raise ValueError if a recipe with a fake_rule gets a rounding other than "nearest", or a seed.
+    """Raise ValueError if a recipe whose fake_rule rounds to nearest only gets another rounding, or a seed.
 
-    Recipes without a fake_rule are not checked here. op: the public function that the message begins with.
+    Other recipes are not checked here. op: the public function that the message begins with.
     """
-    if r.fake_rule is not None and not is_one_of(rounding, ("nearest",)):
+    if r.fake_rule is None or FAKE_RULES[r.fake_rule].stochastic:
+        return
+    if not is_one_of(rounding, ("nearest",)):
         raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
-    if r.fake_rule is not None and seed is not None:
+    if seed is not None:
         raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
 
 

@@ -43,6 +43,27 @@ def _if4(like: Recipe) -> Iterator[Recipe]:
         )
 
 
+def _ms_eden() -> Iterator[Recipe]:
+    """Yield the recipes of MS-EDEN, a fake quantizer for gradients: for NVFP4, then for IF4."""
+    for fmt, rule in (("nvfp4", "ms_eden"), ("if4", "ms_eden_if4")):
+        yield of_format(
+            NVFP4,
+            f"{fmt}-fouroversix-ms-eden",
+            tensor_rule="fouroversix",
+            block_rule="fouroversix",
+            fake_rule=rule,
+            fake_only=True,
+            stochastic="ms_eden",
+            amax_nan="propagate",
+            source="fouroversix kernels/triton/quartet_ii.py, a checkout labelled 1.0.5",
+            exact="values of the Triton kernel on an H100 with rounding='stochastic', for the seed, and with an "
+            "identity transform; multiply blocks of 32 elements by the producer's matrix before the call. float32 "
+            "elements are truncated to TF32: clear their 13 low bits before the call, and pass the tensor_amax of the "
+            "elements before that. The order in which a GPU adds is not known, and changed no recorded value. With "
+            "'nearest', block scales are rounded to nearest, which the kernel does not offer",
+        )
+
+
 def recipes() -> Iterator[Recipe]:
     """Yield fouroversix's recipes for NVFP4, NVINT4, IF4 and MXFP4, in the order of fp4kit.recipes()."""
     mse = of_format(
@@ -124,6 +145,7 @@ def recipes() -> Iterator[Recipe]:
         "stores the even element in the low nibble, and scales in row-major order",
     )
     yield from _if4(mse)
+    yield from _ms_eden()
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(
             MXFP4,

@@ -17,11 +17,13 @@ AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
-STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
+STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk", "ms_eden")
 # These add noise to scaled elements, and round the sums to nearest. Their random numbers are not bytes. The compiled
 # engine does not compute them.
 NOISE_STOCHASTICS = ("comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
 COMFYUI_STOCHASTICS = NOISE_STOCHASTICS[:2]
+# These round scales at random too, so they accept only an int as the seed.
+SCALE_STOCHASTICS = ("mslk", "ms_eden")
 
 
 # The scale format of the amax rules, which belong to no producer. They write block scales in every float format, and
@@ -285,12 +287,17 @@ class FakeRule(NamedTuple):
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
         reads_scale_max: True if the formula uses Recipe.scale_max; otherwise it uses 448.
         one_level: True if the rule does not support a tensor scale. Other rules for E4M3 scales need one.
+        unit: a number that divides the length of the quantized axis, because so many elements share a correction of
+            their block scales; 1 if none do. A rule with a larger unit needs Recipe.fake_only.
+        stochastic: the value of Recipe.stochastic for a rule that can round stochastically; "" if it cannot.
     """
 
     scale: str | None
     six: bool = False
     reads_scale_max: bool = False
     one_level: bool = False
+    unit: int = 1
+    stochastic: str = ""
 
 
 _NVFP4, _MX, _INTEGER = FakeRule("E4M3", six=True), FakeRule("E8M0"), FakeRule(None)
@@ -307,4 +314,6 @@ FAKE_RULES: dict[str, FakeRule] = {
     "microxcaling_floor": _MX,
     "fp_quant": FakeRule("E8M0", six=True),
     "nvfp4_fp_quant": FakeRule("E4M3", six=True, one_level=True),
+    "ms_eden": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
+    "ms_eden_if4": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
 }

@@ -87,7 +87,8 @@ class Recipe:
         stochastic: how rounding="stochastic" rounds, and from which random numbers; see reference/stochastic.py. "te":
             as Transformer Engine does. "comfy_kitchen_fp8": as comfy-kitchen does for FP8, in float16. "comfyui_nvfp4",
             "comfyui_nvfp4_cuda": as ComfyUI does for NVFP4 in the dtype of x, on a CPU and on a GPU. "mslk": as MSLK
-            does for MXFP4, where block scales are random too.
+            does for MXFP4, where block scales are random too. "ms_eden": only block scales are rounded stochastically,
+            by the fake rules of fouroversix's MS-EDEN.
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
             of the elements and encoded again. Values that become infinite in this dtype lose their codes, and so do
             blocks whose scale becomes 0 in it. Not available with stochastic rounding.
@@ -136,7 +137,7 @@ class Recipe:
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"
     flush: bool = False
     round_scaled: bool = False
-    stochastic: Literal["te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk"] = "te"
+    stochastic: Literal["te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk", "ms_eden"] = "te"
     repacked: bool = False
     four_over_six: Literal["mae", "mse", "max"] | None = None
     fast_error: bool = False
@@ -202,9 +203,11 @@ class Recipe:
     def length_multiple(self) -> int:
         """A number that divides every allowed length of the quantized axis.
 
-        For recipes with blocks it is the block size, otherwise the smallest number of codes that fill whole bytes.
+        For recipes with blocks it is the block size, or the unit of a fake_only recipe's fake_rule if that is larger.
+        For other recipes it is the smallest number of codes that fill whole bytes.
         """
-        return self.block_size if self.block else self.element.packing.codes
+        unit = rules.FAKE_RULES[self.fake_rule].unit if self.fake_only and self.fake_rule else 1
+        return max(self.block_size, unit) if self.block else self.element.packing.codes
 
     @property
     def format_name(self) -> str:

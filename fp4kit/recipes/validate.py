@@ -424,6 +424,9 @@ def _check_fake_rule(r: Any) -> None:
         _refuse(r, "scale_max", f"fake_rule {r.fake_rule!r} uses 448 in its formula; needs 448")
     if r.block_rows > 1 or r.four_over_six:
         _refuse(r, "fake_rule", "needs blocks of one row, with one scale each")
+    if rule.unit > 1 and (not r.fake_only or rule.unit % r.block_size):
+        needed = f"needs fake_only and a number of columns that divides {rule.unit}"
+        _refuse(r, "block", f"fake_rule {r.fake_rule!r} {needed}; block is {r.block}, fake_only {r.fake_only}")
     _need_plain(r, f"fake_rule {r.fake_rule!r}", ("flush",))
 
 
@@ -530,8 +533,12 @@ def _check_stochastic(r: Any) -> None:
     """Raise ValueError unless the elements, scales and blocks fit the field stochastic.
 
     "te" fits all recipes, "comfy_kitchen_fp8" float elements under rules of a producer, and "comfyui_nvfp4" elements
-    E2M1 under such rules. So does "comfyui_nvfp4_cuda". "mslk" also needs E8M0 scales of blocks of one row.
+    E2M1 under such rules. So does "comfyui_nvfp4_cuda". "mslk" also needs E8M0 scales of blocks of one row. "ms_eden"
+    belongs to the fake rules that round in this way, and they need it.
     """
+    rule = rules.FAKE_RULES.get(r.fake_rule)
+    if (r.stochastic == "ms_eden") != (rule is not None and rule.stochastic == "ms_eden"):
+        _refuse(r, "stochastic", "'ms_eden' and fake_rule 'ms_eden' or 'ms_eden_if4' need each other")
     if r.stochastic != "te" and (r.element.is_integer or r.is_custom):
         _refuse(r, "stochastic", f"needs float elements under rules of a producer, or 'te'; element is {r.element}")
     if r.stochastic in rules.COMFYUI_STOCHASTICS and r.element != E2M1:

@@ -26,6 +26,7 @@ from fp4kit.reference.arith import ONE, ZERO, divide_full, log2
 from fp4kit.reference.block_arith import encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
+from fp4kit.reference.ms_eden import ms_eden, ms_eden_if4  # noqa: F401  (FAKE_RULES)
 from fp4kit.reference.tensor_rules import TINY_AMAX, round_to
 from fp4kit.reference.trace import show
 from fp4kit.rounding import power_of_two

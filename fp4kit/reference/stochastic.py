@@ -129,14 +129,44 @@ class MslkStream(NamedTuple):
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
-def _triton_words(seed: int, index: np.ndarray) -> np.ndarray:
-    """Return the words of Triton's tl.randint(seed, index, n_rounds=7): uint32, in the shape of index (int64)."""
+def _triton_words(seed: int, index: np.ndarray, rounds: int = 7) -> np.ndarray:
+    """Return the words of Triton's tl.randint(seed, index, n_rounds=rounds): uint32, in the shape of index (int64)."""
     counter = np.zeros((*index.shape, 4), np.uint32)
     counter[..., 0] = index & 0xFFFFFFFF
-    return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32), rounds=7)[..., 0]
+    return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32), rounds=rounds)[..., 0]
 
 
-RandomNumbers = RandomStream | GivenNumbers | MslkStream
+class ScaleStream(NamedTuple):
+    """The random numbers that fouroversix's MS-EDEN draws from a seed for the block scales of a matrix.
+
+    Block i of the array, counted in row-major order, has the number that Triton's tl.rand(seed, i) gives.
+
+    first: the position of the matrix's element (0, 0) in the whole array.
+    K: the number of columns of the array. It is a multiple of block.
+    block: the number of elements per block.
+    """
+
+    seed: int
+    first: int
+    K: int
+    block: int
+
+    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+        """Return the numbers of the blocks in these rows and columns: float32 (m, k / block), at least 0, below 1.
+
+        The tile must consist of whole blocks.
+        """
+        starts = self.first + np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] * self.K
+        blocks = (starts + np.arange(columns.start, columns.stop, self.block)) // self.block
+        words = _triton_words(self.seed, blocks, ROUNDS).view(np.int32)
+        return np.where(words < 0, ~words, words).astype(np.float32) * np.float32(4.6566127342e-10)
+
+    def cut(self, rows: slice, columns: slice) -> ScaleStream:
+        """Return a ScaleStream for the rectangle with these rows and columns. K stays that of the whole array."""
+        return self._replace(first=self.first + rows.start * self.K + columns.start)
+
+
+RandomNumbers = RandomStream | GivenNumbers | MslkStream | ScaleStream
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:

@@ -98,6 +98,8 @@ CHOSEN = [
     (work("nvfp4-comfy-kitchen-stochastic", stochastic=True), "quantize_stochastic", 4096 * 8192 // 16 // 256),
     (work("mxfp4-mslk-stochastic", (3, 64), stochastic=True, values=True), "quantize_stochastic", 1),
     (work("mxfp4-mslk-stochastic"), "quantize", None),
+    # fake_ms_eden: a thread has 32 elements.
+    (work("nvfp4-fouroversix-ms-eden", stochastic=True, values=True), "fake_ms_eden", 4096 * 8192 // 32 // 256),
 ]
 
 

@@ -117,6 +117,7 @@ FINDING = {
     "quantize_columns": "nvfp4-te",
     "fake_quantize": "int8-modelopt",
     "quantize_stochastic": "nvfp4-comfy-kitchen-stochastic",
+    "fake_ms_eden": "if4-fouroversix-ms-eden",
 }
 
 
@@ -124,8 +125,8 @@ FINDING = {
 @pytest.mark.parametrize("arch", ["sm_90", *exhaustive((OLDEST, "sm_100a"))])
 def test_kernels_that_find_the_amax_compile(kernel, arch):
     r = RECIPES[FINDING[kernel]]
-    stochastic = kernel == "quantize_stochastic"
-    struct = recipe_struct(r, fake=kernel == "fake_quantize", stochastic=stochastic, finds_amax=True)
+    stochastic = kernel in ("quantize_stochastic", "fake_ms_eden")
+    struct = recipe_struct(r, fake=kernel.startswith("fake"), stochastic=stochastic, finds_amax=True)
     source = instantiation(kernel, struct, Input=TYPES[BF16], kAligned=True)
     assert "#define FP4KIT_FINDERS 8" in source
     loader.compile_source(source, arch)

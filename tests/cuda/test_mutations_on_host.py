@@ -24,6 +24,7 @@ from kernel_calls import (
     call_of,
     dequantize,
     dequantize_without_amax,
+    fake_quantize,
     master_weights,
     partial,
     quantize,
@@ -135,6 +136,7 @@ UNKNOWN = call_of(dequantize_without_amax, "nvfp4-te")
 GROUP = call_of(quantize_large_group, "nvfp4-te-2d")
 SCALED = call_of(quantize_with_scales, "nvfp4-flashinfer")
 NOISY = call_of(quantize, "nvfp4-comfy-kitchen-stochastic", rounding="stochastic", seed=7, tensor_amax=3.0)
+EDEN = call_of(fake_quantize, "if4-fouroversix-ms-eden", F32, rounding="stochastic", seed=7)
 NOISY_SCALES = call_of(quantize, "mxfp4-mslk-stochastic", F32, rounding="stochastic", seed=7)
 FORMATS = call_of(quantize, "if4-fouroversix", F32, tensor_amax=100.0)
 INTEGERS = call_of(dequantize, "if4-fouroversix", F32, tensor_amax=100.0)
@@ -289,6 +291,16 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     "a code that leaves its neighbor alone": ("quantize_stochastic.cu", "(low | high >> 4)", "low", NOISY, DIFFERS),
     "a threshold of another arithmetic": ("noise.cuh", "0x1.bd5c2ap0f", "0x1.c2p0f", NOISY, DIFFERS),
     "one round less": ("noise.cuh", "round < 7", "round < 6", NOISY_SCALES, DIFFERS),
+    # MS-EDEN.
+    "integers on a tie": (
+        "fake_ms_eden.cu",
+        "integer_error < float_error",
+        "integer_error <= float_error",
+        EDEN,
+        DIFFERS,
+    ),
+    "negative random words": ("fake_ms_eden.cu", "word >> 31 ? ~word : word", "word", EDEN, DIFFERS),
+    "a correction of one block": ("fake_ms_eden.cu", "products = b || i ?", "products = i ?", EDEN, DIFFERS),
     # The Hadamard transform.
     "one bit too many for float32": (
         "hadamard.cuh",

@@ -15,7 +15,7 @@ from fp4kit.formats import E2M1, FLOATS
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import encode, nearest_unbounded
 
-NAMES = [id for id, r in RECIPES.items() if r.producer == "fouroversix" and r.tensor_rule]
+NAMES = [id for id, r in RECIPES.items() if r.producer == "fouroversix" and r.tensor_rule and not r.fake_only]
 WRAPPED = [id for id in NAMES if RECIPES[id].rounding == "rnw"]
 # {recipe: (code, block scales)} for two blocks. The first block has the amax 1. The second has the element 1.4 * 2^-9 /
 # 448 and zeros, and `code` is the code of this element.

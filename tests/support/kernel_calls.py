@@ -191,7 +191,8 @@ def group(place: Place, call: KernelCall) -> list[Any]:
 
     The last element of each of the three is its largest.
     """
-    others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, 144)))]
+    width = 144 + -144 % call.recipe.length_multiple
+    others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, width)))]
     for x in others:
         x[-1, -1] = 100
     return [call.x(place), *map(place, others)]
@@ -330,6 +331,8 @@ KINDS = [
     call_of(quantize, "nvfp4-comfy-kitchen-stochastic-cuda", rounding="stochastic", seed=NUMBERS),
     call_of(quantize, "mxfp4-mslk-stochastic", F16, rounding="stochastic", seed=7, scale_layout="swizzled_128x4"),
     call_of(fake_quantize, "nvfp4-comfy-kitchen-stochastic", F32, rounding="stochastic", seed=7),
+    call_of(fake_quantize, "nvfp4-fouroversix-ms-eden", rounding="stochastic", seed=7),
+    call_of(fake_quantize, "if4-fouroversix-ms-eden", F32, rounding="stochastic", seed=7),
     call_of(quantize, "nvfp4-te-reference", hadamard=True),
     call_of(quantize, "nvfp4-te", F32, misaligned=True),
     call_of(dequantize, "nvfp4-te"),
@@ -356,6 +359,7 @@ KINDS = [
     call_of(cast_by_two, "nvfp4-te-2d", F32),
     call_of(fake_quantize, "nvfp4-modelopt-fake-cuda", misaligned=True),
     call_of(fake_quantize, "mxfp8-modelopt-fake", F16),
+    call_of(fake_quantize_grouped, "nvfp4-fouroversix-ms-eden", rounding="stochastic", seed=7),
     call_of(fake_quantize, "mxfp4-microxcaling-even", F32),
     call_of(fake_quantize, "int8-modelopt-channel"),
     call_of(fake_quantize_backward, "nvfp4-te", F16),

@@ -23,7 +23,7 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.formats import Codebook
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import NOISE_STOCHASTICS
+from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -45,6 +45,7 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
+EDEN_RUN = 8  # elements that a thread of fake_ms_eden loads at a time
 NOISE_RUN = 16  # elements that a thread of quantize_stochastic loads at a time
 # quantize_columns processes tiles in bands of at most 2^BAND_SHIFT rows of tiles. With bands, writing codes along rows
 # and columns takes 4% less time than without; bands of 2^4 rows are equally fast (H200, 2026-11-21).
@@ -186,14 +187,34 @@ def adds_noise(request: LaunchRequest) -> bool:
     return request.stochastic and request.recipe.stochastic in NOISE_STOCHASTICS
 
 
+def _unit(request: LaunchRequest) -> int:
+    """Return the number of elements whose scales the recipe's fake_rule corrects together; 1 if it corrects none."""
+    return FAKE_RULES[request.recipe.fake_rule].unit if request.recipe.fake_rule else 1
+
+
+def _takes_ms_eden(request: LaunchRequest) -> bool:
+    """Return True if the kernel fake_ms_eden supports a request: values by a fake rule of MS-EDEN.
+
+    Blocks must have a multiple of EDEN_RUN (8) columns, and the recipe another amax_nan than "lanes".
+    """
+    fits = request.recipe.block_size % EDEN_RUN == 0 and request.recipe.amax_nan != "lanes"
+    return uses_fake_rule(request) and _unit(request) > 1 and fits
+
+
 def _takes_fake(request: LaunchRequest) -> bool:
     """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule.
 
     It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS. It does not support
-    amax_nan="lanes".
+    amax_nan="lanes", and no rules that correct the scales of several blocks together.
     """
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
-    return uses_fake_rule(request) and rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
+    return (
+        uses_fake_rule(request)
+        and _unit(request) == 1
+        and rows == 1
+        and columns in FAKE_BLOCKS
+        and request.recipe.amax_nan != "lanes"
+    )
 
 
 def _takes_noise(request: LaunchRequest) -> bool:
@@ -464,12 +485,20 @@ def _noise_grid(request: LaunchRequest, device: int) -> int:
     return grid(-(-rows * (columns // request.recipe.block_size) // THREADS), device, UNLIMITED)
 
 
+def _ms_eden_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of fake_ms_eden: one thread per unit of elements."""
+    rows, columns = request.shape
+    return grid(-(-rows * (columns // _unit(request)) // THREADS), device, UNLIMITED)
+
+
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
     # For stochastic rounding by noise (ComfyUI, MSLK), which no other kernel computes.
     KernelChoice("quantize_stochastic", _takes_noise, _noise_grid),
-    # For fake-quantized values by a fake_rule (the producer's own fake quantizer), which needs no codes.
+    # For the fake rules of fouroversix's MS-EDEN, which correct the scales of several blocks together.
+    KernelChoice("fake_ms_eden", _takes_ms_eden, _ms_eden_grid),
+    # For fake-quantized values by another fake_rule (the producer's own fake quantizer), which needs no codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
     # For codes under scales that the caller passes. No amax is needed; each thread computes the factor of its elements.
     KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
@@ -535,6 +564,11 @@ def why_declined(request: LaunchRequest) -> str:
         return (
             f"stochastic rounding of {r.id} {what} has no CUDA kernel; needs scales computed from x, and blocks of one"
             f" row and a multiple of {NOISE_RUN} columns; compute on the CPU with cupy.asnumpy(x)"
+        )
+    if _unit(request) > 1:
+        return (
+            f"blocks of {rows}x{columns} by {r.id} have no CUDA kernel; needs a multiple of {EDEN_RUN} columns, and"
+            " amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
         )
     if uses_fake_rule(request):
         if r.amax_nan == "lanes":

@@ -19,7 +19,7 @@ from fp4kit.evidence.fuzz.products import DrawnProduct, draw_product
 from fp4kit.evidence.fuzz.recipes import Variant, draw_variant
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import NOISE_STOCHASTICS
+from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
 
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 # Operations that return no codes. Only these are drawn for recipes without codes.
@@ -189,8 +189,9 @@ class Draw(Picks):
             r.fake_rule is not None and operation in ("fake_quantize", "fake_quantize_grouped"),
         )
         has_layout = scaled and operation not in (*VALUES_ONLY, "partial", "swizzle_bytes")
-        stochastic = floats and operation in _ROUNDED and not fake and self.chance(0.25)
-        seeded = operation in _SEEDED or r.stochastic in NOISE_STOCHASTICS
+        rule = FAKE_RULES[r.fake_rule].stochastic if fake and r.fake_rule else "any"
+        stochastic = floats and operation in _ROUNDED and rule != "" and self.chance(0.25)
+        seeded = operation in _SEEDED or r.stochastic in (*NOISE_STOCHASTICS, *SCALE_STOCHASTICS)
         roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if seeded else ("seed", "bytes"))]
         if r.stochastic == "comfyui_nvfp4_cuda":  # it accepts no seed
             roundings = []

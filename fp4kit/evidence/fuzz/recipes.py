@@ -101,7 +101,7 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
         return {}
     one_row = r.fake_rule or r.search or r.tensor_scaling == "row" or r.stochastic == "mslk"
     square = _pick(rng, ((16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64)))
-    columns = (16, 32, 64, 128, 8, 2)[: 5 if r.search else 6]
+    columns = (16, 32, 8, 2) if r.stochastic == "ms_eden" else (16, 32, 64, 128, 8, 2)[: 5 if r.search else 6]
     return {"block": (1, _pick(rng, columns)) if one_row or rng.random() < 0.5 else square}
 
 
@@ -260,11 +260,12 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random kind of stochastic rounding as {field: value}, or {} for integer elements."""
-    if r.element.is_integer:
+    """Return a random kind of stochastic rounding as {field: value}, or {} for integer elements and for MS-EDEN."""
+    if r.element.is_integer or r.stochastic == "ms_eden":
         return {}
-    is_mslk = r.element == E2M1 and r.scale == E8M0 and r.block is not None and r.block[0] == 1
-    allowed = {"comfyui_nvfp4": r.element == E2M1, "comfyui_nvfp4_cuda": r.element == E2M1, "mslk": is_mslk}
+    is_e2m1 = r.element == E2M1
+    is_mslk = is_e2m1 and r.scale == E8M0 and r.block is not None and r.block[0] == 1
+    allowed = {"comfyui_nvfp4": is_e2m1, "comfyui_nvfp4_cuda": is_e2m1, "mslk": is_mslk, "ms_eden": False}
     return {"stochastic": _pick(rng, [name for name in rules.STOCHASTICS if allowed.get(name, True)])}
 
 

@@ -81,6 +81,11 @@ def _fouroversix(row: Callable[..., Any]) -> GoldenRows:
     yield row("nvint4-fouroversix", "fouroversix_new", "nvint4", decoded=True)
     for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
         yield row(f"if4-fouroversix{name}", "fouroversix_new", f"if4_{variant}", skip="signed_nan", decoded=True)
+    options = {"rounding": "stochastic", "seed": 7}
+    for fmt in ("nvfp4", "if4"):
+        for inputs in ("__f16", "__bf16"):
+            fields = {"inputs": inputs, "fake": True, "options": options}
+            yield row(f"{fmt}-fouroversix-ms-eden", "triton_h100", f"fouroversix_ms_eden_{fmt}_seed7", **fields)
     for top in ("6", "4"):
         yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
     for name, variant, block in (

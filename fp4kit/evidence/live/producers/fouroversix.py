@@ -101,5 +101,6 @@ ADAPTER = Adapter(
             ("if4-fouroversix", "if4-fouroversix-mae", "if4-fouroversix-absmax"),
             "fouroversix 1.1.0 has no IF4 any more; recorded outputs are compared by --check",
         ),
+        **dict.fromkeys(("nvfp4-fouroversix-ms-eden", "if4-fouroversix-ms-eden"), _TRITON),
     },
 )
