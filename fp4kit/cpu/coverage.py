@@ -154,9 +154,10 @@ def not_searched(r: Recipe) -> str | None:
 
 
 def not_encoded_under_scales(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot encode by a recipe under scales that the caller passes, or None.
+    """Return the reason why the engine cannot encode by a recipe under scales that the caller passes.
 
-    Only IF4 recipes have such a reason. The engine can encode them with scales that it computes itself.
+    Only IF4 recipes give a reason. The engine can encode them under scales that it computes itself. Return None for all
+    other recipes, even if the engine does not support their blocks (not_encoded).
     """
     return "in IF4, a given scale may select INT4 elements" if isinstance(r.element, IntegerOrFloat) else None
 

@@ -293,8 +293,8 @@ def _encode_rows(
 ) -> None:
     """Encode some rows of a matrix under given scales, and write their codes into packed. encode_matrix calls this.
 
-    If the recipe encodes no zero blocks (four_over_six.leaves_zero_blocks), blocks whose amax is 0 or subnormal get the
-    code 0.
+    If the recipe leaves out zero blocks (four_over_six.leaves_zero_blocks), all elements of a block whose amax is 0 or
+    subnormal get the code 0.
 
     All arrays hold only the data of these rows. kernels: the Kernels of r, but with block_rule -1 and block_rows 1.
     """

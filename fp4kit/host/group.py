@@ -28,10 +28,15 @@ class HostGroup:
 
     Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
 
-    op: the public function that error messages name. calls: the parsed calls. r: their recipe. run: the function by
-    which calls run on the first host engine that supports them.
-    vector: an attribute, the amaxes of all arrays in one array, which the group computes; None if the caller passed the
-    amaxes, or if the recipe has no tensor scale.
+    Args:
+        op: the public function that error messages name.
+        calls: the parsed calls.
+        r: the recipe of the calls.
+        run: the function by which calls run on the first host engine that supports them.
+
+    Attributes:
+        vector: the amaxes of all arrays in one array, which the group computes; None if the caller passed the amaxes,
+            or if the recipe has no tensor scale.
     """
 
     def __init__(self, op: str, calls: Sequence[Call], r: Recipe, run: Run) -> None:

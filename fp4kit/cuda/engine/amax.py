@@ -35,8 +35,8 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
     - If the recipe has no tensor scale, return None.
     - Otherwise compute the amax of x, after the Hadamard transform if the call has one.
 
-    Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per
-    expert, (...) for one per row, (..., K / block) for one per block.
+    Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per expert, (...) for one per row,
+    (..., K / block) for one per block.
 
     x: the array of the call, contiguous. columnwise: True if the Hadamard transform runs along the columns of the
     matrices in x; False if it runs along their rows.
@@ -111,7 +111,7 @@ def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
     They are (array, elements that count, True). Each row of the array, a view of x, is one block.
 
-    Here, a block is one row high and as wide as the recipe's blocks. The width must divide the rows of x.
+    Here, a block is one row high and as wide as the recipe's blocks. The last axis of x must consist of whole blocks.
     """
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 

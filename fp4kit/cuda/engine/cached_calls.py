@@ -221,7 +221,9 @@ class CudaQuantizeCall:
         return cls(library, amax, launch, _argument_picker(arguments, names), row, column, library.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        """Quantize x. Return `out`, or new results if out is None: a Quantized, or two for quantize_both.
+        """Quantize x. Return `out`, or if that is None, a new Quantized or the pair (rowwise, columnwise).
+
+        The pair is the result of quantize_both.
 
         Args:
             given: the caller's tensor_amax; None if the cached call computes it or the recipe has no tensor scale.
@@ -506,6 +508,6 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:
-    """Return True if kernels can read the arrays in place: if all are nonempty, contiguous, on the current device."""
+    """Return True if kernels can read arrays in place: if each is nonempty, contiguous and on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

@@ -60,7 +60,7 @@ def amax_launches(
 ) -> list[GroupedLaunch]:
     """Return the launches that compute the amaxes of arrays: one per dtype.
 
-    Arrays without elements are left out, so that their entries of `outs` do not change.
+    Arrays without elements are left out, and their entries of `outs` do not change.
 
     Args:
         operands: one pair per array: the arguments of launch.matrix.amax, and the shape of the result. The arguments
@@ -182,7 +182,7 @@ class CudaGroup:
         stack: the stacked array whose items are the arrays of the calls; None if they are separate arrays.
 
     Attributes:
-        amaxes: the tensor amax of each array; None for a recipe without a tensor scale.
+        amaxes: the tensor amax of each array; every entry is None for a recipe without a tensor scale.
         vector: all tensor amaxes in one array that the group owns; None if the caller passed amaxes on the GPU, or if
             the recipe has no tensor scale.
     """
@@ -213,7 +213,7 @@ class CudaGroup:
 
         - If the caller passed amaxes, they are checked. The values of amaxes on a GPU are not read. If all amaxes are
           on the host, `vector` becomes their copy on the GPU.
-        - If the caller passed none, the arrays are parts of `vector`. They hold zeros until a kernel computes them.
+        - If the caller passed none, the amaxes are parts of `vector`, zeros until a kernel computes them.
         - If the recipe has no tensor scale and the caller passed no amaxes, every entry is None.
         """
         r, cupy = self.recipe, imports.cupy()

@@ -14,9 +14,11 @@ from fp4kit.cuda.launch import rotate as launcher
 
 @lru_cache(64)
 def _signs(signs: bytes, device: int) -> Any:
-    """Return signs as a uint8 array on the current device. signs: the bytes of this array. device: the device's number.
+    """Return signs as a uint8 array on the current device.
 
     The copy is complete when this function returns, because later calls may use the array on other streams.
+
+    signs: the bytes of the array. device: the number of the current device, for the cache.
     """
     cupy = imports.cupy()
     array = cupy.asarray(np.frombuffer(signs, np.uint8))

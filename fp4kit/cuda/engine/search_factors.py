@@ -40,7 +40,7 @@ def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: in
 def factor_launches(
     matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Yield one function per matrix, which launches its search when it is called. It keeps the arrays alive.
+    """Yield one function per matrix. The function launches the search of the matrix, and keeps the arrays alive.
 
     Raise ValueError if a matrix has more than 2^33 elements.
 

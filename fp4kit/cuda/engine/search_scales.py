@@ -230,7 +230,7 @@ def _check_transform(r: Recipe, terms: SearchTerms, mask: int | None) -> None:
 
 @cache
 def without_search(r: Recipe) -> Recipe:
-    """Return a copy of a recipe without its search, which quantizes with the block amaxes that the search has found."""
+    """Return a copy of a recipe without its search. It quantizes with the block amaxes that a search has found."""
     return replace(r, search="")
 
 

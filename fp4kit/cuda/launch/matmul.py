@@ -96,10 +96,9 @@ def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
     """Return the fast kernel for FP4 or FP8 operands that can compute a call, or None if matmul.cu has to compute it.
 
-    The fast kernels are in matmul_fp4.cu and matmul_fp8.cu. The result is (function that compiles the kernel, its
-    arguments...), which is the form that _launch takes.
-
-    They need rows of codes that begin at multiples of 16 bytes, K above 0, and certain sizes of the unit's steps.
+    The fast kernels are in matmul_fp4.cu and matmul_fp8.cu. They need rows of codes that begin at multiples of 16
+    bytes, K above 0, and certain sizes of the matrix unit's steps. The result is (function that compiles the kernel,
+    its arguments...), which is the form that _launch takes.
 
     arrays: the codes of both operands, contiguous.
     """

@@ -92,7 +92,8 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
         kernel: the name of the kernel, a key of ARGUMENTS.
         dtype: the dtype of the shard.
         table: the arguments of the kernel, from `arguments`.
-        work: the number of blocks or runs, as the kernel needs. A thread processes one of them at a time.
+        work: the number of blocks (partial_amax, partial_scales) or runs (partial_cast, partial_place). A thread
+            processes one of them at a time.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
@@ -114,7 +115,7 @@ def prepare(
         kernel: the name of the kernel, a key of ARGUMENTS.
         dtype: the dtype of the shards.
         table: the arguments of the kernel, from `arguments`.
-        work: the number of blocks or runs of each matrix, as the kernel needs.
+        work: the number of blocks (partial_amax, partial_scales) or runs (partial_cast, partial_place) of each matrix.
         held: the arrays that the table points to, which the launch keeps alive.
         layout: the layout in which partial_scales stores scales. Their padding is not written.
     """
