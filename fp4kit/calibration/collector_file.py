@@ -125,7 +125,7 @@ def _foreign(label: str) -> ValueError:
 
 
 def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
-    """Return a description of the first fault in the contents of a file, or "" if they are valid.
+    """Return a description of the first fault in the contents of a file, or "" if there is none.
 
     arrays: the file's tensors.
     facts: the JSON object in its metadata, as ``encode`` writes it.

@@ -99,8 +99,8 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
 
     An id, or an alias with a hyphen, stands for one recipe. Raise ValueError for an unknown name.
 
-    families: True if the name of a format or a producer, such as "nvfp4", stands for all its recipes. If False, such a
-        name stands for the one recipe of which it is an alias.
+    families: True if the name of a format or a producer, such as "nvfp4" or "modelopt", stands for all its recipes. If
+        False, the name of a format stands for the one recipe of which it is an alias, and a producer is unknown.
     """
     found: dict[str, None] = {}
     for name in names:

@@ -94,7 +94,8 @@ class Parity:
     """The result of fp4kit.parity. It prints as a table of layers and an explanation per kind of difference.
 
     Attributes:
-        layers: one LayerParity per compared layer, followed by one per compared input and one per compared KV cache.
+        layers: one LayerParity per compared layer, followed by one per compared input, one per compared array of a KV
+            cache, and those of compared layouts of KV pages.
         contracts: how the contracts differ; None if a side has none.
         missing: the layers that only one side has, with the name of the side that lacks them.
         notes: what was not compared, and why.

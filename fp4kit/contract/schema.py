@@ -29,7 +29,7 @@ class ContractDiff:
 
     Attributes:
         differences: one text per setting that differs, which begins with the name of the setting.
-        uncertain: one text per setting that is unknown in one of the contracts.
+        uncertain: one text per setting that is unknown in one or both of the contracts.
 
     Examples:
         >>> import fp4kit
@@ -323,7 +323,7 @@ class Contract:
         return cls(**to_json.load(Path(path), SETTINGS))
 
     def save(self, path: str | Path) -> None:
-        """Write the contract to a JSON file.
+        """Write the contract to a JSON file, which appears only when it is complete.
 
         Args:
             path: the file. An existing file is replaced.

@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 def _unit_spec(unit: Any) -> str:
     """Return the string of units.to_spec for a Unit, because operators take strings and no Unit.
 
-    Under torch.compile, the string is a constant of the graph. Raises an error for anything that is not a Unit or the
-    id of one.
+    Under torch.compile, the string is a constant of the graph. Raises TypeError for anything but a Unit and an id, and
+    ValueError for an unknown id.
     """
     return to_spec(unit_of(OP, unit))
 

@@ -409,8 +409,8 @@ def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[Am
     """Return a new dict of the amaxes, in which modules that share an amax all have the largest amax among them.
 
     Two modules share an amax under three conditions: one of ``groups`` has the last parts of both names; their parent,
-    quantizer, expert number and buffer are equal; and their amaxes have one element. The shapes of amaxes are kept, and
-    an amax that is not shared is the same object as in ``named``.
+    quantizer, expert number and buffer are equal; and their amaxes have one element. All other amaxes keep their
+    values, and all amaxes keep their shapes.
 
     named: the amaxes, which are not changed.
     groups: tuples of the last parts of module names (see freeze).
