@@ -134,7 +134,8 @@ class Container:
     def for_columns(self, columns: int) -> Container:
         """Return this container with a block width that is not 0, for layers with rows of ``columns`` elements.
 
-        A width of 0 stands for a whole row: return a copy with the width ``columns``. Otherwise return self.
+        If the width is 0, which stands for a whole row, return a copy with the width ``columns``. Otherwise return
+        self.
         """
         return self if self.block[1] else replace(self, block=(self.block[0], columns))
 
@@ -325,8 +326,8 @@ class Container:
         """Return whether this container can store the codes and scales of a recipe.
 
         Element format, scale format, block size and tensor scaling must agree. A recipe that only fakes quantization
-        cannot be stored. FP8 containers with one scale per layer or per row need a recipe without blocks. Those with
-        float32 scales of 128x128 blocks need blocks of this size.
+        cannot be stored. FP8 containers with one scale per layer or per row need a recipe without blocks, and those
+        with 128x128 blocks need a recipe with blocks of this size.
         """
         scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
         size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")

@@ -364,7 +364,7 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
 
 
 def is_scale_of_layer(item: Item) -> bool:
-    """Return whether an item is the input scale or output scale of a layer, in a tensor of the group "carried".
+    """Return whether an item is a tensor with the input scale or output scale of a layer, and its group is CARRIED.
 
     A conversion to unquantized output leaves these tensors out, because a decoded layer has no such scales.
     """
@@ -465,9 +465,9 @@ def _holds_two_rows_per_byte(codes: TensorEntry, scales: TensorEntry) -> bool:
 
 
 def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
-    """Return whether U8 codes have 24 bytes per U8 scale along the last axis, and otherwise the shape of the scales.
+    """Return whether a layer looks like MXFP6: U8 codes with 24 times as many columns as the U8 scales.
 
-    A block of MXFP6 has 32 elements of 6 bits, which are 24 bytes.
+    All other axes must be equal. A block of MXFP6 has 32 elements of 6 bits, which are 24 bytes.
     """
     rows_and_columns = (*scales.shape[:-1], scales.shape[-1] * 24) if scales.shape else ()
     return (codes.dtype, scales.dtype) == ("U8", "U8") and codes.shape == rows_and_columns
@@ -690,8 +690,11 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield the items (entries to account for) of ComfyUI's metadata, which describes the quantized layers of a file.
 
-    One item stands for the metadata as a whole. If it has an unknown key or version, a second item says so. Each
-    described layer gives another item if it is missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
+    - One item, always understood, stands for the metadata as a whole.
+    - An unknown key or version gives a refused item.
+    - A described layer that is missing or unquantized gives a refused item.
+    - A described layer without a tensor ``.comfy_quant`` gives an item, which is refused if the metadata contradicts
+      the layer's tensors.
 
     Args:
         text: the metadata, as JSON.

@@ -381,7 +381,10 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_class(target: str) -> bool:
-    """Return whether a target of a config group is the name of a class: capitalized and without dots, as Linear."""
+    """Return whether a target of a config group is the name of a class, such as Linear.
+
+    Such a name begins with a capital letter and has no dot.
+    """
     return target[:1].isupper() and "." not in target
 
 
@@ -706,7 +709,9 @@ _DECLARES = re.compile(
 
 
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items of config.json: one for each entry that concerns quantization.
+    """Yield the items (things to account for) of config.json that concern quantization.
+
+    The top level and nested configs such as text_config are searched.
 
     - For quantization_config and other known entries, each key in the entry is an item.
     - An unknown entry whose name sounds like quantization, such as rotation_config, is a refused item.
@@ -740,7 +745,9 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield an item for each key of a ``quantization_config``. Its ``quant_method`` decides which keys are known.
 
     A config without ``quant_method`` counts as Model-Optimizer's if it has a ``quant_algo``, otherwise as a config of
-    compressed-tensors. An unknown ``quant_method`` gives a single refused item.
+    compressed-tensors. If ``value`` is not an object or its ``quant_method`` is unknown, a refused item is yielded, and
+    the keys give no items. For quark and auto-round, the config as a whole gives one more refused item if it
+    contradicts the tensors of a layer.
 
     Args:
         value: the content of ``quantization_config``.

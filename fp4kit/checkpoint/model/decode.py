@@ -69,6 +69,8 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
     """Return the float32 values of block scales, in the shape of ``scales``.
 
+    The E8M0 byte 255 gives NaN. In GGUF containers, it stands for 2^128 and gives infinity.
+
     Args:
         form: the container, which determines the format of the scales.
         scales: the block scales as stored: bytes (E4M3 or E8M0), or float32, which is returned unchanged.

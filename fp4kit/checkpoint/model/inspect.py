@@ -39,8 +39,8 @@ class Checkpoint:
     Attributes:
         path: the model directory or file.
         files: the headers of the files that hold the model's tensors.
-        config: the content of config.json; None if there is no such file.
-        hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
+        config: the content of config.json; None if there is no such file, or if ``path`` is a file.
+        hf_quant_config: the content of hf_quant_config.json; None if there is no such file, or if ``path`` is a file.
     """
 
     path: Path

@@ -59,7 +59,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
-    """Return the layers whose sizes do not fit the layers beside them; [] if all fit.
+    """Return a Misfit per axis of a layer whose length does not fit the layers beside it; [] if all fit.
 
     Layers that would fit if they were transposed are left out, because other checks name them. Stacks of experts are
     left out too.
@@ -83,7 +83,7 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
 
 
 def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
-    """Return whether a layer would fit the layers beside it if it were transposed, and does not fit as it is.
+    """Return whether both axes of a layer have wrong lengths, but would fit if the layer were transposed.
 
     Args:
         shape: the shape of the layer.

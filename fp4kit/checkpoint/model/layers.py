@@ -131,7 +131,8 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
         config: the content of the model's config.json.
 
     Raises:
-        CheckpointError: if the rows of gate and up alternate, because a range of rows cannot describe that.
+        CheckpointError: if the rows of a gate_up stack alternate and ``weight.order`` does not undo that, because a
+            range of rows cannot describe them.
     """
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]

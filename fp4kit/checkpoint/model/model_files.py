@@ -92,7 +92,7 @@ def contained(path: Path, root: Path) -> Path:
     In a Hugging Face cache, links from ``snapshots/<revision>`` to ``blobs`` are allowed too. The path need not exist.
 
     Raises:
-        CheckpointError: if a link leads out of the directory.
+        CheckpointError: if the result is outside the directory, or if symbolic links form a cycle.
     """
     real_root = resolved(root)
     roots = [real_root]
@@ -246,6 +246,8 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
     """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard.
 
+    A tensor that only the index or only a shard has is an error, too.
+
     Args:
         weight_map: tensor name -> shard name, from the index.
         files: the headers of the shards.
@@ -294,9 +296,9 @@ def _hint_on_other_models(root: Path) -> str:
 def _hint_on_directory(root: Path) -> str:
     """Return advice to append to an error message about a directory without a model; "" for no advice.
 
-    There is advice in three cases, and it begins with "; ":
+    There is advice, which begins with "; ", in these cases:
 
-    - ``root`` is a model's directory in the cache of the Hugging Face Hub (models--ORG--NAME). Pass a snapshot in it.
+    - ``root`` is a model's directory in the cache of the Hugging Face Hub (models--ORG--NAME).
     - ``root`` is the directory of a Diffusers pipeline.
     - ``root`` has subdirectories with a config.json and safetensors files.
     """

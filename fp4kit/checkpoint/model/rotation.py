@@ -27,7 +27,7 @@ class WeightRotation:
 
     @classmethod
     def drawn(cls, size: int, seed: int | None) -> WeightRotation:
-        """Return a transform with the signs that fp4kit.random_signs(size, seed) gives, or without signs if it is None.
+        """Return a transform with the signs that fp4kit.random_signs(size, seed) gives; without signs if seed is None.
 
         The result depends only on ``size`` and ``seed``. ``inverse`` is False.
         """
@@ -40,7 +40,7 @@ class WeightRotation:
 
     @property
     def inverted(self) -> WeightRotation:
-        """The transform that undoes this one."""
+        """The transform that undoes this one: a copy in which ``inverse`` is the opposite."""
         return replace(self, inverse=not self.inverse)
 
     @property

@@ -72,7 +72,7 @@ class _NotUndone(Exception):
 
 
 def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
-    """Return a model whose weights are rotated back when they are decoded. Nothing is read from weights here.
+    """Return a model whose weights are rotated back when they are decoded. No values, codes or scales are read here.
 
     If the model has no transforms, no weight of the result has a rotation.
 

@@ -73,7 +73,7 @@ class Assignment:
         return sum(unit.weights for unit in self.units)
 
     def bits_of(self, point: Point) -> float:
-        """Return the bits per weight of an assignment, such as ``chosen``: its bits, scales included, / ``weights``."""
+        """Return the bits per weight, scales included, of an assignment such as ``chosen`` or a point of ``curve``."""
         return point.bits / self.weights
 
     @property

@@ -139,8 +139,9 @@ def _in_order(
 ) -> tuple[Rows, ...]:
     """Return the quantized counterpart of a weight, reordered to the row order of the weight.
 
-    For a gate_up weight of alternating rows, the rows of gate and up alternate in the result. Any other weight without
-    an ``order`` keeps the order of ``rows``.
+    - For a gate_up weight of alternating rows, the rows of gate and up alternate in the result.
+    - For q and k, ``rows`` are returned as they are or reordered by ``order``, whichever decodes closer to the weight.
+    - For all other layers, ``rows`` are returned as they are.
 
     Args:
         weight: a weight of ``model``, the source.
@@ -148,6 +149,9 @@ def _in_order(
         model: the source of the conversion.
         order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
         readers: where to read rows from, to compare their values.
+
+    Raises:
+        CheckpointError: if rows of gate and up must alternate, but have separate tensor scales.
     """
     if has_alternating_rows(weight, model.config):
         return tuple(alternate_rows(rows))

@@ -98,7 +98,7 @@ class Imatrix:
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
         """Return the place of the column weights of one matrix, or None if the file has none for it.
 
-        Each name is looked up unchanged, and as the gguf package's name map translates it.
+        Each name is looked up first unchanged, then as the gguf package's name map translates it.
 
         Args:
             module: the name of the layer to write; the name of ``weight`` is tried after it.
@@ -280,7 +280,7 @@ def gguf_names(module: str) -> tuple[str, ...]:
 def read_imatrix(path: str | Path) -> Imatrix:
     """Read the structure of an imatrix file, legacy or GGUF, and return where its column weights are.
 
-    The values are not read and not checked here, but the whole file is read once for its SHA-256.
+    The values are not checked here. The whole file is read once, for its SHA-256.
 
     Raises:
         CheckpointError: if the file is missing, is not a complete imatrix file, or has no entries.

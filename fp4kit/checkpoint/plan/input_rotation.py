@@ -102,7 +102,7 @@ def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
 
 
 def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding (warning) for each engine that cannot run a checkpoint with rotated layers.
+    """Yield a finding (warning) for each engine that may give wrong outputs for, or not run, rotated layers.
 
     These are transformers and SGLang in any case, and vLLM if a rotated layer has a bias. Yield nothing if no layer is
     rotated.

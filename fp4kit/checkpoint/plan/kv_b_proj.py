@@ -69,7 +69,7 @@ class SplitLayer:
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces (units of work) that write kv_b_proj: two per head, from embed_q and from unembed_out.
 
-        kv_b_proj is written in the dtype of an unquantized stack of the two, or in BF16 if both are quantized.
+        kv_b_proj is written in the dtype of the first stack that is unquantized, or in BF16 if both are quantized.
         """
         dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
         output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)

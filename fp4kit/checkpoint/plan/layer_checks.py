@@ -147,6 +147,8 @@ def doubtful_layers(
 ) -> Iterator[str]:
     """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed.
 
+    Biases and scales that do not fit their layer, or have another dtype than in similar layers, are named too.
+
     Args:
         weights: the weights of a model.
         config: the content of the model's config.json.
@@ -166,9 +168,9 @@ def doubtful_layers(
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one warning that names all layers that seem to be stored as [K, N]. Yield nothing if there are none.
 
-    Only the axis of the hidden state is checked. It is the last axis of a layer that reads the hidden state, and the
-    first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the hidden
-    state.
+    Only matrices in decoder layers with usual names are checked, such as q_proj and down_proj. One axis must have the
+    length hidden_size of the config: the last axis of a layer that reads the hidden state, and the first axis of a
+    layer that writes it. A layer seems transposed if only its other axis has this length.
 
     Args:
         weights: the weights of a model.

@@ -71,7 +71,7 @@ class Mixture:
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
         """Raise CheckpointError for the first pattern that decides about no layer.
 
-        Such a pattern matches no layer to quantize, or an earlier pattern matches every layer that it matches.
+        Such a pattern matches no layer to quantize, or earlier patterns match every layer that it matches.
 
         Args:
             modules: the names of the layers to quantize.

@@ -48,7 +48,8 @@ class TensorPlan:
     place: where to read a tensor that is copied; None for a weight.
     group: output module -> name of its group, for the modules that share a tensor scale. None or {} if none does.
     renamed: the output name of a tensor that is copied; "" if it keeps its own name.
-    recipe: the recipe for new codes of a weight that is quantized; None for all other tensors.
+    recipe: the recipe of a weight that is converted to a container, also if it keeps its codes. None if the weight is
+        decoded or stays in its container, and for a tensor that is copied.
     """
 
     name: str

@@ -317,8 +317,7 @@ class PlanFacts:
         """Return a dict from output layer to the amax of its inputs, for input scales computed from activations.
 
         Return {} if the user gives no activations, or if the output is unquantized. Layers that keep their codes and
-        their own input scale are left out.
-        Experts that saw no token are left out if Activations.unseen is "none".
+        their own input scale are left out. So are experts that saw no token if Activations.unseen is "none".
 
         Raises CheckpointError if no layer needs the activations, or if a layer was not measured.
         """

@@ -69,8 +69,8 @@ class ColumnWeights:
         """Return where the file stores the column weights of a layer, or None if the file has none for that layer.
 
         Args:
-            layer: (module to write, weight that it is made from). The vector may have the name of either. If there are
-                vectors of both names, the module's is returned.
+            layer: (module to write, weight that it is made from). The vector may have the name of either, with or
+                without ".weight". If there are vectors of both names, the module's is returned.
         """
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)

@@ -55,8 +55,7 @@ def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
     """Return the reason why a layer of a diffusion model must stay unquantized, or None if it may be quantized.
 
     - For a class in BLOCKS: layers outside the numbered blocks, and modulation layers in them, must stay unquantized.
-    - Otherwise: layers with a component in _ORIGINAL, such as "final_layer", must stay unquantized. Names of language
-      models have no such component.
+    - Otherwise, also for "": layers with a component in _ORIGINAL, such as "final_layer", must stay unquantized.
 
     Args:
         name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.

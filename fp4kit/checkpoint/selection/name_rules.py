@@ -335,9 +335,10 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _diffusers(tensor: Candidate) -> str | None:
-    """Return the reason why a layer of a Diffusers model must stay unquantized, such as a time embedding.
+    """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors.
 
-    Return None for all other tensors of such a model, and for all other models.
+    Examples are modulation and output layers. They are recognized by name, also in models that are not in the form of
+    Diffusers (see diffusers_classes.unquantized_reason).
     """
     return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
@@ -348,7 +349,11 @@ def _tower_prefix(tensor: Candidate) -> str | None:
 
 
 def _tower(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a vision or audio tower stays unquantized; None for all other tensors."""
+    """Return the reason why a tensor of a tower stays unquantized; None for all other tensors.
+
+    A tower is an encoder or decoder for images, sound or video. The reason names it: "vision or audio tower
+    (model.visual)".
+    """
     prefix = _tower_prefix(tensor)
     return f"vision or audio tower ({prefix})" if prefix else None
 
@@ -359,7 +364,10 @@ def _mtp_prefix(tensor: Candidate) -> str | None:
 
 
 def _mtp(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a multi-token prediction module stays unquantized; None for other tensors."""
+    """Return the reason why a tensor of a multi-token prediction module stays unquantized; None for other tensors.
+
+    The reason names the module (see Candidate.mtp_prefix): "multi-token prediction (model.layers.61)".
+    """
     prefix = tensor.mtp_prefix
     return f"multi-token prediction ({prefix})" if prefix else None
 
@@ -425,7 +433,7 @@ def _sensitive(tensor: Candidate) -> str | None:
     """Return the reason why a layer that vLLM expects to be unquantized stays so; None for all other tensors.
 
     vLLM builds these layers unquantized: wk and weights_proj of an indexer (which vLLM fuses), all layers of a
-    compressor, and x_proj and dt_proj of a state-space model.
+    compressor, and x_proj and dt_proj of a state-space model. They are recognized by name alone.
     """
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:

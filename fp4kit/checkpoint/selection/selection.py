@@ -189,7 +189,8 @@ class Selector:
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
         """Return the decision to leave a tensor unquantized if --keep-first or --keep-last covers its layer.
 
-        Return None if neither option covers the layer, or if the tensor is in no decoder layer.
+        Return None if neither option covers the layer, or if the tensor is in no decoder layer. If both options cover
+        the layer, the reason names --keep-first.
         """
         place = tensor.decoder_layer
         if place is None:
@@ -209,8 +210,8 @@ class Selector:
     def _by_patterns(self, module: str) -> Decision | None:
         """Return the decision to leave a module unquantized because of --keep or --only.
 
-        Return None if no pattern of --keep matches the module, and --only either was not given or has a pattern that
-        matches the module.
+        A pattern of --keep that matches the module decides first. Return None if no pattern of --keep matches, and
+        --only either was not given or has a pattern that matches.
         """
         kept = self._keep.first(module)
         if kept is not None:
