@@ -521,8 +521,8 @@ class _Check:
         The inputs are those of the caller. If the caller gave none, one random array is quantized.
 
         Yield nothing unless both sides have a contract that knows the setting activations, and at least one of the two
-        states a recipe. If a side's input scales are static and it lacks the scale of an input, self.notes says so, and
-        that input is compared with its own amax.
+        states a recipe. If inputs are compared, and a side with static input scales lacks the scale of one of them,
+        self.notes says so, and that input is compared with its own amax.
         """
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
@@ -531,11 +531,12 @@ class _Check:
             if side.contract is not None and side.contract.input_scales == "static" and side.contract.activations
         ]
         lacking = [side.label for side in static if any(name not in side.input_scales for name in tensors)]
-        if lacking:
+        found = [*self._by_setting("activations", "input", tensors)]
+        if found and lacking:
             self.notes[f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"] = (
                 None
             )
-        yield from self._by_setting("activations", "input", tensors)
+        yield from found
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
         """Quantize keys and values by the recipe of each side's KV cache, and yield one comparison per array.

@@ -396,6 +396,8 @@ def test_stored_input_scales_are_noted():
     found = parity(BASE.stating(input_scales="static"), BASE.stating(input_scales="dynamic"), weights=W)
     assert found.notes == ("stored input scales of train; inputs are compared with their own amax",)
     assert found.contracts.differences == ("input_scales: static and dynamic",)
+    alone = parity(BASE.stating(input_scales="static"), W, weights=W)  # no inputs are compared
+    assert not any("input scales" in note for note in alone.notes)
 
 
 @pytest.mark.exhaustive
