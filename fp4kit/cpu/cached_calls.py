@@ -282,7 +282,8 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
 
     Raise Declined if the library does not support the recipe.
 
-    q: the Quantized with NumPy arrays. given: the Quantized as the caller passed it, with arrays of any library.
+    q: the Quantized with NumPy arrays. given: the Quantized as the caller passed it, with arrays of any library. dtype:
+    the dtype of the values. out: the array to write to, as a NumPy array; None for a new one.
     """
     r, tensors, size = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size, prod(q.shape)
     is_small = 0 < size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)

@@ -134,8 +134,9 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
     """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
 
-    scale, amax: the bytes of tensor_scale and tensor_amax. amax is None if the Quantized has no tensor_amax. Bytes are
-    passed because the arguments of a function with lru_cache must be hashable.
+    r, dtype: the recipe, and the dtype that was quantized. scale, amax: the bytes of tensor_scale and tensor_amax. amax
+    is None if the Quantized has no tensor_amax. Bytes are passed because the arguments of a function with lru_cache
+    must be hashable.
     """
     given = None if amax is None else np.frombuffer(amax, np.float32)
     found = stored_tensor_scale(np.frombuffer(scale, np.float32), given, r, dtype)

@@ -271,7 +271,8 @@ def encode_matrix(
     does not support the recipe (kernels_of), or supports it only with scales that it computes
     (not_encoded_under_scales).
 
-    tensor: the tensor scale. scales: the codes of the block scales; None for a recipe without block scales.
+    tensor: the tensor scale. scales: the codes of the block scales; None for a recipe without block scales. options:
+    random numbers and a Hadamard transform, if any.
     """
     if (reason := not_encoded_under_scales(recipe)) is not None:
         raise Declined(f"{recipe.id} has {reason}")
@@ -296,7 +297,8 @@ def _encode_rows(
     If the recipe leaves out zero blocks (four_over_six.leaves_zero_blocks), all elements of a block whose amax is 0 or
     subnormal get the code 0.
 
-    All arrays hold only the data of these rows. kernels: the Kernels of r, but with block_rule -1 and block_rows 1.
+    All arguments hold only the data of these rows. kernels: the Kernels of r, but with block_rule -1 and block_rows 1.
+    options: random numbers and a Hadamard transform, if any.
     """
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
@@ -361,7 +363,8 @@ def _encode(
     is exhausted.
 
     kernels: the result of kernels_of(r). given: the scales that are known beforehand. packed: the array to write codes
-    to. scales: the array to write block scales to; None if they are given or the recipe has none.
+    to. scales: the array to write block scales to; None if they are given or the recipe has none. options: random
+    numbers and a Hadamard transform, if any.
     """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]

@@ -48,8 +48,10 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
     """Return the amax of every block of a matrix, counting only the elements of one shard.
 
-    Blocks without an element in the shard get 0. The result is float32 (ceil(M / block rows), K / block columns). The
-    arguments are those of reference.partial.partial_amax.
+    Blocks without an element in the shard get 0. The result is float32 (ceil(M / block rows), K / block columns).
+
+    shape: the rows and columns (M, K) of the matrix. start: the index of the shard's first element in the flattened
+    matrix.
     """
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
@@ -74,8 +76,9 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out.
 
-    The arguments are those of reference.partial.partial_cast. amax: the amaxes of all blocks of the matrix.
-    tensor_amax: its tensor amax; None without a tensor scale.
+    amax: the amaxes of all blocks of the matrix. shape: the rows and columns (M, K) of the matrix. start: the index of
+    the shard's first element in the flattened matrix. tensor_amax: the tensor amax of the matrix; None without a tensor
+    scale.
     """
     cut = _cut(len(shard), start, shape, recipe.block_rows)
     if out.strides[1] != 1:  # the library writes rows of contiguous bytes only

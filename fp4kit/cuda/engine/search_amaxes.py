@@ -98,8 +98,8 @@ def _function(
 ) -> Any:
     """Return one of the two compiled kernels of this search as a CuPy function on a device.
 
-    kernel: the C++ name of the kernel. weighted: True if errors have weights. objective: the items of
-    objective_options(power).
+    kernel: the C++ name of the kernel. dtype: the dtype of x. weighted: True if errors have weights. objective: the
+    items of objective_options(power).
     """
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
     source = instantiation(

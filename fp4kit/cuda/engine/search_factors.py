@@ -64,8 +64,8 @@ def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
     """Return the compiled kernel of a recipe's search as a CuPy function on a device.
 
-    mask: the sign mask of a Hadamard transform to apply first; None for no transform. is_aligned: True if x begins at a
-    multiple of 16 bytes.
+    dtype: the dtype of x. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
+    is_aligned: True if x begins at a multiple of 16 bytes.
     """
     kernel, struct = OWN_KERNELS[r.search], recipe_struct(replace(r, repacked=False), sign_mask=mask)
     if r.search in FACTORS:

@@ -271,8 +271,9 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
     """Return a compiled kernel as a CuPy function on a device.
 
-    kernel: the name of its file. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    options: the bool constants of the instantiation, such as kAligned.
+    kernel: the name of the kernel's file, without the suffix. dtype: the dtype of the elements. mask: the sign mask of
+    a Hadamard transform to apply first; None for no transform. options: the bool constants of the instantiation, such
+    as kAligned.
     """
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)

@@ -25,7 +25,7 @@ _ROWS = 16  # rows per thread: many enough for several loads at a time and for f
 def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device.
 
-    aligned_runs: True if every row begins at a multiple of 16 bytes.
+    dtype: the dtype of the elements. aligned_runs: True if every row begins at a multiple of 16 bytes.
     """
     source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
     return loader.function(source, "amax_columns_kernel", device)

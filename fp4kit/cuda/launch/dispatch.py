@@ -193,9 +193,10 @@ def _unit(request: LaunchRequest) -> int:
 
 
 def _takes_ms_eden(request: LaunchRequest) -> bool:
-    """Return True if the kernel fake_ms_eden supports a request: values by a fake rule of MS-EDEN.
+    """Return True if the kernel fake_ms_eden supports a request: fake-quantized values by a fake_rule of MS-EDEN.
 
-    Blocks must have a multiple of EDEN_RUN (8) columns, and the recipe another amax_nan than "lanes".
+    Such rules correct the scales of several blocks together. Blocks must have a multiple of EDEN_RUN (8) columns, and
+    amax_nan must not be "lanes".
     """
     fits = request.recipe.block_size % EDEN_RUN == 0 and request.recipe.amax_nan != "lanes"
     return uses_fake_rule(request) and _unit(request) > 1 and fits
@@ -204,8 +205,9 @@ def _takes_ms_eden(request: LaunchRequest) -> bool:
 def _takes_fake(request: LaunchRequest) -> bool:
     """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule.
 
-    It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS. It does not support
-    amax_nan="lanes", and no rules that correct the scales of several blocks together.
+    It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS: a power of two from 16 to
+    512. It supports neither amax_nan="lanes" nor rules that correct the scales of several blocks together, which
+    fake_ms_eden computes.
     """
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return (
@@ -486,7 +488,7 @@ def _noise_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _ms_eden_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of fake_ms_eden: one thread per unit of elements."""
+    """Return the number of thread blocks of fake_ms_eden: one thread per unit of elements (_unit)."""
     rows, columns = request.shape
     return grid(-(-rows * (columns // _unit(request)) // THREADS), device, UNLIMITED)
 

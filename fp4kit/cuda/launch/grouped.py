@@ -142,6 +142,7 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: 
     Args:
         kernel: the name of the kernel for one matrix, such as "quantize".
         struct: the result of kernel_structs.
+        dtype: the dtype of the elements.
         aligned_runs: True if the runs (the elements that one thread loads at once) of all tensors begin at multiples of
             16 bytes.
         small: the result of is_small.
@@ -192,6 +193,7 @@ def _amax_function(
 
     Args:
         kernel: the C++ name of the kernel.
+        dtype: the dtype of the elements.
         counted: the elements that count: "all", "no_nan" or "finite".
         aligned_runs: True if the rows of all members begin at multiples of 16 bytes.
         small: the result of is_small.

@@ -59,7 +59,7 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
     """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device.
 
     rows, columns: the element formats of the operands. wide_step: True if a step sums 32 products, False for 16.
-    grouped: True for a kernel that computes a group of products.
+    grouped: True for a kernel that computes a group of products. dtype: the dtype of the result.
     """
     names: dict[str, Any] = {
         "kRowsAreE5M2": rows == "E5M2",

@@ -37,7 +37,7 @@ def _function(kernel: str, aligned_runs: bool, device: int) -> Any:
 def _launch(kernel: str, aligned_runs: bool, packed_bytes: int, device: int) -> Launch:
     """Return the prepared launch of one of the two kernels for `packed_bytes` bytes of packed codes.
 
-    aligned_runs: True if both arrays begin at multiples of 16 bytes.
+    kernel: its C++ name. aligned_runs: True if both arrays begin at multiples of 16 bytes.
     """
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
     return Launch(_function(kernel, aligned_runs, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
