@@ -1,8 +1,10 @@
-// amax: find the largest magnitude of a whole array, or of each row. To get one amax per block, callers pass rows of
-// kBlock elements.
+// amax: find the largest magnitude (the amax) of a whole array, or of each row. To get one amax per block, callers pass
+// rows of kBlock elements. Magnitudes are compared as float32 bits. kInput says which elements count: all of them, with
+// NaN above infinity (AmaxInput::all), all except NaN (no_nan), or only finite ones (finite). `a` holds the kernel's
+// arguments. In is the type of the elements, and kAligned is true if they begin at a multiple of 16 bytes.
 //
 // The struct Transform says whether each run of 16 goes through the Hadamard transform before its magnitudes are
-// compared. If so, the array consists of whole runs. Magnitudes are compared as bits (amax.cuh).
+// compared. If so, the array consists of whole runs.
 #include "amax.cuh"
 
 constexpr int kRun = kAmaxRun;
@@ -16,8 +18,10 @@ struct AmaxArguments {
   i64 rows, columns;
 };
 
-// Find the largest magnitude in the part of the array that `grid` assigns to this thread block. If it exceeds *a.amax,
-// store it there, by an atomic maximum.
+// Find the largest magnitude among the elements that count, in the part of the array a.x that `grid` assigns to this
+// thread block. Raise *a.amax to it by an atomic maximum: store the larger of the two, as float32 bits. If no element
+// counts, *a.amax does not change. If Transform::kHadamard, the magnitudes are those of transformed elements. All
+// threads of the thread block must call this function.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -34,7 +38,7 @@ constexpr int kRowRun = Transform::kHadamard ? kRun
                                              : 1;
 
 // Return the float32 bits of the largest magnitude among the kRowRun elements at x that count according to kInput, or 0
-// if none counts.
+// if none counts. If Transform::kHadamard, the magnitudes are those of transformed elements.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   constexpr int kCount = kRowRun<In, kAligned>;
@@ -45,9 +49,10 @@ FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   }
 }
 
-// Store the amax of each row in a.amax, for rows of at most kShortRow elements. Neighboring threads of a warp share a
-// row: as many as the row has runs, rounded up to a power of two, but at most 32. A warp takes kRowsAtOnce groups of
-// such rows at a time, so that loads of several rows overlap.
+// Store in a.amax, as float32 bits, the amax of each row that `grid` assigns to this thread block. The amax is 0 if no
+// element of the row counts. Rows must have at most kShortRow elements. Neighboring threads of a warp share a row: as
+// many as the row has runs, rounded up to a power of two, but at most 32. A warp takes kRowsAtOnce groups of such rows
+// at a time, so that loads of several rows overlap.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -79,8 +84,9 @@ FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Store the amax of each row in a.amax. A thread block takes one row at a time, except that amax_short_rows handles
-// rows of at most kShortRow elements.
+// Store in a.amax, as float32 bits, the amax of each row that `grid` assigns to this thread block. The amax is 0 if no
+// element of the row counts. A thread block takes one row at a time, or many rows by amax_short_rows if rows have at
+// most kShortRow elements. All threads of the thread block must call this function.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   if (a.columns <= kShortRow) {
@@ -95,14 +101,18 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Find the amax of the whole array a.x, and raise *a.amax to it (store the larger of the two). It is launched before a
-// kernel that needs a tensor amax, and for fp4kit.amax. Each thread takes runs of elements. Launch with any grid.
+// Find the amax of the whole array a.x, and raise *a.amax to it: store the larger of the two, as float32 bits. The
+// caller sets *a.amax to 0 before. The constant kCounted says which elements count; if none does, *a.amax stays
+// unchanged. It is launched before a kernel that needs a tensor amax, and for fp4kit.amax. Each thread takes runs of
+// elements. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }
 
-// Compute the amax of each row of a.x, and store it in a.amax. It is launched for recipes with one tensor scale per
-// row, and for block amaxes. A thread block takes one long row or many short rows at a time. Launch with any grid.
+// Store the amax of each row of a.x in a.amax, as float32 bits. Old contents of a.amax are overwritten. The constant
+// kCounted says which elements count; if none in a row does, its amax is 0. It is launched for recipes with one tensor
+// scale per row, and for block amaxes. A thread block takes one long row or many short rows at a time. Launch with any
+// grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

@@ -1,8 +1,9 @@
-// amax_columns: find the largest magnitude of each column of a stack of matrices, without transposing them.
+// amax_columns: find the largest magnitude (the amax) of each column of a stack of matrices, without transposing them.
+// Magnitudes are compared as float32 bits, with NaN above infinity, so a NaN element makes the amax NaN. `a` holds the
+// kernel's arguments. kAligned is true if all loads of 16 bytes are aligned.
 //
 // A tile is a.tile_rows rows of some neighboring columns. Each row of a tile is loaded by `lanes` neighboring threads:
 // 16 bytes per thread if kAligned, otherwise one element. The other threads of the thread block load the next rows.
-// Magnitudes are compared as bits.
 #include "runs.cuh"
 
 constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // number of columns per thread
@@ -16,8 +17,9 @@ struct AmaxColumnsArguments {
   i64 tile_rows;  // rows of a tile; less than 2^32
 };
 
-// For each of kCount neighboring columns, raise largest[j] to the float32 bits of the largest magnitude in column j:
-// replace it if the magnitude is larger. The first of the `rows` rows begins at x, and rows are `step` elements apart.
+// Update largest[j] for each of kCount neighboring columns j: replace it by the float32 bits of the largest magnitude
+// in the column if those are larger. NaN counts as larger than infinity. The first of the `rows` rows begins at x, and
+// rows are `step` elements apart. If there are no rows, nothing changes.
 template <class In, int kCount>
 FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 step, u32 (&largest)[kCount]) {
 #pragma unroll 4
@@ -33,9 +35,10 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
   }
 }
 
-// Find the amax of each column of each matrix in a.x, and raise the element of a.amax for this column to it. Used by
-// fp4kit.amax without a recipe, for consecutive axes that end before the last one, and for blocks of several rows with
-// float32 scales. A thread block takes one tile at a time. Launch with any grid.
+// Find the amax of each column of each matrix in a.x, and raise the column's element of a.amax to it: store the larger
+// of the two, as float32 bits. The caller sets a.amax to 0 before. A NaN element makes the amax NaN. It is launched for
+// fp4kit.amax without a recipe, if the reduced axes are consecutive and do not include the last axis, and for blocks of
+// several rows with float32 scales. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

@@ -1,5 +1,6 @@
-// amax_hadamard: find the amax of a matrix after the Hadamard transform of its columns, which transforms 16 rows at a
-// time. The matrix is not transposed.
+// amax_hadamard: find the amax (the largest magnitude) of a matrix after the Hadamard transform of its columns, which
+// transforms 16 rows at a time. The matrix is not transposed. The constant kCounted says which transformed elements
+// count: all of them, with NaN above infinity, all except NaN, or only finite ones.
 //
 // A thread takes a patch: 16 rows of as many columns as fit into 4 bytes, or of one column if loads are not aligned.
 #include "amax.cuh"
@@ -15,7 +16,8 @@ struct AmaxHadamardArguments {
 };
 
 // Return the float32 bits of the largest magnitude in the patch at x after the Hadamard transform of its columns. Only
-// results that count according to kCounted are compared, and x itself is unchanged. Rows are `columns` elements apart.
+// transformed elements that count according to kCounted are compared; return 0 if none counts. The memory at x does not
+// change. Rows are `columns` elements apart.
 FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];
@@ -42,9 +44,10 @@ FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   }
 }
 
-// Find the amax of the matrix a.x after the transform of its columns, and raise *a.amax to it (store the larger of the
-// two). It is launched before a matrix is quantized along columns by a recipe with a Hadamard transform. A thread takes
-// one patch at a time. Launch with any grid.
+// Find the amax of the matrix a.x after the Hadamard transform of its columns, and raise *a.amax to it: store the
+// larger of the two, as float32 bits. The caller sets *a.amax to 0 before. a.x itself does not change, and a.rows must
+// be a multiple of 16. It is launched before a matrix is quantized along columns by a recipe with a Hadamard transform.
+// A thread takes one patch at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
   const u32 wide =
       static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks that a row of patches needs

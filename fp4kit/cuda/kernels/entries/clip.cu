@@ -1,5 +1,6 @@
 // clip: the backward pass of fake_quantize with a clip mask. `out` gets `grad` where |x| <= amax, compared in float32,
-// and +0 elsewhere. If x or amax is NaN, `out` gets +0.
+// and +0 elsewhere. If x or amax is NaN, `out` gets +0. `a` holds the kernel's arguments: the arrays grad, x, amax and
+// out, and their sizes. One amax covers a.covered consecutive elements.
 #include "runs.cuh"
 
 // The number of elements of a run: 16 bytes of the wider of the two types, so that a warp loads and stores whole lines
@@ -16,7 +17,7 @@ struct ClipArguments {
   i64 count, covered;
 };
 
-// Keep the elements of a run for which `inside` is true, and set all others to +0.
+// Change a run in place: set an element to +0 if its flag in `inside` is false. The other elements keep their bits.
 template <class In, int kRun>
 FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 #pragma unroll
@@ -29,8 +30,9 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
   }
 }
 
-// Store the clipped gradients of elements `first` ... `last` - 1, one at a time: the gradient where |x| is at most the
-// amax that covers the element, and otherwise +0.
+// Store the clipped gradients of elements `first` ... `last` - 1 in a.out, one at a time. The clipped gradient is the
+// gradient, with its bits unchanged, if |x| is at most the amax that covers the element. Otherwise, and if x or the
+// amax is NaN, it is +0.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -45,8 +47,11 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   }
 }
 
-// Store the clipped gradients of all whole runs of the array: the gradient where |x| is at most the amax, and otherwise
-// +0. Runs must be aligned as read_run requires, and all elements of a run must have the same amax. A thread takes one
+// Store in a.out the clipped gradients of the whole runs that `grid` assigns to this thread block. The clipped gradient
+// is the gradient, with its bits unchanged, if |x| is at most the amax, and otherwise +0 (also for NaN). Elements after
+// the last whole run are left out.
+//
+// All arrays must begin at multiples of 16 bytes, and all elements of a run must have the same amax. A thread takes one
 // run at a time, because several loads in flight were slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
@@ -64,8 +69,10 @@ FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   }
 }
 
-// Store the clipped gradients of an array: of whole runs by clip_runs if kAligned and no run has elements with
-// different amaxes, and of all other elements by clip_elements. If kAligned, all arrays begin at multiples of 16 bytes.
+// Store in a.out the clipped gradients of the elements that `grid` assigns to this thread block: the gradient if |x| is
+// at most the amax, and otherwise +0 (also for NaN). If kAligned, all arrays must begin at multiples of 16 bytes;
+// clip_runs then stores the whole runs, unless a run has elements with different amaxes. clip_elements stores all other
+// elements.
 template <class In, class GradIn, bool kAligned>
 FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
   constexpr i64 kRun = kClipRun<In, GradIn>;
@@ -78,8 +85,8 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
-// Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax, or one of them is NaN. It is
-// launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with any grid.
+// Copy a.grad to a.out, with +0 instead of the gradient wherever |x| exceeds the amax of the element, or one of the two
+// is NaN. It is launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

@@ -13,9 +13,9 @@ struct CountChangedArguments {
   i64 count;
 };
 
-// Return how many of the values that this thread compares differ. Two NaN are equal, and +0 differs from -0. Also raise
-// `largest` to the float32 bits of the largest |y - x| among these values; if one of two differing values is NaN,
-// `largest` becomes NaN.
+// Return how many of the values that this thread compares differ between a.x and a.y. Two NaN count as equal, and +0
+// differs from -0. Also raise `largest` to the float32 bits of the largest |y - x| among the values that differ. If
+// only one of two values is NaN, `largest` becomes the bits of NaN. If no value differs, `largest` does not change.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& largest) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -28,9 +28,9 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& 
   return changed;
 }
 
-// Count the values that differ between a.x and a.y, add the count to *a.changed, and raise *a.largest to the largest
-// difference. It is launched after a requantization, to report what changed. Each thread takes one value at a time.
-// Launch with any grid.
+// Count the values that differ between a.x and a.y, and add the count to *a.changed. Raise *a.largest to the largest |y
+// - x|, as float32 bits, or to NaN if only one of two values is NaN. If no value differs, neither output changes. It is
+// launched after a requantization, to report what changed. Each thread takes one value at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 largest = 0u, changed = count_changed(a, whole_grid(), largest);
 #pragma unroll

@@ -1,6 +1,10 @@
 // dequantize: decode codes and scales to values. A thread takes runs whose values have 16 bytes, so that a warp stores
-// whole lines. A run never crosses the border of a block. Rows without blocks may have any length; the elements after
-// the last whole run are decoded one at a time.
+// whole lines. R is the recipe, and Out is the type of the values. `a` holds the kernel's arguments: the arrays and
+// their sizes. A Scale is what R's decode rule multiplies the values of codes by, computed from the block scale and the
+// tensor scale. t is a tensor scale.
+//
+// A run never crosses the border of a block. Rows without blocks may have any length; the elements after the last whole
+// run are decoded one at a time.
 //
 // The order of memory accesses limits the speed. Relative to a copy, decoding 16384 x 16384 mxfp8 to bfloat16 (H200,
 // 2026-11-21) has these speeds:
@@ -47,7 +51,8 @@ struct DequantizePosition {
   i64 column;
 };
 
-// Decode the codes of a run with the Scale of their block, and return the values.
+// Return the values to which the codes of a run decode, each rounded to Out. `codes` holds the packed codes, with the
+// first code in the lowest bits. `scale` is the Scale of the block that contains the run.
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = DequantizeTraits<R, Out>::kRun;
@@ -68,15 +73,17 @@ FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typ
   }
 }
 
-// Return the code of the element with number `index` in the flattened matrix.
+// Return the code of the element with number `index` in the flattened matrix. It is one byte of a.packed, or half a
+// byte if codes have 4 bits; an even index is in the low half.
 template <class R, class Out>
 FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   const u32 byte = a.packed[index / DequantizeTraits<R, Out>::kPerByte];
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// Decode `count` elements, starting at element `first`, one at a time with the Scale `scale`, and store their values.
-// It is used where a whole run cannot be loaded or stored: for the last elements of a row, and for misaligned arrays.
+// Decode elements `first` ... `first` + `count` - 1 one at a time, all with the Scale `scale`, and store them in
+// a.values, rounded to Out. It is used where a whole run cannot be loaded or stored: for the last elements of a row,
+// and for misaligned arrays.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -86,8 +93,8 @@ FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count
   }
 }
 
-// Load kBytes bytes of codes (2, 4 or 8) at address `in`, a multiple of kBytes. Return them as one integer, with the
-// first byte in the lowest bits.
+// Return kBytes bytes of codes (2, 4 or 8) at address `in` as one integer, with the first byte in the lowest bits. The
+// address must be a multiple of kBytes.
 template <int kBytes>
 FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   if constexpr (kBytes == 8) return load_streaming(reinterpret_cast<const u64*>(in));
@@ -95,9 +102,10 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Prefetch the codes of kStep runs into the L2 cache, and their scales if the scales are stored in the order of the
-// codes. `start` is the first run of the current step, and the prefetched runs come a.ahead steps later. Do nothing
-// unless further runs follow them; `runs` is the number of all runs.
+// Prefetch codes, and their scales if these are stored in the order of the codes, into the L2 cache. They are the codes
+// of the kStep runs that the thread block needs a.ahead steps later; `start` is the first run of the current step. Do
+// nothing unless the matrix, which has `runs` runs, has further runs after them. One thread calls this for its thread
+// block.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
@@ -109,9 +117,10 @@ FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs
     prefetch_l2<kScales>(a.scales + next * Traits::kRun / R::kBlock);
 }
 
-// Return the tensor scale of a tensor that has one tensor scale or none. If the decode rule needs the amax and it is
-// unknown, one thread finds an amax for all threads (implied_tensor_scale). All threads of the thread block must call
-// this function.
+// Return the tensor scale of a tensor that has only one. If the tensor has none, all fields of the result are 1. If the
+// decode rule needs the tensor's amax, and a.tensor_amax is null or does not give the stored scale, thread 0 finds an
+// amax that does, for all threads (implied_tensor_scale). If there is no such amax, the field `amax` is kUnknownAmax.
+// All threads of the thread block must call this function, and each gets the result.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   bool is_known;
@@ -128,8 +137,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
 }
 
 // Return the tensor scale of block `block` of row `row`, for tensors with one scale per row or per block. A row has
-// `blocks` blocks. If the decode rule needs amaxes, they are read from a.tensor_amax, where implied_amax_kernel stored
-// them. Such an amax is kUnknownAmax if no amax gives the tensor scale.
+// `blocks` blocks. If the decode rule needs amaxes, the tensor scale is computed from the element of a.tensor_amax,
+// where implied_amax_kernel stored it. That amax is kUnknownAmax, which is negative, if no amax gives the tensor scale.
+// For other decode rules, only the field `decode` is set, from a.tensor_scale; the other fields are 1.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
@@ -137,9 +147,10 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Decode `count` elements, starting at element `first`, one at a time, and store their values. It is used if the decode
-// rule needs the amax of the tensor scale, but no amax gives this scale. The elements have the tensor scale with number
-// `index`, and their block scale has the code scale_code.
+// Decode elements `first` ... `first` + `count` - 1 one at a time, and store them in a.values, rounded to Out. It is
+// used if the decode rule needs the amax of the tensor scale, but no amax gives this scale. Then an element is the
+// value of its code times the product of the two scales. scale_code is the code of the block scale, and `index` is the
+// number of the tensor scale in a.tensor_scale.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -150,8 +161,9 @@ FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, i
   }
 }
 
-// Decode the part of a matrix that `grid` assigns to this thread block. Original is the type of the array that was
-// quantized, because some tensor rules round to this type. Out is the type of the values.
+// Decode the part of the matrix that `grid` assigns to this thread block, and store the values in a.values, rounded to
+// Out. Original is the type of the array that was quantized, because some tensor rules round to this type. All threads
+// of the thread block must call this function.
 template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   using Traits = DequantizeTraits<R, Out>;
@@ -228,7 +240,7 @@ template <class R>
 constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
-// Decode a.packed under a.scales and a.tensor_scale, and store the values in a.values. It is launched for
+// Decode a.packed with the scales a.scales and a.tensor_scale, and store the values in a.values. It is launched for
 // fp4kit.dequantize. A thread takes several runs per step. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {

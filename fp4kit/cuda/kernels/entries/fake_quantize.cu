@@ -1,11 +1,11 @@
 // fake_quantize for recipes that have their own fake-quantization rule (fake.cuh). It computes quantized values from
-// elements in one pass, without codes.
+// elements in one pass, without codes. R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x and `values` begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and their
+// sizes. A FakeScale holds the factors by which the rule scales elements before and after rounding. An amax is the
+// largest magnitude of a block or a tensor.
 //
 // A thread takes runs of 16 bytes, so that a warp loads and stores whole lines, and loads several runs before it uses
 // the first one. Neighboring threads share a block and find its amax together.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "fake.cuh"
 #include "quantize.cuh"
@@ -21,8 +21,9 @@ constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>
                              ? R::kBlock / 32
                              : 16 / static_cast<int>(sizeof(typename In::Bits));
 
-// Return the FakeScale of a block with this amax. tensor_amax is the amax from which its tensor scale is computed. If
-// R::kHasTable, the FakeScale is read from `table`, which holds one for every scale code.
+// Return the FakeScale of a block with the given amax. tensor_amax is the amax for its tensor scale. If R::kHasTable,
+// the FakeScale is read from `table`, which holds one for every scale code (make_scale_table). Otherwise it is
+// computed, and `table` is not read.
 template <class R, class In>
 FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
   using Rule = typename R::FakeRule;
@@ -34,9 +35,9 @@ FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScal
   }
 }
 
-// If R::kHasTable, fill `table` with the FakeScale of every scale code, for a tensor with the amax tensor_amax.
-// Otherwise do nothing. All threads of the thread block must call this function, and may read the table when it
-// returns.
+// If R::kHasTable, fill `table` with the FakeScale of every scale code, for a tensor with the amax tensor_amax; thread
+// i stores entry i. Otherwise do nothing. All threads of the thread block must call this function, and may read the
+// table when it returns.
 template <class R>
 FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   using Rule = typename R::FakeRule;
@@ -46,15 +47,17 @@ FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   }
 }
 
-// Fake-quantize `count` elements at x under the scale s, one at a time, and store the values at y.
+// Fake-quantize the `count` elements at x with the FakeScale s, one at a time, and store the results at y, rounded to
+// In. This is valid for any elements.
 template <class R, class In>
 FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) y[i] = In::narrow(R::FakeRule::template value<R, In>(In::widen(x[i]), s));
 }
 
-// Fake-quantize a run with the scale s, and store its values in a.values. The run begins at element `first` of a.x.
-// `largest` is the float32 bits of its largest magnitude, which decides whether the fast path can be used.
+// Fake-quantize a run with the FakeScale s, and store the results in a.values, rounded to In. The run begins at element
+// `first` of a.x. `largest` is the float32 bits of its largest magnitude. If `largest` and s allow it (is_fast), the
+// fast rule is used, otherwise the slower rule that is valid for any elements; then the run is loaded from a.x again.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
                                     FakeScale s) {
@@ -70,9 +73,12 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
   }
 }
 
-// Return the float32 bits of a block's amax, by the recipe's rule for NaN (R::kAmaxNan). This thread holds one run of
-// the block, and neighboring lanes hold the other runs. `largest` is the float32 bits of the largest magnitude in the
-// run. All threads of the warp must call this function.
+// Return the amax of a block as float32 bits. The R::kBlock / kRun neighboring threads that hold the runs of the block
+// all get the result. `run` is the run of this thread, and `largest` is the float32 bits of its largest magnitude,
+// which are above kInfinityBits if an element is NaN. All threads of the warp must call this function.
+//
+// R::kAmaxNan says what a NaN element does: with `propagate`, the result is NaN (above kInfinityBits). With `ignore`,
+// NaN elements are skipped, and the result is 0 if all elements are NaN.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;
@@ -87,7 +93,10 @@ FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   return amax;
 }
 
-// Fake-quantize a matrix with blocks in a row. R::kBlock is 16 times a power of two and at most 512.
+// Fake-quantize the part of the matrix a.x that `grid` assigns to this thread block, for recipes with blocks in a row,
+// and store the results in a.values. The amax of a block is read from a.block_amax if R::kStatic and that array is
+// given, and otherwise computed. R::kBlock is 16 times a power of two and at most 512. All threads of the thread block
+// must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -121,8 +130,9 @@ FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a matrix with one scale for the tensor or one scale per row. Rows may have any length, so the last run
-// of a row may be shorter than the others.
+// Fake-quantize the part of the matrix a.x that `grid` assigns to this thread block, for recipes with one scale for the
+// tensor or one scale per row, and store the results in a.values. Scales are computed from a.tensor_amax. Rows may have
+// any length, so the last run of a row may be shorter than the others.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -160,8 +170,8 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize the part of a matrix that `grid` assigns to this thread block. For a group of tensors, this is one
-// piece of a tensor.
+// Fake-quantize the part of the matrix a.x that `grid` assigns to this thread block, and store the results in a.values.
+// For a group of tensors, this part is one piece of a tensor. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {
@@ -171,9 +181,10 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a.x and store the values in a.values. It is launched for fp4kit.fake_quantize and recipes with a
-// fake_rule. A thread takes several runs per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a
-// multiple of R::kFinders thread blocks, which also find the amaxes (amax.cuh).
+// Fake-quantize a.x, and store the values in a.values. It is launched for fp4kit.fake_quantize with recipes that have a
+// fake_rule. A thread takes several runs per step. Launch with any grid if R::kFinders is 0; a.tensor_amax is then an
+// input. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the amaxes and store them at
+// a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_quantize<R, Input, kAligned>(a, whole_grid());

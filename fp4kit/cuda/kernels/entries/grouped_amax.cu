@@ -1,5 +1,7 @@
-// The kernels of amax.cu for a group of tensors. They compute the amax of each tensor, or the amax of each row of each
-// tensor. kAligned is true if all tensors are aligned, and kSmall if the group is small (grouped.cuh).
+// The kernels of amax.cu for a group of tensors: they find the amax (the largest magnitude) of each tensor, or of each
+// row of each tensor, as float32 bits. kAligned is true if all tensors begin at multiples of 16 bytes (for amaxes of
+// rows: if all their rows do), and kSmall if the group is small (grouped.cuh). The constant kCounted says which
+// elements count: all of them, with NaN above infinity, all except NaN, or only finite ones.
 #include "grouped.cuh"
 #include "amax.cu"
 
@@ -8,9 +10,10 @@
 // us instead of 54 us (H200, 2026-11-21).
 using Members = GroupOf<AmaxArguments, kSmall>::Type;
 
-// Compute the amax of each tensor of the group, and raise *amax in the arguments of the tensor to it. Used by
-// fp4kit.amax_grouped, and before the tensors of a group are quantized or their gradients are clipped. A thread block
-// takes one piece (part of a tensor) at a time. Launch with any grid.
+// Find the amax of each tensor of the group, and raise the tensor's *amax to it: store the larger of the two, as
+// float32 bits. The caller sets *amax to 0 before. If no element of a tensor counts, its *amax does not change. It is
+// launched for fp4kit.amax_grouped, and before the tensors of a group are quantized or their gradients are clipped. A
+// thread block takes one piece (part of a tensor) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
@@ -21,9 +24,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Membe
   });
 }
 
-// Compute the amax of each row of each tensor of the group, and store it in the array `amax` of the tensor. Used for
-// recipes with one tensor scale per row, and for block amaxes. A thread block takes one piece (part of a tensor) at a
-// time. Launch with any grid.
+// Store the amax of each row of each tensor of the group in the tensor's array `amax`, as float32 bits. Old contents
+// are overwritten. If no element of a row counts, its amax is 0. It is launched for recipes with one tensor scale per
+// row, and for block amaxes. A thread block takes one piece (part of a tensor) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_rows_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

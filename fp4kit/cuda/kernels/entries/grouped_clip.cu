@@ -5,7 +5,8 @@
 
 using Members = GroupOf<ClipArguments, kSmall>::Type;
 
-// Clip the gradient of each tensor of the group, as clip_kernel does for one tensor. Used by
+// Store the clipped gradient of each tensor of the group in the tensor's array `out`. It is the gradient where |x| <=
+// amax, compared in float32, and +0 elsewhere (also if x or the amax is NaN). It is launched for
 // fp4kit.fake_quantize_grouped_backward. A thread block takes one piece (part of a tensor) at a time. Launch with any
 // grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {

@@ -1,10 +1,13 @@
-// hadamard_columns: Hadamard transforms of blocks along an axis that is not the last one in memory. The results are
-// bit-identical to the results of reference/rotate.py. rotate.cu transforms arrays at other addresses.
+// hadamard_columns: Hadamard transforms of blocks along an axis that is not the last one in memory. The axes of x are
+// (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block takes one tile at a
+// time, which is kWide neighboring blocks: its rows lie along the inner axis, and its columns are blocks. `a` holds the
+// kernel's arguments: x, out, the signs and the lengths of the axes. If kHasSigns, elements are multiplied by their
+// signs before the transform, or after it if kIsInverse.
 //
-// The axes of x are (outer, length, inner), and blocks lie along the middle axis. A thread block takes one tile at a
-// time, which is kWide neighboring blocks. A thread first holds 16 neighboring elements of each of kColumns blocks in
-// registers, and adds and subtracts them. After an exchange through shared memory, a thread holds elements that are 16
-// apart, and completes the transform.
+// The results are bit-identical to the results of reference/rotate.py. rotate.cu transforms arrays at other addresses.
+//
+// A thread first holds 16 neighboring elements of each of kColumns blocks in registers, and adds and subtracts them.
+// After an exchange through shared memory, a thread holds elements that are 16 apart, and completes the transform.
 #include "rotate.cuh"
 
 // The arguments of hadamard_columns_kernel.
@@ -21,7 +24,7 @@ constexpr int kRows = 16, kColumns = 4 / sizeof(Bits);  // rows and columns of a
 constexpr int kLastRows = kSize / kRows;                // rows of a thread after the exchange
 constexpr int kLastColumns = kLastRows > 16 ? 1 : kColumns;
 
-// kCount neighboring elements of a row, in memory and widened.
+// kCount neighboring elements of a row: as they are stored in memory (Stored), and converted to float32 (Widened).
 template <int kCount>
 struct alignas(kCount * sizeof(Bits)) Stored {
   Bits elements[kCount];
@@ -31,25 +34,26 @@ struct alignas(kCount * sizeof(float)) Widened {
   float values[kCount];
 };
 
-// The elements of a tile in shared memory, at place_of(row, column). Blocks of 16 elements need no shared memory.
+// The elements of a tile in shared memory, as float32. The element at (row, column) has the index place_of(row,
+// column). If blocks have 16 elements, shared memory is not used.
 struct alignas(8) ColumnTileElements {
   float values[kLastRows == 1 ? 1 : kTile + kLastRows * kWide];
 };
 
-// A tile: the index of its block along the middle axis, its first element in memory, and the number of its elements
-// per row.
+// A tile: the index of its blocks along the middle axis, the index of its first element in a.x, and the number of
+// elements per row, which is less than kWide at the end of the inner axis.
 struct ColumnTile {
   i64 block, first;
   int wide;
 };
 
-// Return the number of tiles in the array a.x.
+// Return the number of tiles into which the array a.x is divided.
 FP4KIT_DEVICE i64 tile_count(const HadamardColumnsArguments& a) {
   return a.outer * (a.length / kSize) * ((a.inner + kWide - 1) / kWide);
 }
 
-// Return tile number `index`. Tiles are numbered along the inner axis, then along the middle axis, then along the outer
-// axis.
+// Return the tile with number `index`, for indices below tile_count. Tiles are numbered along the inner axis, then
+// along the middle axis, then along the outer axis.
 FP4KIT_DEVICE ColumnTile tile_at(const HadamardColumnsArguments& a, i64 index) {
   const i64 across = (a.inner + kWide - 1) / kWide, column = index % across * kWide, position = index / across;
   return {position % (a.length / kSize), position * kSize * a.inner + column,
@@ -62,14 +66,14 @@ FP4KIT_DEVICE int place_of(int row, int column) {
   return (row + row / kRows) * kWide + column;
 }
 
-// Return the float32 sign bit by which the elements in a row of a tile are multiplied: 2^31 if their sign is negative,
-// otherwise 0. It is always 0 without signs (kHasSigns).
+// Return the bits that negate the float32 elements in row `row` of a tile, by an exclusive or, if their sign is
+// negative: 2^31 if a.signs is 1 there, otherwise 0. Without signs (kHasSigns is false), the result is 0.
 FP4KIT_DEVICE u32 sign_bit(const HadamardColumnsArguments& a, const ColumnTile& tile, int row) {
   return kHasSigns ? static_cast<u32>(a.signs[tile.block * kSize + row]) << 31 : 0u;
 }
 
-// Replace pairs of rows of y by their sums and differences: first rows that are 1 apart, then rows that are 2, 4, ...,
-// kCount / 2 apart. This is a Hadamard transform of kCount rows without the final factor.
+// Replace pairs of rows of y by their sums and differences, in place: first rows that are 1 apart, then rows that are
+// 2, 4, ..., kCount / 2 apart. This is a Hadamard transform of kCount rows without the final factor kFactor.
 template <int kCount, int kAcross>
 FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
 #pragma unroll
@@ -87,8 +91,9 @@ FP4KIT_DEVICE void transform(Widened<kAcross> (&y)[kCount]) {
   }
 }
 
-// Store the results y of a thread for one row of the tile, starting at column `column`. They are multiplied by the
-// factor, and by the sign of the row if the call is inverse.
+// Store the results y of a thread in a.out, in row `row` of the tile, starting at column `column`. First multiply them
+// by kFactor and, if kIsInverse, by the sign of the row. Then round them to the type of the elements; NaN becomes the
+// positive quiet NaN.
 template <int kAcross>
 FP4KIT_DEVICE void store_row(const HadamardColumnsArguments& a, const ColumnTile& tile, int row, int column,
                              const Widened<kAcross>& y) {
@@ -101,8 +106,10 @@ FP4KIT_DEVICE void store_row(const HadamardColumnsArguments& a, const ColumnTile
   *reinterpret_cast<Stored<kAcross>*>(static_cast<Bits*>(a.out) + tile.first + row * a.inner + column) = stored;
 }
 
-// First part of the transform: each thread loads 16 neighboring rows, and adds and subtracts their elements. Store the
-// results in `memory`, or in a.out if a block has only 16 elements.
+// Do the first part of the transform of a tile: each thread loads 16 neighboring rows of some columns from a.x,
+// multiplies them by their signs unless kIsInverse, and adds and subtracts them. The results go to `memory` for
+// transform_rest. If a block has only 16 elements, they are final and go to a.out. Columns beyond the end of the inner
+// axis are left out.
 FP4KIT_DEVICE void transform_neighbors(const HadamardColumnsArguments& a, const ColumnTile& tile, float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kRows / kColumns; unit += kThreads) {
     const int column = unit % (kWide / kColumns) * kColumns, first = unit / (kWide / kColumns) * kRows;
@@ -128,8 +135,9 @@ FP4KIT_DEVICE void transform_neighbors(const HadamardColumnsArguments& a, const 
   }
 }
 
-// Second part of the transform: each thread loads rows that are 16 apart from `memory`, adds and subtracts their
-// elements, and stores the results.
+// Do the second part of the transform of a tile: each thread loads rows that are 16 apart from `memory`, where
+// transform_neighbors stored them, and adds and subtracts them. The results are final and go to a.out (store_row).
+// Columns beyond the end of the inner axis are left out. Threads must synchronize before the call.
 FP4KIT_DEVICE void transform_rest(const HadamardColumnsArguments& a, const ColumnTile& tile, const float* memory) {
   for (int unit = threadIdx.x; unit < kTile / kLastRows / kLastColumns; unit += kThreads) {
     const int column = unit % (kWide / kLastColumns) * kLastColumns, first = unit / (kWide / kLastColumns);
@@ -145,8 +153,9 @@ FP4KIT_DEVICE void transform_rest(const HadamardColumnsArguments& a, const Colum
   }
 }
 
-// Transform the blocks of a.x, and store the results in a.out. It is launched for fp4kit.hadamard if blocks lie along
-// an axis other than the last one. The addresses must be multiples of 4 bytes. Launch with any grid.
+// Transform the blocks of a.x by a Hadamard transform with the factor kFactor, and store the results in a.out. It is
+// launched for fp4kit.hadamard if blocks lie along an axis other than the last one. The addresses of both arrays must
+// be multiples of 4 bytes. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) hadamard_columns_kernel(HadamardColumnsArguments a) {
   __shared__ ColumnTileElements memory[1];
   const i64 count = tile_count(a);

@@ -1,5 +1,7 @@
-// hadamard_rows: Hadamard transforms of blocks whose elements are neighbors in memory, at the speed of a copy. The
-// results are bit-identical to the results of reference/rotate.py. rotate.cu transforms all other blocks.
+// hadamard_rows: Hadamard transforms of blocks of kSize elements that are neighbors in memory, at the speed of a copy.
+// `a` holds the kernel's arguments: x, out, the signs and the sizes. If kHasSigns, elements are multiplied by their
+// signs before the transform, or after it if kIsInverse. The results are bit-identical to the results of
+// reference/rotate.py. rotate.cu and hadamard_columns.cu transform all other blocks.
 //
 // A warp takes 512 elements at a time, and a thread holds 16 of them in registers: kVectors vectors of 16 bytes, which
 // are 32 vectors apart. So elements at small distances are in one vector. Elements at middle distances are in other
@@ -33,7 +35,8 @@ struct Elements {
   float values[16];
 };
 
-// Multiply the elements of a vector by their signs. `position` is the index of the first element in its row.
+// Multiply the kVector elements at `values` by their signs, in place: negate an element if a.signs is 1 for its
+// position. `position` is the index of the first element in its row, a multiple of kVector.
 FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 position, float* values) {
   const Signs signs = *reinterpret_cast<const Signs*>(a.signs + position);
 #pragma unroll
@@ -42,8 +45,10 @@ FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 positio
   }
 }
 
-// Replace pairs of elements by their sums and differences: first elements that are kDistance apart in memory, then
-// elements that are 2 kDistance, 4 kDistance, ..., kSize / 2 apart. All threads of the warp must call this function.
+// Replace pairs of the warp's elements by their sums and differences, in place: first elements that are kDistance apart
+// in memory, then elements that are 2 kDistance, 4 kDistance, ..., kSize / 2 apart. transform<1> is a Hadamard
+// transform of each block without the final factor. If kDistance is not below kSize, nothing changes. All threads of
+// the warp must call this function.
 template <int kDistance>
 FP4KIT_DEVICE void transform(Elements& y) {
   if constexpr (kDistance < kSize) {
@@ -66,9 +71,10 @@ FP4KIT_DEVICE void transform(Elements& y) {
   }
 }
 
-// Transform the blocks of a.x, and store the results in a.out. It is launched for fp4kit.hadamard if blocks lie along
-// the last axis. The addresses must be multiples of 16 bytes, and that of the signs a multiple of 8. Launch with any
-// grid.
+// Transform the blocks of a.x by a Hadamard transform with the factor kFactor, and store the results in a.out, rounded
+// to the type of the elements; NaN becomes the positive quiet NaN. It is launched for fp4kit.hadamard if blocks lie
+// along the last axis. The addresses of both arrays must be multiples of 16 bytes, and that of the signs a multiple of
+// 8. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) hadamard_rows_kernel(HadamardRowsArguments a) {
   const Vector* x = static_cast<const Vector*>(a.x);
   Vector* out = static_cast<Vector*>(a.out);

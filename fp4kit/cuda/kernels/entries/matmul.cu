@@ -1,8 +1,11 @@
-// matmul: compute matrix products of operands of every kind. The order of additions imitates a matrix unit, or is
-// another order that fp4kit defines.
+// matmul: compute matrix products c + a b^T of operands of every kind. The order of additions imitates a matrix unit,
+// or is another order that fp4kit defines. `a` holds the arguments of a product: the operands a.a and a.b (rows of
+// codes along K, whose length is a.length), a.c and a.out. The rows of a.a are the rows of the result, and the rows of
+// a.b are its columns. A thread block computes one tile of kTile x kTile results at a time. A step is the a.step
+// elements along K that the unit sums at once.
 //
-// A thread block computes tiles of kTile x kTile results. It decodes kDepth elements along K at a time to shared
-// memory. kAdder, kGrouped and the type Output are defined by the instantiation.
+// A thread block decodes kDepth elements along K at a time to shared memory. kAdder, kGrouped and the type Output are
+// defined by the instantiation.
 #include "matmul.cuh"
 
 constexpr int kTile = 32;                        // number of rows, and of columns, of a tile
@@ -20,15 +23,18 @@ struct Decoded {
   double row_powers[kTile][kDepth / kScaled], column_powers[kDepth / kScaled][kTile];
 };
 
-// Return the value of element k of row `row` of matrix `matrix` of an operand, not multiplied by its block scale.
-// Return 0 if the row or k is beyond the operand. `length` is K.
+// Return the value of element k of row `row` of matrix `matrix` of the operand x, not multiplied by its block scale.
+// Return 0 if the row is not below x.rows, or k not below `length` (K).
 FP4KIT_DEVICE float decoded(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length) {
   return row < x.rows && k < length ? element_at(x, row_index(x, matrix, row), k) : 0.0f;
 }
 
-// Store the block scale of element k of a row in `scale`, and 2^floor(log2(scale)) in `power`, which is at least
-// 2^scale_least. If the scale is zero, `power` is 0. Without block scales, both results are 1. Beyond the operand,
-// whose K is `length`, both are 0.
+// Store the block scale of element k of row `row` of matrix `matrix` of the operand x in `scale`, and its power of two,
+// 2^floor(log2(scale)), in `power`:
+//
+// - `power` is at least 2^x.scale_least, but 0 if the scale is zero.
+// - If the operand has no block scales, both results are 1.
+// - If the row is not below x.rows, or k not below `length` (K), both results are 0.
 FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length, double& scale,
                                 double& power) {
   if (row >= x.rows || k >= length) {
@@ -41,8 +47,10 @@ FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i6
   }
 }
 
-// Decode `depth` elements and their scales, starting at index `start` along K, and store them in d. They belong to the
-// tile that begins at (row, column) of a matrix. All threads of a thread block must call this function.
+// Decode `depth` elements (at most kDepth) of each row and each column of a tile, with their block scales, and store
+// them in d. They begin at index `start` along K. The tile begins at (row, column) of the results of matrix `matrix`.
+// Elements and scales beyond the operands are 0. All threads of a thread block must call this function, and must
+// synchronize before they read d.
 FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column, i64 start,
                                int depth) {
   for (int i = threadIdx.x; i < kTile * depth; i += kThreads) {
@@ -67,7 +75,7 @@ struct Sum {
 
   // Set the sum to c.
   FP4KIT_DEVICE_MEMBER void begin(float c) { value = c; }
-  // Return the sum, rounded to float32.
+  // Return the sum, rounded to float32 to nearest even. The sum itself does not change.
   FP4KIT_DEVICE_MEMBER float end() { return static_cast<float>(value); }
 
   // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh): the a.step products of row `row` and
@@ -99,8 +107,9 @@ struct Sum {
     }
   }
 
-  // Add the products of one step to the sum as NVIDIA's matrix units do. Each term is one product. The arguments are
-  // those of `add`.
+  // Add the products of one step to the sum as NVIDIA's matrix units do: the sum and all products are aligned to the
+  // largest exponent among them, truncated to a.fraction_bits, and added. The result is truncated to a.output_bits. The
+  // arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
@@ -122,7 +131,9 @@ struct Sum {
   }
 
   // Add the products of one step to the sum as NVIDIA's FP4 units do. Each term is the exact sum of 16 products of
-  // elements, times the product of both block scales. The arguments are those of `add`.
+  // elements, times the product of both block scales. The sum and the terms are aligned to the largest exponent among
+  // them, truncated to a.fraction_bits, and added. The result is truncated to a.output_bits. The arguments are those of
+  // `add`.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     double largest = sum_power(value, zero_power);
@@ -187,8 +198,10 @@ struct Sum<Adder::exact> {
   }
 };
 
-// Compute and store the results of the tile that begins at (row, column) of a matrix. Results outside of the matrix are
-// left out. Every thread computes kRows results of one column. All threads of a thread block must call this function.
+// Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
+// (store_product). Results outside of the matrix are left out. d is shared memory for the decoded elements. Every
+// thread computes kRows results of one column. If a.promote is not 0, a chain (sum) ends after every a.promote elements
+// along K and at the end of K; the chains are added in float32. All threads of a thread block must call this function.
 template <Adder kAdder, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column) {
   const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile;
@@ -226,9 +239,9 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute and store the products of all matrices. It is launched for fp4kit.matmul and fp4kit.matmul_grouped, if
-// neither matmul_fp4.cu nor matmul_fp8.cu supports the call. A thread block takes one tile at a time. Launch with any
-// grid.
+// Compute the products of all matrices, or of all products of a group, and store them. It is launched for fp4kit.matmul
+// and fp4kit.matmul_grouped, if neither matmul_fp4.cu nor matmul_fp8.cu supports the call. A thread block takes one
+// tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(Products products) {
   __shared__ Decoded decoded_tile[1];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

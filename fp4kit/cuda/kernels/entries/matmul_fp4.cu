@@ -1,5 +1,10 @@
 // matmul_fp4: compute matrix products of block-scaled E2M1 operands as Blackwell's FP4 instructions do, in steps of 64
-// elements along K. matmul.cu computes products with other steps, and products of operands at other addresses.
+// elements along K. `a` holds the arguments of a product: the operands a.a and a.b (rows of codes along K), a.c and
+// a.out. A thread block computes one tile of kTile x kTile results at a time, and a thread kSide x kSide of them. A
+// line is a row of one of the operands, which is a row or a column of the tile. Each line has four groups of 16
+// elements per step, with one scale per group.
+//
+// matmul.cu computes products with other steps, and products of operands at other addresses.
 //
 // Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product, which integer
 // tensor cores compute. The terms of a step are integers, too. A term is a group sum times the integer scales of its
@@ -52,13 +57,14 @@ struct Loaded {
   u32 scales;   // one scale code of a line per group
 };
 
-// Return the index at which word `word` of a line is stored. It differs for neighboring lines, so that the threads of a
-// warp access different banks of shared memory.
+// Return the index at which word `word` (0 to 3) of line number `line` is stored in Fp4Lines::words. It differs for
+// neighboring pairs of lines, so that the threads of a warp access different banks of shared memory.
 FP4KIT_DEVICE int place_of(int line, int word) {
   return word ^ (line >> 1 & 3);
 }
 
-// Return four elements in units of 1/2, as signed bytes, from four E2M1 codes in the lower 16 bits.
+// Return four elements as signed bytes, in units of 1/2, from four E2M1 codes. The codes are the lower 16 bits of
+// `codes`, and the first one has the lowest bits. Its element is the lowest byte of the result. -0 becomes 0.
 FP4KIT_DEVICE u32 integers_of(u32 codes) {
   const u32 magnitudes = codes & 0x7777u;
   const u32 positive = prmt(0x03020100u, 0x0C080604u, magnitudes);
@@ -76,8 +82,8 @@ struct Place {
   FP4KIT_DEVICE_MEMBER int column_of(int j) const { return column + 8 * (j / 2) + j % 2; }
 };
 
-// Return the sum of the 16 products of group g for one row and one column of a tile, in units of 1/4. It is computed
-// without tensor cores.
+// Return the sum of the 16 products of group g (0 to 3) for one row and one column of a tile, in units of 1/4. s holds
+// the elements of the step. Scales are not applied. Tensor cores are not used.
 FP4KIT_DEVICE i32 group_sum(const Fp4Step& s, int row, int column, int g) {
   i32 sum = 0;
   for (int word = 0; word < kWords; ++word) {
@@ -93,7 +99,8 @@ struct Fragments {
   StepWords lines[2];
 };
 
-// Load the elements that this thread passes to the tensor cores for two lines of a tile: `line` and `line` + 8.
+// Return the elements of two lines of a tile, `line` and `line` + 8, that this thread passes to the tensor cores: one
+// word (threadIdx.x % 4) of each group.
 FP4KIT_DEVICE Fragments load_fragments(const Fp4Lines& lines, int line) {
   const int word = threadIdx.x % 4;
   return {lines.words[line][place_of(line, word)], lines.words[line + 8][place_of(line + 8, word)]};
@@ -105,9 +112,10 @@ struct GroupSums {
   i32 values[2][kSide];
 };
 
-// Return the sums of the products of group g for two rows of this thread (i and i + 1) and all its columns. All threads
-// of a warp must call this function. Tensor cores compute the sums from the fragments. Before compute capability 8.0,
-// and on the host, the fragments are not used; each thread reads its rows and columns from s.
+// Return the sums of the products of group g for two rows of this thread (numbers i and i + 1 of `place`) and all its
+// columns, in units of 1/4. Scales are not applied. Tensor cores compute the sums from the fragments, which come from
+// load_fragments. Before compute capability 8.0, and on the host, the fragments are not used; each thread reads its
+// rows and columns from s. All threads of a warp must call this function.
 FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, const Fragments& columns,
                                    const Place& place, int i, int g) {
   GroupSums sums = {};
@@ -126,10 +134,12 @@ FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, cons
   return sums;
 }
 
-// Store the factors and exponents of a line from the codes of its four scales: E8M0 codes if kE8M0, otherwise E4M3
-// codes, whose sign is ignored. The scales cannot be integers if one is NaN, if exponents differ by more than
-// kMostBits, or if an exponent is not in [-40, 40]. Then the factors become 0, and the bottom of the exponents becomes
-// kUnusable.
+// Store the integer scales (factors) and the exponents of line number `line` in `lines`, computed from the codes of its
+// four scales. `codes` holds one code per byte, the first in the lowest byte: E8M0 codes if kE8M0, otherwise E4M3
+// codes, whose sign is ignored. A scale of zero has the factor 0.
+//
+// The scales cannot be integers if one is NaN, if exponents differ by more than kMostBits, or if an exponent is not in
+// [-40, 40]. Then the factors become 0, and the bottom of the exponents becomes kUnusable.
 template <bool kE8M0>
 FP4KIT_DEVICE void store_scales(Fp4Lines& lines, int line, u32 codes) {
   i32 factors[kGroups], exponents[kGroups];
@@ -164,8 +174,8 @@ FP4KIT_DEVICE void store_scales(Fp4Lines& lines, int line, u32 codes) {
   lines.exponents[line] = e;
 }
 
-// Load half `half` (0 or 1) of the codes of step `step` of a line, which is row `row` of an operand. Beyond the
-// operand, whose K is `length`, codes are 0.
+// Return half `half` (0 or 1) of a line's codes in step number `step`: 32 codes. The line is row `row` of matrix
+// `matrix` of the operand x. If the row is not below x.rows, or the half begins beyond `length` (K), all codes are 0.
 FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64 step, int half, i64 length) {
   Codes codes = {};
   const i64 first = step * kStep + half * (kStep / 2);
@@ -175,8 +185,9 @@ FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64
   return codes;
 }
 
-// Load the four scale codes of step `step` of a line, which is row `row` of an operand. Codes beyond the operand, whose
-// K is `length`, are 0. But E8M0 codes beyond K repeat the last code, because no E8M0 scale is zero.
+// Return the four scale codes of a line in step number `step`, one per byte, the first in the lowest byte. The line is
+// row `row` of matrix `matrix` of the operand x. If the row is not below x.rows, return 0. Beyond `length` (K), E4M3
+// codes are 0, but E8M0 codes repeat the last code, because no E8M0 scale is zero.
 template <bool kE8M0>
 FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 step, i64 length) {
   if (row >= x.rows) return 0u;
@@ -194,7 +205,8 @@ FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 
   return codes;
 }
 
-// Store half `half` (0 or 1) of the codes of a line in `lines`, as integers in units of 1/2.
+// Store half `half` (0 or 1) of the codes of line number `line` in `lines`, as signed bytes in units of 1/2. The other
+// half does not change.
 FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes& codes) {
 #pragma unroll
   for (int word = 0; word < kWords; ++word) {
@@ -207,9 +219,9 @@ FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes&
   }
 }
 
-// Return the sum of one result after step `step`, computed term by term, as the FP4 instruction defines it. c is the
-// sum before the step. (row, column) is the position of the result in its matrix; if it is outside of the matrix,
-// return 0.
+// Return the sum of one result after step number `step`, computed term by term, as the FP4 instruction defines it. It
+// reads codes and scales from the operands. c is the sum before the step. (row, column) is the position of the result
+// in matrix `matrix`; if it is outside of the matrix, return 0.
 FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 step, double c) {
   if (!is_inside(a, row, column)) return 0.0;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
@@ -244,16 +256,16 @@ struct Fp4Sums {
   double values[kSide][kSide];
 };
 
-// Return exact * unit + c, truncated to 23 fraction bits. This is the sum of a result after a step in which no term
-// loses bits: c is the sum before the step, and exact * unit is the sum of the terms. exact must be an integer below
-// 2^52 in magnitude.
+// Return exact * unit + c, truncated toward zero to 23 fraction bits of its significand. This is the sum of a result
+// after a step in which no term loses bits: c is the sum before the step, and exact * unit is the sum of the terms.
+// `exact` must be an integer below 2^52 in magnitude.
 FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
   return double_of(double_bits_of(fma_rn(exact, unit, c)) & ~((u64{1} << 29) - 1));
 }
 
-// Add step `step`, whose elements are in s, to the sums of a thread, one result at a time. If no term of a result loses
-// bits, add_exactly is used, otherwise add_slowly. The tile begins at (row, column) of a matrix. add_step calls this
-// function if loses_no_bits is false.
+// Add step number `step`, whose elements are in s, to the sums of a thread, one result at a time. If no term of a
+// result loses bits, add_exactly is used, otherwise add_slowly. `place` says which results of the tile the thread has,
+// and the tile begins at (row, column) of matrix `matrix`. add_step calls this function if loses_no_bits is false.
 FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& s, Fp4Sums& sums, const Place& place,
                                       i64 matrix, i64 row, i64 column, i64 step) {
   for (int i = 0; i < kSide; ++i) {
@@ -279,8 +291,9 @@ FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& 
 }
 
 // Return true if no term loses bits in any result of a thread in this step, so that add_exactly may be used for all of
-// them. It checks the largest and smallest exponents of the thread's rows and columns, so the result may be false
-// although no bits are lost.
+// them. s holds the step, `place` says which results the thread has, and `sums` are their sums before the step. It
+// checks the largest and smallest exponents of the thread's rows and columns, so the result may be false although no
+// bits are lost.
 FP4KIT_DEVICE bool loses_no_bits(const Fp4Step& s, const Place& place, const Fp4Sums& sums) {
   i32 row_top = -1000, row_bottom = 1000, column_top = -1000, column_bottom = 1000;
 #pragma unroll
@@ -308,8 +321,9 @@ FP4KIT_DEVICE bool loses_no_bits(const Fp4Step& s, const Place& place, const Fp4
   return keeps;
 }
 
-// Add step `step`, whose elements are in s, to the sums of a thread. The tile begins at (row, column) of a matrix. All
-// threads of a warp must call this function.
+// Add step number `step`, whose elements are in s, to the sums of a thread. `place` says which results of the tile the
+// thread has, and the tile begins at (row, column) of matrix `matrix`. If a term may lose bits (loses_no_bits is
+// false), all sums of the thread are computed by add_carefully. All threads of a warp must call this function.
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp4Step& s, Fp4Sums& sums, const Place& place, i64 matrix,
                             i64 row, i64 column, i64 step) {
   // Integers up to 2^51 are added to the bits of 1.5 * 2^52, so that no instruction converts them to double.
@@ -356,9 +370,10 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp4Step& s, Fp4Sums
   }
 }
 
-// Compute and store the results of the tile that begins at (row, column) of a matrix. Results outside of the matrix are
-// left out. All threads of a thread block must call this function. While one step is added from one of the two `steps`,
-// the next step is stored in the other.
+// Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
+// (store_product). Results outside of the matrix are left out. Scales are E8M0 if kE8M0, otherwise E4M3. `steps` is
+// shared memory for two steps: while one is added, the next is stored in the other. All threads of a thread block must
+// call this function.
 template <bool kE8M0, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp4Step* steps, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -406,10 +421,10 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp4Step* steps, i64 
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute and store the products of all matrices. It is launched for fp4kit.matmul and fp4kit.matmul_grouped, if the
-// operands have block scales. Rows of codes must begin at multiples of 16 bytes, and K must be a multiple of 32.
-// fraction_bits must be 35, output_bits 23, step 64 and promote 0. A thread block takes one tile at a time. Launch with
-// any grid.
+// Compute the products of all matrices, or of all products of a group, and store them. It is launched for fp4kit.matmul
+// and fp4kit.matmul_grouped, if the operands have block scales and these conditions hold: rows of codes begin at
+// multiples of 16 bytes, K is a multiple of 32, fraction_bits is 35, output_bits 23, step 64 and promote 0. A thread
+// block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(Products products) {
   __shared__ Fp4Step memory[2];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

@@ -1,10 +1,14 @@
 // matmul_fp8: compute matrix products of E4M3 and E5M2 operands without block scales, for units whose terms keep at
-// most 13 fraction bits (Hopper's and Ada's FP8 instructions). matmul.cu computes products for other units, and
-// products of operands at other addresses.
+// most 13 fraction bits (Hopper's and Ada's FP8 instructions). `a` holds the arguments of a product: the operands a.a
+// and a.b (rows of codes along K), a.c and a.out. A thread block computes one tile of kTile x kTile results at a time,
+// and a thread kSide x kSide of them. A line is a row of one of the operands, which is a row or a column of the tile. A
+// step is the 16 or 32 elements along K that the unit sums at once. A quad is four neighboring elements.
 //
-// A term is a product, shifted to the largest exponent E of a step and truncated to an integer in units of 2^(E-F). To
-// truncate it, a thread adds |a| * |b| to 2^(E-F+23) and rounds toward zero: the term is the low bits of the float32.
-// Terms have 15 bits, so two of them are multiplied by their signs and added in one instruction.
+// matmul.cu computes products for other units, and products of operands at other addresses.
+//
+// A term is a product, shifted to the largest exponent E of a step and truncated to an integer in units of 2^(E-F). F
+// is a.fraction_bits. To truncate it, a thread adds |a| * |b| to 2^(E-F+23) and rounds toward zero: the term is the low
+// bits of the float32. Terms have 15 bits, so two of them are multiplied by their signs and added in one instruction.
 #include "matmul.cuh"
 
 constexpr int kTile = 64;                      // number of rows, and of columns, of a tile of results
@@ -48,7 +52,8 @@ FP4KIT_DEVICE float add_product_rz(float a, float b, float c) {
 #endif
 }
 
-// Return, per half of a word, the larger of a + b and c, which are signed 16-bit integers.
+// Return a word of two signed 16-bit integers: in each half, the larger of a + b and c, computed from the same halves
+// of the arguments. a + b must fit in 16 bits.
 FP4KIT_DEVICE u32 add_max(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   return __viaddmax_s16x2(a, b, c);
@@ -62,8 +67,8 @@ FP4KIT_DEVICE u32 add_max(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return c + low * signs[kFirst] + high * signs[kFirst + 1]. `low` and `high` are the signed 16-bit halves of `terms`,
-// and `signs` holds four signed bytes. kFirst is 0 or 2.
+// Return c + low * signs[kFirst] + high * signs[kFirst + 1]. `low` and `high` are the signed 16-bit halves of `terms`.
+// signs[i] is byte i of `signs`, a signed byte. kFirst is 0 or 2.
 template <int kFirst>
 FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
 #ifdef __CUDA_ARCH__
@@ -77,21 +82,23 @@ FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
 #endif
 }
 
-// Return the exact magnitude of a finite code: E4M3 if kMantissaBits is 3, E5M2 if it is 2. Codes of infinity and NaN
-// give finite numbers without meaning.
+// Return the exact magnitude of a finite code: E4M3 if kMantissaBits is 3, E5M2 if it is 2. The sign bit of the code is
+// ignored. Codes of infinity and NaN give finite numbers without meaning.
 template <int kMantissaBits>
 FP4KIT_DEVICE float magnitude_of_code(u32 code) {
   return float_of((code & 0x7Fu) << (23 - kMantissaBits)) * (kMantissaBits == 3 ? 0x1p120f : 0x1p112f);
 }
 
-// Load sixteen codes of a line, which is row `row` of an operand, starting at index `first` along K. Return zeros
-// beyond the operand, whose K is `length`.
+// Return sixteen codes of a line, which is row `row` of matrix `matrix` of the operand x, starting at index `first`
+// along K. If the row is not below x.rows, or `first` not below `length` (K), all codes are 0.
 FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
   if (row >= x.rows || first >= length) return {};
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);
 }
 
-// Store in `lines` the sixteen elements of half `half` (0 or 1) of a line, decoded from their codes.
+// Decode sixteen codes, which are half `half` (0 or 1) of line number `line`, and store in `lines` the magnitudes,
+// exponents and signs of the elements, and whether one of them is infinite or NaN. kMantissaBits is 3 for E4M3, 2 for
+// E5M2. The exponent of zero is kNone.
 template <int kMantissaBits>
 FP4KIT_DEVICE void store_line(Fp8Lines& lines, int line, int half, const Codes& codes) {
   constexpr i32 kBias = kMantissaBits == 3 ? 7 : 15;
@@ -118,9 +125,10 @@ FP4KIT_DEVICE void store_line(Fp8Lines& lines, int line, int half, const Codes& 
   lines.special[half][line] = special;
 }
 
-// Return the sum of one result after a step, computed in float64 term by term. The step has `count` elements, starting
-// at index `first` along K. c is the sum before the step. (row, column) is the position of the result in its matrix; if
-// it is outside of the matrix, return 0.
+// Return the sum of one result after a step, computed in float64 term by term. It is right for all elements, infinities
+// and NaN included. The step has `count` elements, starting at index `first` along K; elements beyond K count as zero.
+// c is the sum before the step. (row, column) is the position of the result in matrix `matrix`; if it is outside of the
+// matrix, return 0.
 FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 first, i64 count,
                                     float c) {
   if (!is_inside(a, row, column)) return 0.0f;
@@ -147,9 +155,11 @@ struct Fp8Sums {
   float values[kSide][kSide];
 };
 
-// Add one step to the sums of a thread: kQuadsPerStep quads (four elements each) of s, starting at quad `quad`. `start`
-// is the index along K at which the step starts. The tile begins at (row, column) of a matrix, and the first result of
-// the thread is at (thread_row, thread_column) of the tile.
+// Add one step to the sums of a thread. The step is kQuadsPerStep quads of s, starting at quad number `quad`, and
+// `start` is its first index along K. The tile begins at (row, column) of matrix `matrix`, and (thread_row,
+// thread_column) is the place of the thread's first result in the tile. A sum is computed by add_slowly if an element
+// of its row or column is infinite or NaN, or if an exponent is outside of the range in which float32 can truncate
+// terms.
 template <int kQuadsPerStep>
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp8Step& s, Fp8Sums& sums, int thread_row,
                             int thread_column, i64 matrix, i64 row, i64 column, int quad, i64 start) {
@@ -240,9 +250,11 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp8Step& s, Fp8Sums
   }
 }
 
-// Compute and store the results of the tile that begins at (row, column) of a matrix. Results outside of the matrix are
-// left out. kRowBits and kColumnBits are the numbers of mantissa bits of the operands: 3 for E4M3, 2 for E5M2. All
-// threads of a thread block must call this function.
+// Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
+// (store_product). Results outside of the matrix are left out. kRowBits and kColumnBits are the numbers of mantissa
+// bits of the operands: 3 for E4M3, 2 for E5M2. A step has kQuadsPerStep quads. If a.promote is not 0, a chain (sum)
+// ends after every a.promote elements along K and at the end of K; the chains are added in float32. s is shared memory
+// for one step or two. All threads of a thread block must call this function.
 template <int kRowBits, int kColumnBits, int kQuadsPerStep, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp8Step& s, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x;
@@ -295,10 +307,10 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp8Step& s, i64 matr
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute and store the products of all matrices. It is launched for fp4kit.matmul and fp4kit.matmul_grouped, if both
-// operands have 8-bit elements without block scales. Rows of codes must begin at multiples of 16 bytes, and K must be a
-// multiple of 16. A step must have 16 or 32 elements, and fraction_bits and output_bits must be at most 13. A thread
-// block takes one tile at a time. Launch with any grid.
+// Compute the products of all matrices, or of all products of a group, and store them. It is launched for fp4kit.matmul
+// and fp4kit.matmul_grouped, if both operands have 8-bit elements without block scales and these conditions hold: rows
+// of codes begin at multiples of 16 bytes, K is a multiple of 16, a step has 16 or 32 elements, and fraction_bits and
+// output_bits are at most 13. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(Products products) {
   __shared__ Fp8Step memory[1];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

@@ -11,8 +11,8 @@ struct PackArguments {
   i64 bytes;  // number of bytes of packed codes
 };
 
-// Return the packed form of 16 codes: from one code per byte to 8 bytes of two codes each. The high nibbles of the
-// input are ignored.
+// Return 16 codes in packed form, 8 bytes of two codes each. `codes` holds one code per byte, in the low nibble; high
+// nibbles are ignored.
 FP4KIT_DEVICE u64 converted(const Chunk& codes) {
   u32 pairs[4];
 #pragma unroll
@@ -23,7 +23,8 @@ FP4KIT_DEVICE u64 converted(const Chunk& codes) {
   return prmt(pairs[0], pairs[1], 0x6420u) | static_cast<u64>(prmt(pairs[2], pairs[3], 0x6420u)) << 32;
 }
 
-// Return the unpacked form of 16 codes: from 8 bytes of two codes each to one code per byte.
+// Return 16 codes in unpacked form: one code per byte, in the low nibble, with high nibbles 0. `packed` holds two codes
+// per byte.
 FP4KIT_DEVICE Chunk converted(u64 packed) {
   Chunk codes;
 #pragma unroll
@@ -34,8 +35,9 @@ FP4KIT_DEVICE Chunk converted(u64 packed) {
   return codes;
 }
 
-// Convert `count` items of type In, which begin at `from`, by the function `converted`, and store them as items of type
-// Out at `to`. Each thread has several loads in flight.
+// Convert items of type In at `from` by the function `converted`, and store them as items of type Out at `to`. There
+// are `count` items; this thread block converts those that `grid` assigns to it. Chunks (16 codes, one per byte) are
+// packed, and u64 (16 codes, two per byte) are unpacked. Each thread has several loads in flight.
 template <class In, class Out>
 FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   const In* in = reinterpret_cast<const In*>(from);
@@ -52,8 +54,9 @@ FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   }
 }
 
-// Pack 2 a.bytes codes, one per byte, to a.bytes bytes. If kAligned, both arrays begin at multiples of 16 bytes, and
-// most codes are packed 16 at a time; otherwise two at a time.
+// Pack codes from a.in, one per byte, to a.out, two per byte, as far as `grid` assigns them to this thread block. The
+// output has a.bytes bytes. High nibbles of the input are ignored. If kAligned, both arrays begin at multiples of 16
+// bytes, and most codes are packed 16 at a time; otherwise two at a time.
 template <bool kAligned>
 FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -62,8 +65,9 @@ FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
     a.out[i] = static_cast<u8>((a.in[2 * i] & 15) | a.in[2 * i + 1] << 4);
 }
 
-// Unpack a.bytes bytes to 2 a.bytes codes, one per byte. If kAligned, both arrays begin at multiples of 16 bytes, and
-// most codes are unpacked 16 at a time; otherwise two at a time.
+// Unpack codes from a.in, two per byte, to a.out, one per byte, as far as `grid` assigns them to this thread block. The
+// input has a.bytes bytes. High nibbles of the output are 0. If kAligned, both arrays begin at multiples of 16 bytes,
+// and most codes are unpacked 16 at a time; otherwise two at a time.
 template <bool kAligned>
 FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -74,14 +78,14 @@ FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   }
 }
 
-// Pack the codes of a.in, one per byte, and store them in a.out, two per byte. It is launched for fp4kit.pack. A thread
-// takes several items per step. Launch with any grid.
+// Pack the codes of a.in, one per byte, and store them in a.out, two per byte. High nibbles of the input are ignored.
+// It is launched for fp4kit.pack. A thread takes several items per step. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(PackArguments a) {
   pack_codes<kAligned>(a, whole_grid());
 }
 
-// Unpack the codes of a.in, two per byte, and store them in a.out, one per byte. It is launched for fp4kit.unpack. A
-// thread takes several items per step. Launch with any grid.
+// Unpack the codes of a.in, two per byte, and store them in a.out, one per byte, with high nibbles 0. It is launched
+// for fp4kit.unpack. A thread takes several items per step. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(PackArguments a) {
   unpack_codes<kAligned>(a, whole_grid());
 }

@@ -1,5 +1,7 @@
-// partial_amax: compute the amax of each block and of the tensor over only the elements of a shard, which is the part
-// of the flattened matrix that one process holds. A thread takes one block at a time, row by row.
+// partial_amax: compute the amax (the largest magnitude) of each block and of the tensor over only the elements of a
+// shard, which is the part of the flattened matrix that one process holds. A block at the border of a shard may be only
+// partly in it. R is the recipe, and In is the type of the elements. `a` holds the kernel's arguments, and s is the
+// shard. A thread takes one block at a time, row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -21,13 +23,15 @@ struct Largest {
   float block, tensor;
 };
 
-// Update `found` with one row of a block, which begins at element p of the matrix. found.block becomes the amax of the
-// row. If blocks have several rows, found.block becomes the larger of its old value and the amax of the row. If
-// R::kAmaxNan is `lanes`, found.tensor is raised to the largest finite magnitude. Otherwise the caller raises
-// found.tensor.
+// Include one row of a block in `found`. The row begins at element p of the matrix.
 //
-// If kWhole, the row is loaded 16 bytes at a time, so it must be within [s.first, s.last). Otherwise, elements that the
-// shard does not own count as 0. read_whole describes kAligned.
+// - found.block becomes the amax of the row or, if blocks have several rows, the larger of that amax and its old value.
+//   R::kAmaxNan says what NaN elements do.
+// - found.tensor is raised to the largest finite magnitude of the row if R::kAmaxNan is `lanes`. Otherwise it does not
+//   change, and the caller raises it.
+//
+// If kWhole, the row is loaded 16 bytes at a time, so it must be within [s.first, s.last). If kAligned, s.shift must
+// then be 0. If kWhole is false, elements that the shard does not own count as 0.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   BlockAmax<R::kAmaxNan> row;
@@ -48,8 +52,9 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   found.block = R::kBlockRows == 1 ? row.result() : larger_of_rows<R>(found.block, row.result());
 }
 
-// Update `found` with a block of `rows` rows, which begins at element p of the matrix, as read_row does for each row.
-// The matrix has `columns` columns. If the shard owns only some elements of the block, the other elements count as 0.
+// Include a block of `rows` rows in `found`, as read_row does for each of its rows. The block begins at element p of
+// the matrix, which has `columns` columns. If the shard owns only some elements of the block, the other elements count
+// as 0. If kAligned, s.shift must be 0.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
   const i64 end = p + (rows - 1) * columns + R::kBlock;
@@ -68,8 +73,9 @@ FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   return own;
 }
 
-// Compute the amaxes of this thread's blocks, and store them in a.block_amax. Return the largest magnitude in these
-// blocks that counts for the tensor amax.
+// Compute the amaxes of this thread's blocks over the elements of the shard s, and store them in a.block_amax as
+// float32 bits. If the shard contains only a part of a block, the stored amax is raised instead, by an atomic maximum.
+// Return the largest magnitude in these blocks that counts for the tensor's amax, or 0 if the thread has no block.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;
@@ -97,7 +103,9 @@ FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In
   return found.tensor;
 }
 
-// Compute the block amaxes and the tensor's amax over the elements of a shard. Do nothing if the shard is empty.
+// Compute the block amaxes and the tensor's amax over the elements of a shard that `grid` assigns to this thread block.
+// Store the block amaxes in a.block_amax, and raise the tensor's amax in a.tensor_amax, unless that is null. If the
+// shard is empty (a.start >= a.end), do nothing. All threads of a warp must call this function.
 template <class R, class In>
 FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -108,15 +116,17 @@ FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
 }
 
-// Raise a.block_amax and a.tensor_amax to the largest magnitudes among the elements of a shard. It is launched first
-// when processes quantize one matrix together. The processes then combine their amaxes. A thread takes one block at a
-// time. Launch with any grid.
+// Store in a.block_amax and a.tensor_amax the largest magnitudes among the elements of a shard, as float32 bits. The
+// caller sets both to 0 before, because amaxes of the tensor and of blocks at the border of the shard are only raised.
+// It is launched first when processes quantize one matrix together. The processes then combine their amaxes. A thread
+// takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }
 
-// Do the work of partial_amax_kernel for each shard of a group. A thread block takes one piece (part of a shard) at a
-// time. Launch with any grid.
+// For each shard of a group, store in block_amax and tensor_amax the largest magnitudes among its elements, as float32
+// bits. The caller sets both to 0 before. It is launched first when processes quantize several matrices together. A
+// thread block takes one piece (part of a shard) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<PartialAmaxArguments> group) {
   for_each_piece(group, [](const PartialAmaxArguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

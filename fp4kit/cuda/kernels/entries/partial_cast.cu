@@ -1,6 +1,7 @@
 // partial_cast: encode the elements of a shard (the part of the flattened matrix that one process holds), and store
 // their codes in the matrix of codes without changing any other bit. A thread takes one run (kRun neighboring elements)
-// of the matrix at a time.
+// of the matrix at a time. R is the recipe, and In is the type of the elements. `a` holds the kernel's arguments, and s
+// is the shard.
 #include "fast_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -17,16 +18,18 @@ struct PartialCastArguments {
   i64 run_at, factor_at, tensor_at;
 };
 
-// Return the Factor of a block from `value`, the factor that partial_scales computed. The second member of the Factor
-// is encode_scale if R::kThenEncode, otherwise 1 / value if elements are divided (R::kDivide), otherwise value.
+// Return the Factor of a block, by which its elements are scaled. Its first member is `value`, the factor that
+// partial_scales computed. Its second member is encode_scale if R::kThenEncode, otherwise 1 / value if elements are
+// divided (R::kDivide), otherwise `value`.
 template <class R>
 FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
   if constexpr (R::kThenEncode) return {value, encode_scale};
   return {value, R::kDivide ? 1.0f / value : value};
 }
 
-// Encode a run and pack its codes into `words`. The run takes the fast path if takes_fast_path allows it, and otherwise
-// the exact path.
+// Encode a run with the Factor of its block, and pack its codes into `words`, the first code in the lowest bits. The
+// run takes the fast path if takes_fast_path allows it, and otherwise the exact path; both give the codes of the
+// reference.
 template <class R, class In>
 FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
   if constexpr (FastPath<R, In>::kExists) {
@@ -50,8 +53,8 @@ struct RunCursor {
   // The numbers of rows and of runs by which one step advances.
   u32 rows_on, columns_on;
 
-  // Return the cursor that begins at run `run` and advances by `stride` runs per step. `runs` is the number of runs per
-  // row.
+  // Return the cursor that begins at run number `run` of the matrix and advances by `stride` runs per step. `runs` is
+  // the number of runs per row.
   FP4KIT_DEVICE RunCursor from(u32 run, u32 runs, u32 stride) {
     if constexpr (R::kBlockRows == 1) return {runs, 0u, run, 0u, stride};
     return {runs, run / runs, run % runs, stride / runs, stride % runs};
@@ -68,7 +71,8 @@ struct RunCursor {
   }
 };
 
-// Encode and store this thread's runs of a shard. If kAligned, the runs of the shard begin at multiples of 16 bytes.
+// Encode this thread's runs of the shard s, and store their codes in a.packed. If the shard contains only a part of a
+// run, only the codes of that part are stored. If kAligned, the runs of the shard begin at multiples of 16 bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -91,7 +95,9 @@ FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, 
   }
 }
 
-// Encode and store the elements of a shard, with aligned loads if possible. Do nothing if the shard is empty.
+// Encode the elements of a shard that `grid` assigns to this thread block, and store their codes in a.packed. Loads of
+// 16 bytes are used in place if runs begin at multiples of 16 bytes. If the shard is empty (a.start >= a.end), do
+// nothing.
 template <class R, class In>
 FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -103,15 +109,16 @@ FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   }
 }
 
-// Encode the shard a.values under the block factors a.factors, and store the codes in a.packed. It is launched last
-// when processes quantize one matrix together, after partial_scales_kernel. A thread takes one run at a time. Launch
-// with any grid.
+// Encode the shard a.values with the block factors a.factors, and store its codes in a.packed. The codes of other
+// elements do not change, even if they share a byte with codes of the shard. It is launched last when processes
+// quantize one matrix together, after partial_scales_kernel. A thread takes one run at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());
 }
 
-// Do the work of partial_cast_kernel for each shard of a group. A thread block takes one piece (part of a shard) at a
-// time. Launch with any grid.
+// For each shard of a group, encode its elements with the block factors `factors`, and store their codes in `packed`.
+// The codes of other elements do not change. It is launched last when processes quantize several matrices together. A
+// thread block takes one piece (part of a shard) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
   for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

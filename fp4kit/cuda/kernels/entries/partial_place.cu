@@ -12,7 +12,9 @@ struct PartialPlaceArguments {
   i64 from_at, to_at;
 };
 
-// Copy the codes that one process has sent from its message to the matrix of codes. A run has kWords words of codes.
+// Copy the codes that one process has sent from its message (a.from) to the matrix of codes (a.to), as far as `grid`
+// assigns them to this thread block. Only the codes of elements a.start ... a.end - 1 of the matrix, which the sender
+// owns, are copied; no other bit changes. A run has kWords words of codes.
 template <int kWords>
 FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -38,8 +40,9 @@ FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
 
 constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // number of words of codes per run
 
-// Copy the codes of each sender of the group from its message to its matrix. It is launched after the processes have
-// exchanged their codes. A thread block takes one piece at a time. Launch with any grid.
+// For each sender of the group, copy the codes that it owns from its message to its matrix of codes. Other codes do not
+// change. It is launched after the processes have exchanged their codes. A thread block takes one piece at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {
   for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });

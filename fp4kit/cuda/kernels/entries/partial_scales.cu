@@ -17,8 +17,10 @@ struct PartialScalesArguments {
   i64 block_at, factor_at, scale_at, tensor_at;
 };
 
-// Compute the tensor scale, the block scales and the factors of a matrix, and store them in a.tensor_scale, a.scales
-// and a.factors. Outputs that are null are left out. The first thread of the grid stores the tensor scale.
+// Compute the tensor scale, and the block scales and factors of the blocks that `grid` assigns to this thread block.
+// Store them in a.tensor_scale, a.scales and a.factors. If a.tensor_scale or a.scales is null, that output is left out.
+// The first thread of the grid stores the tensor scale, which is 1 for recipes without one. R is the recipe, and In is
+// the type of the elements.
 template <class R, class In>
 FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   const i64 wide = a.columns / R::kBlock, count = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
@@ -40,13 +42,16 @@ FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   }
 }
 
-// Compute a.tensor_scale, a.scales and a.factors from a.tensor_amax and a.block_amax. It is launched between
-// partial_amax_kernel and partial_cast_kernel. A thread takes one block at a time. Launch with any grid.
+// Compute a.tensor_scale, a.scales and a.factors of a matrix from its amaxes a.tensor_amax and a.block_amax. If
+// a.tensor_scale or a.scales is null, that output is left out. It is launched between partial_amax_kernel and
+// partial_cast_kernel. A thread takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(PartialScalesArguments a) {
   partial_scales<R, Input>(a, whole_grid());
 }
 
-// Do the work of partial_scales_kernel for each matrix of a group. A thread block takes one piece at a time. Launch
+// For each matrix of a group, compute tensor_scale, scales and factors from its amaxes tensor_amax and block_amax. If
+// tensor_scale or `scales` is null, that output is left out. It is launched after the processes that quantize these
+// matrices together have combined their amaxes. A thread block takes one piece (part of a matrix) at a time. Launch
 // with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_scales_kernel(Group<PartialScalesArguments> group) {

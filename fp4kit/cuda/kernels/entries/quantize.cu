@@ -1,16 +1,16 @@
 // quantize: compute codes and block scales from elements, for blocks in a row (1 x kBlock). If R::kFake, it stores the
-// values to which these codes decode instead (fake_quantize).
+// values to which these codes decode instead (fake_quantize). A thread processes a run of neighboring elements, and
+// neighboring threads process the runs of one block. R is the recipe, and In is the type of the elements of x. kAligned
+// is true if all rows of x (and of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's
+// arguments: the arrays, their sizes and the seed. t is a tensor scale: its encode and decode factors.
 //
-// A thread processes a run of elements, and neighboring threads process the runs of one block. A thread loads several
-// runs before it uses the first one. If the factor of an E4M3 scale follows from its code (R::kHasTable), each thread
-// block first fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
+// A thread loads several runs before it uses the first one. If the factor of an E4M3 scale follows from its code
+// (R::kHasTable), each thread block first fills a table of the factors. That takes two divisions per code, instead of
+// two per block of elements.
 #include "amax.cuh"
 #include "quantize.cuh"
 
-// The sizes of runs and steps, and the order of runs, for a recipe R and an element type In.
+// Compile-time constants for a recipe R and an element type In: the sizes of runs and steps, and the order of runs.
 template <class R, class In>
 struct QuantizeTraits {
   // With 16 bytes of values per thread, a warp stores whole cache lines.
@@ -35,22 +35,25 @@ struct QuantizeTraits {
   static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;  // thread blocks per scale tile
 };
 
-// Load run number `run` of the matrix a.x, and return it.
+// Return run number `run` of the matrix a.x, loaded from memory and not transformed. Runs have QuantizeTraits::kRun
+// elements and are numbered row by row.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
-// Apply the Hadamard transform to a run in place if R::kHadamard. Then return the bits of the largest magnitude in the
-// run, as largest_bits_of does.
+// If R::kHadamard, apply the Hadamard transform to the run x in place, 16 elements at a time; otherwise leave x
+// unchanged. In both cases, return the float32 bits of the largest magnitude that x has then. They are above
+// kInfinityBits if an element is NaN.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
   if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
   return largest_bits_of(x);
 }
 
-// Load run number `run` of the matrix a.x, and return it. If R::kHadamard, it is transformed.
+// Return run number `run` of the matrix a.x, loaded from memory. If R::kHadamard, the returned run is transformed; a.x
+// itself does not change.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   auto x = read_run_of<R, In, kAligned>(a, run);
@@ -66,7 +69,8 @@ struct Walk {
   IntegerDivisor divisor;  // the runs per row or, if kInSectors, the scale tiles across the matrix
 };
 
-// Return the Walk over the matrix a.x.
+// Return the Walk over the matrix a.x: the numbers of rows, runs and steps, and the divisor for finding the place of a
+// run. If Traits::kFlat, no run needs its row, and the divisor is zeros, which must not be used.
 template <class R, class In>
 FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
   using Traits = QuantizeTraits<R, In>;
@@ -91,7 +95,8 @@ struct RunPosition {
 };
 
 // Return the index of the 32-byte sector of swizzled block scales that this thread helps to fill with its k-th run in a
-// step. 32 * kLanes neighboring threads fill a sector: kLanes threads per block, and 32 blocks.
+// step. A sector holds the scales of 32 blocks, and kLanes neighboring threads share a block, so 32 * kLanes
+// neighboring threads fill a sector. The index may be beyond the last sector of the matrix.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -99,8 +104,11 @@ FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   return part * Traits::kSectors + threadIdx.x / Traits::kSector;
 }
 
-// Return true if all runs of this warp in a step are padding, so that the warp can skip the step. It suffices to check
-// the first runs, because the later ones are never in earlier rows.
+// Return true if all runs of this warp in a step belong to rows below the matrix, which are padding of the swizzled
+// scales. The warp can then skip the step. Padding columns are not checked. Return false if threads do not follow the
+// order of swizzled scales (kInSectors is false).
+//
+// It suffices to check the first row of the first runs, because the later ones are never in earlier rows.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   if constexpr (QuantizeTraits<R, In>::kInSectors)
@@ -108,7 +116,9 @@ FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   return false;
 }
 
-// Return the position of the k-th run (k = 0 ... kUnroll - 1) that this thread quantizes in a step.
+// Return the position of the k-th run (k = 0 ... kUnroll - 1) that this thread quantizes in a step. If the thread has
+// no such run, return the position of another thread's run. Its field `inside` is then false if kInSectors. Otherwise
+// `inside` is true, and both threads store the same bits.
 template <class R, class In>
 FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -130,7 +140,8 @@ FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k)
 }
 
 // Return the amax from which the tensor scale of a run is computed, for recipes with one tensor scale per row or per
-// block. Return 0 if the tensor has one scale or none.
+// block. It is an element of a.tensor_amax, without its sign bit. Return 0 if the tensor has one scale or none; callers
+// then do not use the result.
 template <class R, class In>
 FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition& place) {
   if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
@@ -139,9 +150,13 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
   return 0.0f;
 }
 
-// Store the scale code of a block, and the tensor scale t if it belongs to this block alone or if the block is the
-// first one in a row with a tensor scale. Only the thread that has the first run of the block stores anything. If
-// R::kFake, nothing is stored.
+// Store the scales of the block that contains the run at `place`. Only the thread with the first run of the block
+// stores them, and no thread does if R::kFake. The caller must check place.inside first.
+//
+// - The scale code `code` goes to a.scales, if the recipe has block scales.
+// - The tensor scale t goes to a.tensor_scale if it belongs to this block alone. If each row has a tensor scale, only
+//   the first block of the row stores it, and only if a.tensor_scale is not nullptr. A copy of the amax goes to
+//   a.amax_out, unless that is nullptr.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
@@ -153,9 +168,15 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Quantize a run of elements by the fast path, store it if place.inside, and return true. Return false, and store
-// nothing, if the run must take the exact path. `own` is largest_bits_of(x). The threads of a block exchange their
-// amaxes, so all threads of a warp must call this function.
+// Try to quantize a run by the fast path, which is not valid for every run (takes_fast_path). If it is valid, store the
+// codes of the run and the scales of its block (or only values if R::kFake), and return true. If place.inside is false,
+// return true without storing anything. If the fast path is not valid, return false and store nothing; the run must
+// then take the exact path.
+//
+// x is the run at `place`, transformed if R::kHadamard, and `own` is largest_bits_of(x). The amax is the largest one
+// among the threads that share the block, or the element of a.block_amax if R::kStatic and that array is given. `table`
+// holds the Factor of each scale code if R::kHasTable. `random` holds the random bytes of the run for stochastic
+// rounding. All threads of a warp must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
@@ -182,8 +203,10 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
   return true;
 }
 
-// Return the amax of the block that contains run number `run`, after the Hadamard transform if R::kHadamard. The block
-// is loaded from a.x again. R::kAmaxNan says what the amax is if elements are NaN. An infinite element gives infinity.
+// Return the amax (the largest magnitude) of the block that contains run number `run`, after the Hadamard transform if
+// R::kHadamard. The block is loaded from a.x again. R::kAmaxNan says what NaN elements do: `ignore` skips them, so the
+// amax is 0 if all elements are NaN. `propagate` makes the amax NaN. `lanes` makes it NaN only if all elements at odd
+// positions are NaN.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
@@ -192,7 +215,10 @@ FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
       1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
-// Quantize a run of any elements by the exact path, and store its codes and its scale.
+// Quantize the run at `place` by the exact path, which is valid for all elements. Store its codes, and the scales of
+// its block as store_scales does; or, if R::kFake, store only the values of the run. The run is loaded from a.x again.
+// The amax of its block is read from a.block_amax if that is given, and otherwise computed. `table` holds the Factor of
+// each scale code if R::kHasTable. The place must be inside of the matrix.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& place, TensorScale t,
                                 const Factor* table) {
@@ -207,9 +233,13 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
-// Quantize the runs of one step. x holds the runs of this thread, if there is a fast path. `amaxes` holds the amaxes
-// from which their tensor scales are computed, if there is more than one tensor scale; otherwise `whole_scale` is the
-// tensor scale. place_of(k) returns the RunPosition of run k. All threads of the thread block must call this function.
+// Quantize the runs that this thread has in one step: by the fast path where it is valid, otherwise by the exact path.
+// Store the codes and scales, or the values if R::kFake. All threads of a warp must call this function.
+//
+// x holds the runs if there is a fast path (they are transformed in place); otherwise x is not read. place_of(k)
+// returns the RunPosition of run k. If there is more than one tensor scale, `amaxes` holds the amax for each run's
+// tensor scale. Otherwise `whole_scale` is the tensor scale of all runs. `table` holds the Factor of each scale code if
+// R::kHasTable.
 template <class R, class In, bool kAligned, class Place>
 FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
                                  Run<In, QuantizeTraits<R, In>::kRun> (&x)[QuantizeTraits<R, In>::kUnroll],
@@ -240,7 +270,10 @@ FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
   }
 }
 
-// Quantize a matrix, or one piece of a tensor in a group. This thread block processes the part that `grid` names.
+// Quantize the part of the matrix a.x that `grid` assigns to this thread block, and store its codes and block scales,
+// or its values if R::kFake. In a group of tensors, this part is one piece of a tensor. Tensor scales are stored too,
+// unless R::kFake. If there is only one, the thread block with grid.block = 0 stores it, if a.tensor_scale is not
+// nullptr. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -270,7 +303,8 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
 }
 
 // Raise largest[index] to `own`, the float32 bits of a magnitude: store the larger of the two, atomically. All threads
-// of a warp must call this function. If all of them have the same index, only one thread accesses the memory.
+// of a warp must call this function. If all of them have the same index, one thread stores the largest `own` of the
+// warp. Otherwise each thread raises its own entry.
 FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
   if (__any_sync(0xFFFFFFFFu, index != __shfl_sync(0xFFFFFFFFu, index, 0))) {
     atomicMax(largest + index, own);
@@ -281,10 +315,13 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
   if (threadIdx.x % 32 == 0) atomicMax(largest + index, own);
 }
 
-// Quantize a matrix with one tensor scale per row. First find the amax of each row, and store it in the array at
-// a.tensor_amax. A thread block takes as many whole rows at a time as fit into one step of its threads, or one longer
-// row. Rows that fit are loaded once. Longer rows are loaded again for the codes, mostly from a cache. Launch with any
-// grid of thread blocks of at most kThreads threads.
+// Quantize the rows of a matrix that `grid` assigns to this thread block, for recipes with one tensor scale per row.
+// First find the amax of each of these rows, and store it in the array at a.tensor_amax. Then store codes and scales,
+// or values if R::kFake. NaN elements make the amax NaN if R::kAmaxNan is `propagate`, and are skipped otherwise.
+//
+// A thread block takes as many whole rows at a time as fit into one step of its threads, or one longer row. Rows that
+// fit are loaded once. Longer rows are loaded again for the codes, mostly from a cache. Launch with any grid of thread
+// blocks of at most kThreads threads.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -337,11 +374,11 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. It is launched for blocks of
-// one row that no other kernel supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes kUnroll runs
-// (see RunPosition) per step. If R::kFindsRows, the amaxes of rows are found, too, and stored at the address
-// a.tensor_amax. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
-// blocks, which also find the tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or only a.values if R::kFake. It is launched for blocks
+// of one row that no other kernel supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes several runs
+// per step. If R::kFindsRows, the amaxes of rows are found first and stored at the address a.tensor_amax. Launch with
+// any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks; they first find the
+// tensor's amax, or the amax of each row, and store it there (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   if constexpr (R::kFindsRows) {
     quantize_rows<R, Input, kAligned>(a, whole_grid());

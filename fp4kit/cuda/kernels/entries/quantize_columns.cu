@@ -1,15 +1,15 @@
 // quantize_columns: quantize a matrix along its columns, or along both rows and columns in one read. It also quantizes
-// blocks of several rows (16x16, 32x32) in either direction.
+// blocks of several rows (16x16, 32x32) in either direction. A thread block processes a tile of 128 rows at a time. R
+// is the recipe, In is the type of the elements of x, and P holds the sizes of tiles (PatchTraits). kAligned is true if
+// all rows of x (and of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments:
+// the arrays and their sizes. t is the tensor scale, and `table` holds the Factor of each scale code if R::kHasTable.
 //
-// A thread block processes a tile of 128 rows. A thread holds a patch (a small rectangle) of the tile in registers, and
-// loads the patch while the table of factors is filled. For blocks in a column, a patch is 16 rows of 8 bytes. Finding
-// the amax of a block then needs at most one shuffle, for two 16-bit columns at once. Codes along columns are collected
-// in shared memory, because the columns of a whole tile are long enough to be stored as whole sectors.
+// A thread holds a patch (a small rectangle) of the tile in registers, and loads the patch while the table of factors
+// is filled. For blocks in a column, a patch is 16 rows of 8 bytes. Finding the amax of a block then needs at most one
+// shuffle, for two 16-bit columns at once. Codes along columns are collected in shared memory, because the columns of a
+// whole tile are long enough to be stored as whole sectors.
 //
 // For blocks in a row, the tile is also kept in shared memory, and a thread processes runs of 16 neighboring elements.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"
@@ -30,7 +30,8 @@ struct TileRuns {
   }
 };
 
-// Store the codes of this thread's run k at `out`. If the run begins a block, also store the scale code of the block.
+// Store the codes of this thread's run k, which are in `words`, at address `out`. If the run begins a block, also store
+// the block's scale code `code` in a.scales.
 template <class R, class P>
 FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, int k, u8* out,
                              const u32 (&words)[16 / P::kPerWord], u32 code) {
@@ -41,8 +42,9 @@ FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, i
       static_cast<u8>(code);
 }
 
-// Quantize the runs that must not take the fast path: load them again and encode them by the exact path. Bit k of
-// `pending` is set if run k is one of these runs. `out` is the address of the codes of the first run.
+// Quantize the runs of this thread that must not take the fast path: load them from a.x again, encode them by the exact
+// path, and store their codes and the scale codes of their blocks. Bit k of `pending` is set if run k is one of these
+// runs. Runs outside of the matrix are left out. `out` is the address of the codes of run 0.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns<P>& runs, u8* out, u32 pending,
                                          TensorScale t, const Factor* table) {
@@ -58,9 +60,10 @@ FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns
   }
 }
 
-// Quantize a tile with blocks in a row, one run of 16 elements at a time. The runs of a block are in neighboring lanes.
-// All threads of the warp must call this function. If P::kKeepsElements, the elements are read from `elements`,
-// otherwise from a.x.
+// Quantize a tile along its rows, for blocks in a row, and store codes in a.packed and scale codes in a.scales. Rows
+// and columns outside of the matrix are left out. If P::kKeepsElements, the elements are read from `elements`,
+// otherwise from a.x. A thread takes one run of 16 elements at a time, and the runs of a block are in neighboring
+// lanes. All threads of the warp must call this function.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
                                  const TileElements<P>& elements) {
@@ -100,7 +103,11 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
   if (pending) quantize_pending_runs<R, In>(a, runs, out, pending, t, table);
 }
 
-// Quantize the tiles of a matrix that this thread block processes, one after the other.
+// Quantize the tiles of a.x that `grid` assigns to this thread block, one after the other: along columns if
+// a.column_packed is not nullptr, and along rows if a.packed is not nullptr. Store codes and scale codes, or only
+// a.values if R::kFake (square blocks only). The first thread of the grid also stores the tensor scale and copies of
+// its amax in those outputs that are not nullptr, if the recipe has a tensor scale. All threads of the thread block
+// must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   using P = PatchTraits<R, In>;
@@ -157,11 +164,13 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
                                                                                        : 4;
 
 // Quantize a.x along columns and store a.column_packed and a.column_scales. Also quantize a.x along rows and store
-// a.packed and a.scales. An output that is nullptr is left out. If R::kFake, store a.values instead (square blocks
-// only). It is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
+// a.packed and a.scales. A direction whose codes are nullptr is left out. The tensor scale is stored, too. If R::kFake,
+// only a.values is stored (square blocks only).
+//
+// It is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
 // (launch/dispatch.py has all conditions). A thread block processes one tile at a time. Launch with any grid if
-// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the amaxes
-// (amax.cuh).
+// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax
+// and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);

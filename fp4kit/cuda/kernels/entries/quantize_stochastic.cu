@@ -1,17 +1,17 @@
 // quantize_stochastic: compute codes and block scales of E2M1 recipes that round stochastically by noise (noise.cuh),
-// for blocks in a row (1 x kBlock). If R::kFake, it stores the values to which these codes decode instead.
+// for blocks in a row (1 x kBlock). If R::kFake, it stores the values to which these codes decode instead. R is the
+// recipe, In is the type of the elements of x, and kAligned is true if all rows of x begin at multiples of 16 bytes.
+// `a` holds the kernel's arguments: the arrays, their sizes and the seed. t is a tensor scale.
 //
 // A thread quantizes a whole block by the exact path. Few callers round in this way, so the kernel is not tuned.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes.
 #include "amax.cuh"
 #include "noise.cuh"
 #include "quantize.cuh"
 
 constexpr int kNoiseRun = 16;  // elements that a thread loads at a time
 
-// Load the run that begins at element `first` of a.x, and store its elements in x. If R::kHadamard, transform it.
+// Load kNoiseRun neighboring elements of a.x, starting at element `first`, and store them in x as float32. If
+// R::kHadamard, they are transformed; a.x itself does not change.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void load_elements(const QuantizeArguments& a, i64 first, float (&x)[kNoiseRun]) {
   auto run = read_run<In, kNoiseRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -19,8 +19,10 @@ FP4KIT_DEVICE void load_elements(const QuantizeArguments& a, i64 first, float (&
   widen_run(run, x);
 }
 
-// Return the code of element x, which has number `index` in the array, in a block with factor f. The code of ComfyUI's
-// rounding may be above 15. a.random holds the random numbers of ComfyUI's rounding, as float32.
+// Return the code of element x in a block with the Factor f, rounded stochastically. `index` is the number of the
+// element in the array. If R::kMslkNoise, the noise is generated from a.seed and `index`. Otherwise it is ComfyUI's
+// rounding: the random number is read from a.random, an array of float32, and the code may be above 15 (see
+// store_pair).
 template <class R, class In>
 FP4KIT_DEVICE u32 noisy_code(const QuantizeArguments& a, float x, i64 index, Factor f) {
   const float y = scaled_element<R, In>(x, f);
@@ -31,7 +33,10 @@ FP4KIT_DEVICE u32 noisy_code(const QuantizeArguments& a, float x, i64 index, Fac
   }
 }
 
-// Store the codes of two neighboring elements, the first of which has number `index`. If R::kFake, store their values.
+// Store the codes `low` and `high` of two neighboring elements in one byte of a.packed. `index` is the number of the
+// first element, which is even. As in ComfyUI, the bits of `high` above its lowest four are combined with `low` by a
+// bitwise or, and those of `low` are dropped. If R::kFake, the values of the resulting codes are stored in a.values
+// instead.
 template <class R, class In>
 FP4KIT_DEVICE void store_pair(const QuantizeArguments& a, i64 index, u32 low, u32 high,
                               typename R::DecodeRule::Scale scale) {
@@ -46,7 +51,9 @@ FP4KIT_DEVICE void store_pair(const QuantizeArguments& a, i64 index, u32 low, u3
   }
 }
 
-// Store the scale of block `block` of a row, and its tensor scale if the block is the first one that has it.
+// Store the scale code `code` of block `block` of row `row` in a.scales, if the recipe has block scales. Also store the
+// tensor scale t if this block is the first one of the tensor, the row or the block to which t belongs. A row has
+// `blocks` blocks.
 template <class R>
 FP4KIT_DEVICE void store_block_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks, u32 code,
                                      TensorScale t) {
@@ -60,7 +67,9 @@ FP4KIT_DEVICE void store_block_scale(const QuantizeArguments& a, i64 row, i64 bl
   }
 }
 
-// Quantize block number i of the matrix a.x. A row has `blocks` blocks.
+// Quantize block number i of the matrix a.x, and store its codes and its scales (store_block_scale), or only its values
+// if R::kFake. A row has `blocks` blocks. The amax of the block is read from a.block_amax if that is given, and
+// otherwise computed.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_block(const QuantizeArguments& a, i64 i, i64 blocks) {
   const i64 row = i / blocks, block = i % blocks, first = i * R::kBlock;
@@ -88,9 +97,10 @@ FP4KIT_DEVICE void quantize_block(const QuantizeArguments& a, i64 i, i64 blocks)
   if constexpr (!R::kFake) store_block_scale<R>(a, row, block, blocks, code, t);
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. It is launched for the recipes
-// of NOISE_STOCHASTICS (recipes/rules.py). Launch with any grid if R::kFinders is 0. Otherwise launch with a
-// multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or only a.values if R::kFake. It is launched for the
+// recipes of NOISE_STOCHASTICS (recipes/rules.py). A thread processes one block at a time. Launch with any grid if
+// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax
+// and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_stochastic_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   const Grid grid = whole_grid();

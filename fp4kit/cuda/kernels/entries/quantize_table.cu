@@ -1,11 +1,10 @@
 // quantize_table: quantize a large bfloat16 matrix by 4over6 (each block gets the better of two scales), with lookup
 // tables (four_over_six_table.cuh). Blocks for which the tables do not prove which scale is better are quantized by the
-// functions of quantize_tile.cuh.
+// functions of quantize_tile.cuh. R is the recipe, In is the type of the elements of x, and kAligned is true if all
+// rows of x begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and their sizes. t is the
+// tensor scale.
 //
 // Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
 
@@ -18,9 +17,9 @@ struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// Look up the elements of one row of a block in the table, and store the result in `found`. `amax` is the amax of the
-// whole block. Return true if the table is valid for the block. Otherwise return false, and store only the two scale
-// codes found.six and found.four.
+// Look up the elements x of one row of a block in the table, and store the result in `found`. `amax` is the amax of the
+// whole block. Return true if the table is valid for the block. Otherwise return false, and store only the codes of the
+// two candidate scales, found.six and found.four.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -31,15 +30,16 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Return true if `sum`, the sum of the differences of the two scales' errors, proves that one scale is better. As a
-// signed integer, it must be at least `slack` or below -`slack`.
+// Return true if `sum` proves that one of a block's two scales is better. `sum` is the sum of the differences of the
+// two scales' errors, a signed integer stored as u32. The result is true if it is at least `slack` or below -`slack`.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }
 
-// Store the codes and the scale code of one row of a block for which the table proves the better scale. `run` is the
-// index of this row of R::kBlock elements in the matrix, and `scale_at` is the offset of its scale. `found` is the
-// result of look_up_block. is_four says which scale is better.
+// Store the codes and the scale code of one row of a block, for which the table has proved which scale is better:
+// `four` of `found` if is_four, otherwise `six`. `found` is the result of look_up_block, and x holds the elements.
+// `run` is the number of this row of R::kBlock elements in the matrix, and `scale_at` is the offset of its scale in
+// a.scales.
 template <class R, class In>
 FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
@@ -58,8 +58,9 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
   a.scales[scale_at] = static_cast<u8>(scale);
 }
 
-// Quantize a matrix whose blocks have one row. A thread processes one block at a time. If has_table is false, the table
-// is not valid for the tensor scale t, and every block is quantized without it.
+// Quantize this thread's blocks of a.x, for blocks of one row, and store their codes and scale codes. A thread
+// processes one block at a time. If has_table is false, the table is not valid for the tensor scale t, and is not used.
+// A block for which the table does not decide takes the fast path or the exact path of quantize_tile.cuh.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
@@ -147,9 +148,9 @@ struct IntegerSum {
   FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return a + b; }
 };
 
-// Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block, whose elements are
-// in `run`. All threads of the team must call this function. `inside` is false if this thread's row is outside of the
-// matrix.
+// Quantize the eight square blocks of a team (four warps) by the exact path, and store their codes and scale codes.
+// Each thread has one row of a block: `run` holds its elements, and `position` is its place. If `inside` is false, the
+// row is outside of the matrix and nothing is stored for it. All threads of the team must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,
                                         Run<In, R::kBlock>& run, TensorScale t) {
@@ -172,8 +173,10 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
   a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
-// Quantize a matrix of square blocks. A team of four warps processes eight blocks at a time. If has_table is false, the
-// table is not valid for the tensor scale t, and every block takes the exact path.
+// Quantize the square blocks of a.x that belong to this thread block, and store their codes and scale codes. A team of
+// four warps processes eight blocks at a time. If has_table is false, the table is not valid for the tensor scale t,
+// and every block takes the exact path. Otherwise only those blocks take it for which the table does not decide,
+// together with the other blocks of their warp's team. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {
@@ -218,10 +221,10 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale. It is launched for large bfloat16 matrices and recipes
-// with 4over6 (launch/dispatch.py has all conditions). A thread processes one block of one row at a time, or a team of
-// four warps processes eight square blocks at a time. Launch with any grid; one thread block per multiprocessor
-// suffices.
+// Quantize a.x by 4over6 and store a.packed, a.scales and a.tensor_scale. It is launched for large bfloat16 matrices
+// and recipes with 4over6 (launch/dispatch.py has all conditions). a.tensor_amax is an input. A thread processes one
+// block of one row at a time, or a team of four warps processes eight square blocks at a time. Launch with any grid;
+// one thread block per multiprocessor suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);

@@ -1,15 +1,15 @@
 // quantize_unblocked: quantize without block scales, with one float32 scale per tensor or per row (FP8, INT8, INT4 by
-// tensor or channel).
+// tensor or channel). R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of x (and
+// of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and
+// their sizes.
 //
 // Rows may have any length. A thread processes runs (16 bytes of neighboring elements of one row), and loads several
 // runs before it uses the first one. Elements after the last whole run of a row are quantized one at a time.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #include "amax.cuh"
 #include "quantize.cuh"
 
-// The sizes of runs and steps for a recipe R and an element type In.
+// Compile-time constants for a recipe R and an element type In: the number of elements per run, and of runs per thread
+// and step.
 template <class R, class In>
 struct UnblockedTraits {
   // With 16 bytes of values per thread, a warp stores whole lines.
@@ -17,8 +17,10 @@ struct UnblockedTraits {
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
-// Quantize a matrix, or one piece of a tensor in a group, without block scales: with one scale per tensor or per row.
-// This thread block processes the part that `grid` names.
+// Quantize the part of the matrix a.x that `grid` assigns to this thread block, without block scales, and store its
+// codes, or its values if R::kFake. In a group of tensors, this part is one piece of a tensor. The scale of the tensor,
+// or of each row, is computed from a.tensor_amax. The thread with the first run of the tensor or row also stores it in
+// a.tensor_scale, unless R::kFake or a.tensor_scale is nullptr.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   using Traits = UnblockedTraits<R, In>;
@@ -69,9 +71,10 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed and a.tensor_scale, or a.values if R::kFake. It is launched for recipes without
+// Quantize a.x and store a.packed and a.tensor_scale, or only a.values if R::kFake. It is launched for recipes without
 // blocks. A thread processes several runs per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a
-// multiple of R::kFinders thread blocks, which also find the amaxes (amax.cuh).
+// multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax of each row, and store it at
+// a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());

@@ -1,24 +1,26 @@
 // quantize_with_scales: encode elements with block scales and tensor scales that the caller gives. So a.scales (in R's
-// layout) and a.tensor_scale are inputs of this kernel. If the recipe multiplies elements by the tensor's encode scale,
-// a.tensor_amax holds the amaxes from which the recipe would compute the tensor scales. Otherwise a.tensor_amax is
-// nullptr.
+// layout) and a.tensor_scale are inputs of this kernel. A thread processes a run of 16 neighboring elements of a row at
+// a time. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows of x begin at
+// multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and their sizes. t is a tensor scale: its encode
+// and decode factors.
 //
-// A thread processes a run of 16 neighboring elements of a row. It computes the block's factor from the given scale
-// code by the recipe's rule. The whole block is read only if its factor or its codes depend on its amax (kReadsBlock).
+// If the recipe multiplies elements by the tensor's encode scale, a.tensor_amax holds the amaxes from which the recipe
+// would compute the tensor scales. Otherwise a.tensor_amax is nullptr.
 //
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
+// A thread computes the block's factor from the given scale code by the recipe's rule. The whole block is read only if
+// its factor or its codes depend on its amax (kReadsBlock).
 #include "four_over_six.cuh"
 #include "implied_amax.cuh"
 
 constexpr int kRun = 16;
 
-// True if a block must be read for its amax. That is so if its factor depends on the amax, or if R uses 4over6 and
-// flushes blocks of zeros.
+// True if a block must be read to find its amax. That is so if its factor depends on the amax, or if R uses 4over6
+// (each block gets the better of two scales) and flushes blocks of zeros.
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 
-// Load the run that begins at element `first`. If R::kHadamard, transform it. read_run describes kAligned.
+// Return the run of 16 elements of a.x that begins at element `first`. If R::kHadamard, the returned run is
+// transformed; a.x itself does not change. If kAligned, the run must begin at a multiple of 16 bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -26,9 +28,13 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   return run;
 }
 
-// Return the TensorScale of block `block` of row `row`, from the scales that the caller gives. A row has `blocks`
-// blocks. If a.tensor_amax is null, the encode scale is 1. For a recipe without a tensor scale, encode and decode scale
-// are 1.
+// Return the tensor scale of block `block` of row `row`, from the scales that the caller gives. A row has `blocks`
+// blocks.
+//
+// - If the recipe has no tensor scale, all fields of the result are 1.
+// - If a.tensor_amax is null, `decode` is the given scale, and the other fields are 1.
+// - Otherwise `encode` is the recipe's encode scale for the amax in a.tensor_amax. If that amax is unknown, `encode` is
+//   1 / decode.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
@@ -42,8 +48,9 @@ FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row
   }
 }
 
-// Return the amax of block `block` in the row of blocks that contains row `row`. Return 1, without reading the block,
-// if kReadsBlock is false, because nothing then depends on the amax.
+// Return the amax of the block that contains row `row` and has number `block` among the blocks side by side. The whole
+// block is loaded from a.x, as far as it is in the matrix. If kReadsBlock is false, return 1 without reading the block,
+// because nothing then depends on the amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 block) {
   if constexpr (!kReadsBlock<R>) return 1.0f;
@@ -54,9 +61,9 @@ FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 bl
   });
 }
 
-// Encode and store a whole run that begins at element `first`. `amax` and `code` are the amax and the scale code of its
-// block. If the factor is negative or -0, the run takes the exact path, because fast paths are valid only for factors
-// that rules compute from amaxes.
+// Encode a whole run, and store its codes in a.packed. The run begins at element `first` of a.x. `amax` and `code` are
+// the amax and the scale code of its block. If the factor is negative or -0, the run takes the exact path, because fast
+// paths are valid only for factors that rules compute from amaxes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
                                 TensorScale t) {
@@ -71,9 +78,9 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
   }
 }
 
-// Encode and store `count` elements (at most kRun), which begin at element `first`, for a recipe without blocks. t is
-// their tensor scale. It is used for a run at the end of a row that is not whole, and for runs whose codes are not
-// aligned. If R::kHadamard, all kRun elements of the run must exist.
+// Encode elements `first` ... `first` + `count` - 1 (at most kRun) for a recipe without blocks, and store their codes
+// in a.packed. t is their tensor scale. It is used for a run at the end of a row that is not whole, and for runs whose
+// codes are not aligned. If R::kHadamard, `count` may be below kRun only if kRun elements exist in a.x.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;
@@ -82,7 +89,8 @@ FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int co
   quantize_elements<R, In>(a, first, count, from, factor_of_code<R, In>(0u, t), t);
 }
 
-// Quantize a matrix with given scales. This thread block processes the part that `grid` names.
+// Encode the part of the matrix a.x that `grid` assigns to this thread block with the given scales, and store the codes
+// in a.packed. a.scales and a.tensor_scale do not change.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;
@@ -106,9 +114,9 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Encode a.x with the given a.scales and a.tensor_scale, and store the codes in a.packed. It is launched for
-// fp4kit.quantize with scales that the caller passes. A thread processes 16 neighboring elements at a time. Launch with
-// any grid.
+// Encode a.x with the given scales a.scales and a.tensor_scale, and store the codes in a.packed. Nothing else is
+// stored. It is launched for fp4kit.quantize with scales that the caller passes. A thread processes 16 neighboring
+// elements at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,5 +1,8 @@
 // requantize: convert blocks with E8M0 scales to blocks with E4M3 scales and a tensor scale 2^m. The codes of a block
-// are kept if E4M3 can represent the scale of the block divided by 2^m (ops/requantize.py).
+// are kept if E4M3 can represent the scale of the block divided by 2^m (ops/requantize.py). The source is the quantized
+// array that is converted. R is the recipe of the result, and In is the type of the values that the host quantizes. `a`
+// holds the arguments of the kernels. a.extent describes the range of the source's scales, for blocks with nonzero
+// values.
 //
 // There are three launches:
 //   1. requantize_range_kernel finds the range of the source's scales. From that range, every thread of the later
@@ -29,7 +32,8 @@ struct RequantizeArguments {
 
 constexpr u64 kMagnitudes = 0x7777777777777777u;  // the magnitude bits of sixteen E2M1 codes
 
-// Return true if a block of the source has a nonzero element.
+// Return true if a block of the source has a nonzero element. `block` is the number of the block. Codes of -0 count as
+// zero.
 FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   const u64* words = reinterpret_cast<const u64*>(a.source) + block * (a.source_block / 16);
   u64 any = 0u;
@@ -38,15 +42,16 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
 }
 
 // Raise *maximum_address to the largest `own` among the threads of the warp: store the larger of the two, atomically.
-// All threads of the warp must call this function.
+// Nothing is stored if every `own` is 0. All threads of the warp must call this function.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
-// Find the range of the source's scales, and widen the range in a.extent to include it. Scales of blocks that have only
-// zeros do not count. Also set a.extent[2] to 1 if a scale is NaN.
+// Widen the range of scale codes in a.extent, by atomic maxima, so that it includes the scales of the source's blocks
+// that `grid` assigns to this thread block. Blocks that have only zeros do not count. Also set a.extent[2] to 1 if the
+// scale of any of these blocks, blocks of zeros included, is NaN. All threads of the warp must call this function.
 FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
@@ -61,7 +66,7 @@ FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   raise_to_largest(a.extent + 2, nan);
 }
 
-// Return 2^exponent, for exponents from -149 to 127.
+// Return 2^exponent as float32, for exponents from -149 to 127. Below -126, the result is subnormal.
 FP4KIT_DEVICE float power_of_two(i32 exponent) {
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
@@ -79,11 +84,16 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
 }
 
 // Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. Then `m`
-// receives the exponent, and `amax` the tensor amax that gives 2^m. If the result is false, neither may be used.
+// receives the exponent, and `amax` the tensor amax for which the recipe R computes the tensor scale 2^m. If the result
+// is false, neither may be used.
 //
-// m is chosen such that the largest scale becomes as large as E4M3 allows. The tensor rule must give 2^m for `amax`. If
-// some blocks are out of range, their values are quantized as Float32, so the rule must give 2^m for that type too. The
-// result is false if a scale is NaN.
+// m is chosen such that the largest scale becomes as large as E4M3 allows; it is 0 if all values are zero. The result
+// is false in these cases:
+//
+// - A scale of the source is NaN.
+// - The amax is not finite, or the tensor rule of R does not give 2^m for it.
+// - Some scales are too small for E4M3, and the tensor rule does not give 2^m for the type Float32, too. The values of
+//   such blocks are quantized as Float32.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;
@@ -95,9 +105,10 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, Float32>(amax, m));
 }
 
-// If can_keep returns true, copy the source's blocks that are in range to the result: the codes, and the scales as
-// E4M3. Blocks with only zeros are always in range, and get scale 0. Also store the tensor scale and its amax. If
-// can_keep returns false, do nothing. If kUnsignedZero, codes of -0 become codes of +0.
+// If 2^m can be the tensor scale (can_keep), copy those blocks of the source whose scales E4M3 can represent to the
+// result: their codes, and their scales as E4M3. Other blocks of the result do not change. Blocks with only zeros are
+// always copied, and get scale 0. The thread with block 0 also stores the tensor scale and its amax. If 2^m cannot be
+// the tensor scale, do nothing. If kUnsignedZero, codes of -0 become codes of +0.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -123,24 +134,26 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   }
 }
 
-// Store the range of the source's scales in a.extent: the largest and the smallest scale code among the blocks with
-// nonzero values (in the form that RequantizeArguments describes), and whether a scale is NaN. This is the first launch
-// of a requantization. A thread processes one block at a time. Launch with any grid.
+// Find the range of the source's scales, and store it in a.extent, which the caller sets to zeros before: the largest
+// scale code + 1 and 256 - the smallest scale code, among the blocks with nonzero values. Store 1 in a.extent[2] if the
+// scale of any block is NaN. This is the first launch of a requantization. A thread processes one block at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }
 
 // If 2^m can be the tensor scale, store the tensor amax that gives 2^m in *a.tensor_amax. Otherwise leave
-// *a.tensor_amax unchanged. This is the second launch. Launch with any grid.
+// *a.tensor_amax unchanged. One thread does this. This is the second launch of a requantization. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(RequantizeArguments a) {
   i32 m;
   float amax;
   if (first_item(whole_grid()) == 0 && can_keep<R, Input>(a.extent, m, amax)) *a.tensor_amax = amax;
 }
 
-// If 2^m can be the tensor scale, store the blocks whose codes can be kept in a.packed and a.scales, and store the
-// tensor scale and its amax. Otherwise do nothing. This is the third launch. A thread processes one block at a time.
-// Launch with any grid.
+// If 2^m can be the tensor scale, store the blocks whose codes can be kept in a.packed and a.scales, and leave all
+// other blocks unchanged. Also store *a.tensor_scale = 2^m, and the amax that gives it in *a.tensor_amax. If 2^m cannot
+// be the tensor scale, do nothing. This is the third launch of a requantization. A thread processes one block at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

@@ -1,9 +1,12 @@
-// rotate: rotate blocks along an axis by a Hadamard transform or by given matrices. The results are bit-identical to
-// the results of reference/rotate.py. Most Hadamard transforms are computed by hadamard_rows.cu and
-// hadamard_columns.cu.
+// rotate: rotate blocks of kSize elements along an axis, by a Hadamard transform or by given matrices (kHasMatrices).
+// The axes of x are (outer, length, inner), and blocks lie along the middle axis. A thread block processes kLanes
+// blocks at a time (each is a lane) and keeps their kCount elements as float32 in shared memory (the tile). `a` holds
+// the kernel's arguments: x, out, signs, matrices and sizes. b is the group of blocks in the tile. If kHasSigns,
+// elements are multiplied by their signs before the rotation, or after it if kIsInverse.
 //
-// The axes of x are (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block
-// processes kLanes blocks at a time (each is a lane) and keeps their elements as float32 in shared memory (the tile).
+// The results are bit-identical to the results of reference/rotate.py. Most Hadamard transforms are computed by
+// hadamard_rows.cu and hadamard_columns.cu.
+//
 // If inner is 1 (kContiguous), the elements of a block are neighbors, in memory and in the tile. Otherwise elements of
 // neighboring lanes are neighbors in both.
 #include "rotate.cuh"
@@ -23,8 +26,8 @@ constexpr int kLanes = 4096 / kSize, kCount = kLanes * kSize;  // lanes and elem
 constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
 constexpr int kUnit = kContiguous ? 1 : kLanes;  // distance in the tile of neighboring elements of a block
 
-// Return the index in the tile's memory of element e of the tile. In Hadamard transforms, a gap after every 16 elements
-// avoids bank conflicts.
+// Return the index in shared memory at which element e of the tile is stored. It is e if kHasMatrices. In Hadamard
+// transforms, a gap after every 16 elements avoids bank conflicts.
 FP4KIT_DEVICE constexpr int padded(int e) {
   return kHasMatrices ? e : e + e / 16;
 }
@@ -43,13 +46,15 @@ struct RotateBlocks {
   i64 first, element_step, lane_step, lanes, block;
 };
 
-// Return into how many RotateBlocks (groups of blocks that fill one tile) the array is divided.
+// Return the number of groups of blocks (RotateBlocks) into which the array is divided. Each group fills one tile, or a
+// part of it at the end of an axis.
 FP4KIT_DEVICE i64 rotate_blocks_count(const RotateArguments& a) {
   const i64 blocks = a.length / kSize;
   return kContiguous ? (a.outer + kLanes - 1) / kLanes * blocks : a.outer * blocks * ((a.inner + kLanes - 1) / kLanes);
 }
 
-// Return the group of blocks with this index, for indices below rotate_blocks_count.
+// Return the group of blocks with number `index`, for indices below rotate_blocks_count: its place and its strides in
+// memory, and its number of lanes.
 FP4KIT_DEVICE RotateBlocks rotate_blocks(const RotateArguments& a, i64 index) {
   const i64 blocks = a.length / kSize;
   if (kContiguous) {
@@ -60,7 +65,7 @@ FP4KIT_DEVICE RotateBlocks rotate_blocks(const RotateArguments& a, i64 index) {
   return {position * kSize * a.inner + lane, a.inner, 1, minimum<i64>(a.inner - lane, kLanes), position % blocks};
 }
 
-// Return the lane of element e of the tile, which is the number of its block in the tile.
+// Return the lane of element e of the tile, which is the number of its block in the tile: 0 ... kLanes - 1.
 FP4KIT_DEVICE int lane_of(int e) {
   return kContiguous ? e / kSize : e % kLanes;
 }
@@ -69,13 +74,15 @@ FP4KIT_DEVICE int index_of(int e) {
   return kContiguous ? e % kSize : e / kLanes;
 }
 
-// Return the sign of element i of block `block` along the middle axis: 1 or -1.
+// Return the sign of element i of block `block` along the middle axis: 1 or -1. It is 1 if there are no signs
+// (kHasSigns is false).
 FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) {
   return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
 }
 
-// Load the elements of b into the tile, multiplied by signs if the call is not inverse. Lanes beyond the last one load
-// the last lane's elements, so that no load waits for a branch; results of such lanes are not stored.
+// Load the elements of the group b from a.x into the tile, multiplied by their signs unless kIsInverse. Lanes beyond
+// the last one load the last lane's elements, so that no load waits for a branch; results of such lanes are not stored.
+// Threads must synchronize before they read the tile.
 FP4KIT_DEVICE void load_tile(const RotateArguments& a, const RotateBlocks& b, float* tile) {
   Bits loaded[kPerThread];
 #pragma unroll
@@ -93,8 +100,9 @@ FP4KIT_DEVICE void load_tile(const RotateArguments& a, const RotateBlocks& b, fl
   }
 }
 
-// Store `value`, the result of element e of the tile, with its sign if the call is inverse. Nothing is stored if e is
-// not below kCount, or if its lane is beyond the last one.
+// Store `value`, the result for element e of the tile, at its place in a.out, rounded to the type of the elements. If
+// kIsInverse, it is multiplied by its sign first. NaN becomes the positive quiet NaN. Nothing is stored if e is not
+// below kCount, or if its lane is not below b.lanes.
 FP4KIT_DEVICE void store_result(const RotateArguments& a, const RotateBlocks& b, int e, float value) {
   const int lane = lane_of(e), i = index_of(e);
   if (e >= kCount || lane >= b.lanes) return;
@@ -128,8 +136,10 @@ FP4KIT_DEVICE void add_and_subtract(float* tile) {
   __syncthreads();
 }
 
-// Transform the blocks of the tile in place, without the final factor: call add_and_subtract for the distances
-// kDistance to kSize / 2, at most four of them at a time.
+// Replace pairs of elements of each block in the tile by their sums and differences, in place: first elements that are
+// kDistance apart in the block, then 2 kDistance, ..., kSize / 2 apart. transform_tile<1> is a Hadamard transform of
+// each block without the final factor. If kDistance is not below kSize, do nothing. All threads of the thread block
+// must call this function, and may read the tile when it returns.
 template <int kDistance>
 FP4KIT_DEVICE void transform_tile(float* tile) {
   if constexpr (kDistance < kSize) {
@@ -144,9 +154,11 @@ struct alignas(16) Quad {
   float values[4];
 };
 
-// Multiply the blocks of the tile by the matrix of b and store the results, for sizes of 16, 32, 64 and 128. A thread
-// computes one column of the results for 16 lanes, or 16 columns for one lane, so that it reads most numbers four at a
-// time. Sums start at -0, because -0 + x is x for every x.
+// Multiply the blocks of the tile by the matrix of the group b, and store the results in a.out (store_result). kSize
+// must be 16, 32, 64 or 128. The tile itself does not change.
+//
+// A thread computes one column of the results for 16 lanes, or 16 columns for one lane, so that it reads most numbers
+// four at a time. Sums start at -0, because -0 + x is x for every x.
 FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
@@ -185,7 +197,8 @@ FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlo
   }
 }
 
-// Multiply the blocks of the tile by the matrix of b and store the results, for any size.
+// Multiply the blocks of the tile by the matrix of the group b, and store the results in a.out (store_result), for any
+// kSize. The tile itself does not change. It is slower than store_even_products.
 FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
@@ -202,9 +215,10 @@ FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& 
   for (int k = 0; k < kPerThread; ++k) store_result(a, b, k * kThreads + threadIdx.x, sums[k]);
 }
 
-// Rotate the blocks of a.x, and store the results in a.out. It is launched for fp4kit.rotate, and for fp4kit.hadamard
-// if hadamard_rows.cu and hadamard_columns.cu cannot take the arrays. A thread block takes one tile at a time. Launch
-// with any grid.
+// Rotate the blocks of a.x, and store the results in a.out, rounded to the type of the elements. The rotation is a
+// product with a matrix of a.matrices if kHasMatrices, and otherwise a Hadamard transform with the factor kFactor. It
+// is launched for fp4kit.rotate, and for fp4kit.hadamard if hadamard_rows.cu and hadamard_columns.cu cannot take the
+// arrays. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) rotate_kernel(RotateArguments a) {
   __shared__ RotateTile memory[1];
   float* tile = memory->elements;

@@ -1,8 +1,7 @@
-// search: for each block of 16 elements, find the amax whose scale gives the smallest loss. Only amaxes are stored, no
-// codes.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
+// search: for each block of 16 elements, find the amax whose scale gives the smallest loss (the sum of squared rounding
+// errors, weighted per column if kWeighted). Only amaxes are stored, no codes. R is the recipe, In is the type of the
+// elements of x, and kAligned is true if all rows of x begin at multiples of 16 bytes. `a` holds the kernel's
+// arguments: the arrays, their sizes and the candidates. A candidate is a scale code (E4M3) that is tried.
 #include "search_pruned.cuh"
 
 // A block for which one thread could not prove the best scale. All threads of the warp then search it together.
@@ -31,8 +30,9 @@ struct SearchMemory {
   WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
 };
 
-// Return the scale code with the smallest loss among all codes of a block's range (the first one in case of ties). The
-// threads of a warp share the work, and all of them must call this function.
+// Return the scale code with the smallest loss among all codes of a block's range, or the first of them if several have
+// this loss. If no loss is below infinity, return the lowest code of the range. `shared` holds the candidates. The
+// threads of a warp share the work; all of them must call this function, and all get the result.
 template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
   BestCode best = {float_of(kInfinityBits), unproven_block.range.low};
@@ -50,8 +50,8 @@ FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, c
   return best.code;
 }
 
-// Load block number i: the magnitudes of its elements, after the Hadamard transform if R::kHadamard, and the weights of
-// its columns if kWeighted. `blocks` is the number of blocks per row.
+// Return block number i of a.x: the magnitudes of its elements, after the Hadamard transform if R::kHadamard, and the
+// weights of its columns if kWeighted. `blocks` is the number of blocks per row.
 template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   SearchBlock<kWeighted> block;
@@ -67,17 +67,17 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   return block;
 }
 
-// Search all blocks of the matrix, and store the amax of each block's best scale code in a.block_amax. The candidates
-// are the scale codes from a.lower to a.upper, relative to the block's own code (the code of its amax). Three cases are
-// compiled:
+// For each block that `grid` assigns to this thread block, find the scale code with the smallest loss, and store its
+// amax in a.block_amax. The candidates are the scale codes from a.lower to a.upper, relative to the block's own code
+// (the code of its amax). Three cases are compiled:
 //
 //   kAll           all codes 1 ... kLastCandidate are candidates, whatever a.lower and a.upper are
 //   kEight         a.lower <= -8 and a.upper >= 8
 //   neither        any other a.lower and a.upper
 //
-// A block whose amax is 0, infinite or NaN gets its lowest candidate. The number of blocks that had a full search is
-// added to *a.unproven, unless a.unproven is null. All threads of the thread block must call this function, after
-// make_pruning_tables.
+// A block whose amax is 0, infinite or NaN gets its lowest candidate. The number of blocks that had a full search,
+// because the pruned search proved no result, is added to *a.unproven, unless a.unproven is null. All threads of the
+// thread block must call this function, after make_pruning_tables.
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWeighted>& memory) {
   Candidates& shared = memory.candidates;
@@ -137,8 +137,9 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
-// Find the best amax of each block of a.x, and store it in a.block_amax. It is launched for pruned scale searches by
-// squared errors, with or without weights per column. A thread processes one block at a time. Launch with any grid.
+// For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax. It is
+// launched for pruned scale searches by squared errors, with or without weights per column. A thread processes one
+// block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;

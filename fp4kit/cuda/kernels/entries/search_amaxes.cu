@@ -1,5 +1,6 @@
 // search_amaxes: for each amax of a tensor, an expert, a row or a block, find the multiple of the amax that gives the
-// smallest loss. If there is one amax per block, the kernels treat each block as a row.
+// smallest loss (sum of rounding errors, or the largest of them). If there is one amax per block, the kernels treat
+// each block as a row. `a` holds the arguments of the kernels: the arrays, their sizes and the multiples to try.
 //
 // The losses of elements are added in float64, as in reference/search_amaxes.py: from the first element of a row to the
 // last, and then from the first row to the last. Therefore one thread sums a whole row for one multiple, and
@@ -62,16 +63,17 @@ struct Values<R, true> {
   }
 };
 
-// Return the combined loss of two sets of elements with the losses a and b: the larger loss for the objective
-// `largest`, and otherwise their sum. The result is NaN if a loss is NaN.
+// Return the combined loss of two sets of elements, whose losses are a and b: the larger loss if the objective is
+// `largest`, otherwise their sum. The result is NaN if a or b is NaN.
 template <Objective kObjective>
 FP4KIT_DEVICE double combined_loss(double a, double b) {
   if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;
   return a + b;
 }
 
-// Return the loss of one element from its residual y. `weight` is the address of the weight of the element's column. It
-// is read only if kWeighted is true.
+// Return the loss of one element from its residual y (its rounding error): |y|^power if the objective is `powers`, y^2
+// if it is `squares`, and |y| otherwise. If kWeighted, the loss is multiplied by the number at the address `weight`,
+// the weight of the element's column; otherwise `weight` is not read.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
   const double size = y < 0.0 ? -y : y;
@@ -81,7 +83,8 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
-// Compute the loss of each row for each multiple of the amax, and store it in a.losses.
+// Compute the loss of each row of a.x for a.count multiples of its amax, starting with multiple number a.first, and
+// store it in a.losses (rows x count). The loss of a row combines the losses of its elements in order. It may be NaN.
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
 FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
@@ -112,9 +115,13 @@ struct BestMultiple {
   }
 };
 
-// Find the multiple with the smallest loss for each amax. Store the amax times that multiple in a.out, and the loss in
-// a.least. If a.first is not 0, earlier launches have tried other multiples. Then a.out changes only if a multiple of
-// this launch is better. If no loss is below infinity, take the first multiple.
+// For each amax, find the multiple with the smallest loss, and store the amax times that multiple in a.out and the loss
+// in a.least. The losses of the rows that share an amax are combined. If several multiples have the smallest loss, the
+// first one is taken.
+//
+// If a.first is not 0, earlier launches have tried other multiples; then a.out changes only if a multiple of this
+// launch has a smaller loss than those. If a.first is 0 and no loss is below infinity (NaN is not), the first multiple
+// is taken, with an infinite loss.
 template <Objective kObjective>
 FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
   __shared__ BestMultiple all[kThreads];
@@ -144,13 +151,16 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
-// Compute the loss of each row of a.x for a.count multiples of the amax, and store it in a.losses. This is the first
-// launch. A thread processes one row with one multiple at a time. Launch with any grid.
+// Compute the loss of each row of a.x for a.count multiples of its amax, and store it in a.losses. This is the first of
+// two launches of a search; least_losses_kernel then reads a.losses. A thread processes one row with one multiple at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
-// Sum a.losses over the rows that share an amax. Store the best multiple of the amax in a.out, and its loss in a.least.
-// This is the second launch. A warp processes one amax at a time. Launch with any grid.
+// Combine a.losses over the rows that share an amax, and store the amax times the multiple with the smallest loss in
+// a.out, and that loss in a.least. If a.first is not 0, a.out and a.least change only if this loss is smaller than the
+// loss in a.least. This is the second launch of a search, after row_losses_kernel. A warp processes one amax at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

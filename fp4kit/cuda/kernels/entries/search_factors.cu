@@ -1,6 +1,7 @@
 // search_factors: for each block, find the multiple of its amax whose codes have the smallest squared error, and store
 // it. kFactors holds the multiples to try, in order. The operations and results equal those in
-// reference/search_factors.py.
+// reference/search_factors.py. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows
+// of x begin at multiples of 16 bytes. `a` holds the kernel's arguments, and t is a tensor scale.
 //
 // A multiple is skipped if the previous multiple or the first multiple has the same scale. Its error is then the same
 // too, so it would not win. (Rules that read the amax skip no multiple.) The multiples after the first one rise. So all
@@ -22,8 +23,8 @@ struct SearchFactorsArguments {
 
 constexpr int kRun = 16, kVector = 8;  // elements that are loaded together; errors that are added together
 
-// Return the sum of squared errors of a block for a scale code and its Factor. load(0, j, values) stores elements j ...
-// j + kRun - 1 of the block in `values`.
+// Return the sum of the squared rounding errors of a block, if it is quantized with the scale code scale_code, the
+// Factor f and the tensor scale t. load(0, j, values) stores elements j ... j + kRun - 1 of the block in `values`.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const Load& load) {
   static_assert(R::kBlock % kRun == 0);
@@ -45,8 +46,9 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
   return sums.result();
 }
 
-// Return the block's amax times the multiple with the smallest error. If several multiples have this error, the first
-// of them is chosen. If the error of the first multiple is NaN, the first multiple is chosen. `load` loads elements, as
+// Return the block's amax times the multiple of kFactors that gives the smallest sum of squared errors. If several
+// multiples have this error, the first of them is chosen. If the error of the first multiple is NaN, the first multiple
+// is chosen; if only the error of another multiple is NaN, that multiple is not. `load` loads elements of the block, as
 // error_under describes.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
@@ -66,7 +68,9 @@ FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   return chosen;
 }
 
-// Search all blocks of a matrix, and store the results in a.block_amax. A thread processes one block at a time.
+// For each block of a.x, find the multiple of its amax whose codes have the smallest squared error, and store the amax
+// times this multiple in a.block_amax. If R::kHadamard, blocks are transformed first. A thread processes one block at a
+// time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
@@ -83,9 +87,9 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   }
 }
 
-// Find the best multiple of each block amax of a.x, and store it in a.block_amax. It is launched before a matrix is
-// quantized, for recipes whose Recipe.search is in FACTORS (reference/search_factors.py). A thread processes one block
-// at a time. Launch with any grid.
+// For each block of a.x, find the multiple of its amax whose codes have the smallest squared error, and store the amax
+// times this multiple in a.block_amax. It is launched before a matrix is quantized, for recipes whose Recipe.search is
+// in FACTORS (reference/search_factors.py). A thread processes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);
 }

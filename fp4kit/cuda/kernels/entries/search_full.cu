@@ -1,10 +1,12 @@
 // search_full: for each block, try all candidate scales, and store the amax whose scale gives the smallest loss. For a
-// block of several rows, the amax is stored once per row.
+// block of several rows, the amax is stored once per row. `a` holds the kernel's arguments: the arrays, their sizes and
+// the range of candidates. Set is the set of candidate scales: E4M3 codes or powers of two.
 #include "search_full.cuh"
 
-// Search all blocks of a matrix, and store their amaxes in a.block_amax. Set::kLanes neighboring threads share a block.
-// The number of blocks is added to *a.unproven, unless a.unproven is null. All threads of the thread block must call
-// this function.
+// For each block of a.x, find the candidate scale with the smallest loss, and store its amax in a.block_amax, once per
+// row of the block. If several candidates have this loss, the first of them is taken. Set::kLanes neighboring threads
+// share a block. The number of blocks is added to *a.unproven, unless a.unproven is null, because every block has a
+// full search. All threads of the thread block must call this function.
 template <class R, class In, class Set, Objective kObjective, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE void search_full(const FullSearchArguments& a) {
   constexpr u32 kLanes = Set::kLanes;
@@ -41,8 +43,9 @@ struct SetOf<R, In, kHessian, kFromFloor, true> {
 using Set = SetOf<R, Input, kHessian, kFromFloor, R::Scale::kMantissaBits == 0>::Type;
 constexpr Objective kObjective = kHessian ? Objective::hessian : objective_of(kMagnitudes, kLargest, kPowers);
 
-// Find the best amax of each block of a.x, and store it in a.block_amax. It is launched for scale searches that cannot
-// be pruned (engine/search_scales.py). Set::kLanes threads process one block at a time. Launch with any grid.
+// For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax, once per row
+// of the block. It is launched for scale searches that cannot be pruned (engine/search_scales.py). Set::kLanes threads
+// process one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_full_kernel(FullSearchArguments a) {
   search_full<R, Input, Set, kObjective, kAligned, kWeighted>(a);
 }

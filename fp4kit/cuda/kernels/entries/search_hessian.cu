@@ -1,11 +1,14 @@
 // search_hessian: for each block of 16 elements, find the amax whose scale gives the smallest loss d^T H d. d is the
-// error of the block, and H is the Hessian of its 16 columns. A thread block processes the blocks of one Hessian.
+// error of the block, and H is the Hessian of its 16 columns. A thread block processes the blocks of one Hessian. `a`
+// holds the kernel's arguments: the arrays, their sizes and the range of candidates. A candidate is a scale code that
+// is tried.
 #include "search_hessian.cuh"
 
-// Search the blocks in the 16 columns of one Hessian, and store their amaxes in a.block_amax. A block of zeros gets its
-// lowest candidate without a search. The number of blocks that had a full search is added to *a.unproven, unless
-// a.unproven is null. The number of thread blocks must be a multiple of the number of Hessians. All threads of the
-// thread block must call this function.
+// For each block in the 16 columns of one Hessian that this thread block processes, find the candidate with the
+// smallest loss, and store its amax in a.block_amax. A block of zeros gets its lowest candidate without a search. The
+// number of blocks that had a full search, because the bounds of the pruned search are not valid for them, is added to
+// *a.unproven, unless a.unproven is null. The number of thread blocks must be a multiple of the number of Hessians. All
+// threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;
@@ -47,9 +50,9 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   if (a.unproven && unproven) atomicAdd(a.unproven, unproven);
 }
 
-// Find the best amax of each block of a.x by the Hessians a.column_weights, and store it in a.block_amax. It is
-// launched for pruned scale searches with Hessians. A thread processes one block at a time. Launch with a multiple of
-// columns / 16 thread blocks.
+// For each block of a.x, find the amax whose scale gives the smallest loss by the Hessian of its columns
+// (a.column_weights), and store it in a.block_amax. It is launched for pruned scale searches with Hessians. A thread
+// processes one block at a time. Launch with a multiple of columns / 16 thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) search_hessian_kernel(SearchArguments a) {
   search_hessian<R, Input, kAligned>(a);
 }

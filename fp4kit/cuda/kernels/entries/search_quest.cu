@@ -15,7 +15,9 @@ struct SearchQuestArguments {
 
 constexpr int kRun = 16, kLanes = 32;  // elements that are loaded together; lanes that add the elements of a block
 
-// Return QuEST's amax of the block of R::kBlock elements at x.
+// Return the amax that QuEST chooses for the block of R::kBlock elements at x, computed from the standard deviation of
+// its elements. If R::kHadamard, the elements are transformed first. Return NaN if the standard deviation is not
+// finite.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float quest_amax_at(const typename In::Bits* x) {
   static_assert(R::kBlock % kLanes == 0);
@@ -38,9 +40,9 @@ FP4KIT_DEVICE float quest_amax_at(const typename In::Bits* x) {
   return quest_amax<R>(sum.result(), squares.result(), static_cast<float>(R::kBlock));
 }
 
-// Store QuEST's amax of each block of a.x in a.block_amax. The amax is computed from the standard deviation of the
-// block; it is NaN if the standard deviation is not finite. It is launched before a matrix is quantized, for recipes
-// whose Recipe.search is "quest". One thread computes one block at a time. Launch with any grid.
+// Store in a.block_amax the amax that QuEST chooses for each block of a.x. It is computed from the standard deviation
+// of the block, and is NaN if that is not finite. It is launched before a matrix is quantized, for recipes whose
+// Recipe.search is "quest". One thread computes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_quest_kernel(SearchQuestArguments a) {
   const i64 count = a.rows * (a.columns / R::kBlock);
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid()))

@@ -1,4 +1,7 @@
-// swizzle: convert the block scales of a stack of matrices from layout kFrom to layout kTo, and set padding to zero.
+// swizzle: convert the block scales of a stack of matrices from layout kFrom to layout kTo, and set padding to zero. A
+// layout is linear (row by row), or swizzled: in tiles of 128 x 4 or 8 x 4 scales, to which matrices are padded. A
+// scale is one byte. `a` holds the kernel's arguments: the arrays, and the numbers of matrices, rows and columns
+// without padding. A quad is four rows that lie together in a swizzled layout.
 //
 // 16 contiguous bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4, and consecutive
 // in 8x4. Four such chunks hold 16 columns of the four rows. A thread moves these 64 bytes. Reordering the bytes needs
@@ -15,9 +18,10 @@ struct SwizzleArguments {
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
-// Move a quad (four rows) of 16 columns of scales: from the linear layout to the swizzled layout kTiled if kFromLinear,
-// otherwise from kTiled to linear. `quad` is the number of the quad, and `column` is its first column. Rows from `rows`
-// on are padding: they are set to zero in kTiled, and left out in the linear layout.
+// Copy a quad (four rows) of 16 columns of scales from one matrix to another: from the linear layout at `in` to the
+// swizzled layout kTiled at `out` if kFromLinear, otherwise from kTiled at `in` to linear at `out`. `quad` is the
+// number of the quad, and `column` is its first column. Rows from `rows` on are padding: they are set to zero in
+// kTiled, and left out in the linear layout.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
   constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // distance of the four rows
@@ -50,9 +54,12 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Convert 64 bytes per thread and step: four rows (a quad) of 16 columns. The number of columns and the addresses must
-// be multiples of 16. Consecutive threads process kHigh quads below each other, then the next 16 columns, so that a
-// warp loads and stores whole sectors. kHigh = 8 and kHigh = 2 were the fastest of 1 to 32 (H200, 2026-11-21).
+// Convert the scales that `grid` assigns to this thread block between the linear layout and the swizzled layout kTiled
+// (in the direction that kFromLinear says), 64 bytes per thread and step: a quad of 16 columns. The number of columns
+// and the addresses must be multiples of 16.
+//
+// Consecutive threads process kHigh quads below each other, then the next 16 columns, so that a warp loads and stores
+// whole sectors. kHigh = 8 and kHigh = 2 were the fastest of 1 to 32 (H200, 2026-11-21).
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;
@@ -68,8 +75,9 @@ FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Convert between any two layouts, with any number of columns and any alignment. In each step, a thread moves four
-// bytes, one after another.
+// Convert the scales that `grid` assigns to this thread block from layout kSource to layout kTarget, with any number of
+// columns and any alignment. Padding of a swizzled kTarget is set to zero. In each step, a thread moves four bytes, one
+// after another.
 template <ScaleLayout kSource, ScaleLayout kTarget>
 FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;
@@ -89,8 +97,8 @@ FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
 }
 
 // Convert the scales a.in from layout kFrom to layout kTo, and store them in a.out with zero padding. It is launched
-// for fp4kit.swizzle, unswizzle and requantize. A thread moves 64 bytes per step if kQuads, and otherwise four. Launch
-// with any grid.
+// for fp4kit.swizzle, fp4kit.unswizzle and fp4kit.requantize. A thread moves 64 bytes per step if kQuads, and otherwise
+// four. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());

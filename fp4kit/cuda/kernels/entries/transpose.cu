@@ -1,5 +1,7 @@
 // transpose: transpose the codes and block scales of a stack of quantized matrices with square blocks, without
-// decoding.
+// decoding. `a` holds the kernel's arguments: the arrays codes, scales, codes_out and scales_out, and the sizes of the
+// matrices. A thread block transposes one tile of codes at a time. kSeparateScales is true if scales are transposed
+// separately, not together with the tiles of codes.
 //
 // The struct S has these members: kBits (bits per code), kBlock, kLayout (of the scales), and kScaleWords. kScaleWords
 // is true if rows of scales begin at multiples of four bytes in the input and the output.
@@ -22,14 +24,17 @@ struct TransposeArguments {
   i64 matrices, rows, columns;  // rows and columns are counted in codes
 };
 
-// Return the shared memory for a tile of codes. Every call in one kernel returns the same memory.
+// Return the address of the shared memory for a tile of codes of kBits bits. Every call in one kernel returns the same
+// memory.
 template <int kBits>
 FP4KIT_DEVICE Chunk* tile_memory() {
   __shared__ Chunk tile[CodeTile<kBits>::kChunks];
   return tile;
 }
 
-// Transpose the tile of codes at (row, column) and, unless kSeparateScales, the scales of the tile.
+// Transpose the tile of codes that begins at (row, column) of a matrix and, unless kSeparateScales, the scales of the
+// tile, and store both at (column, row) of the output. Codes and scales outside of the matrix are left out. `codes` and
+// `scales` hold the addresses of the input and the output. All threads of the thread block must call this function.
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
@@ -51,8 +56,9 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __syncthreads();
 }
 
-// Transpose linear scales. A thread processes the scales of 4 x 4 blocks (a square). A thread block processes kThreads
-// squares, starting at square item * kThreads. `squares` is the number of squares of all matrices.
+// Transpose this thread block's part of linear scales, from a.scales to a.scales_out. A thread processes the scales of
+// 4 x 4 blocks (a square), and a thread block kThreads squares, starting at square item * kThreads. `squares` is the
+// number of squares of all matrices; threads beyond the last square do nothing.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -63,10 +69,12 @@ FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 
   transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
-// Transpose large tile number `item` of `items`, for scales in the layout swizzled_8x4. A matrix has `tall` large tiles
-// below each other and `wide` beside each other. For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2
-// us, and 79.4 us if scales are transposed with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4
-// us, so those are transposed with the codes.
+// Transpose large tile number `item` of scales in the layout swizzled_8x4, from a.scales to a.scales_out. There are
+// `items` large tiles in all matrices; a matrix has `tall` of them below each other and `wide` beside each other. All
+// threads of the thread block must call this function.
+//
+// For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2 us, and 79.4 us if scales are transposed with
+// the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so those are transposed with the codes.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
@@ -78,8 +86,10 @@ FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i
   transpose_scale_tile<U>(s, row, column, static_cast<int>(threadIdx.x));
 }
 
-// Transpose a stack of matrices, or one piece of a member of a group, tile by tile down the columns. Thread blocks that
-// run at the same time then store neighboring lines.
+// Transpose the tiles of codes, and the scales, that `grid` assigns to this thread block, and store them in a.codes_out
+// and a.scales_out. For a group, they are one piece of a member (a matrix). Tiles are taken down the columns, so that
+// thread blocks that run at the same time store neighboring lines. All threads of the thread block must call this
+// function.
 //
 // The order of memory accesses limits the speed. Copying tiles to their transposed positions, without transposing the
 // codes in them, already reaches only 0.87 to 0.91 of the speed of a plain copy (H200, 2026-11-21).
@@ -109,8 +119,8 @@ FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   }
 }
 
-// Transpose a.codes and a.scales, and store the results in a.codes_out and a.scales_out. It is launched for
-// fp4kit.transpose. A thread block processes one tile at a time. Launch with any grid.
+// Transpose a.codes and a.scales of each matrix of the stack, and store the results in a.codes_out and a.scales_out. It
+// is launched for fp4kit.transpose. A thread block processes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());
