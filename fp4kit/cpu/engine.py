@@ -120,8 +120,8 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to another recipe. Return the new Quantized, the number of changed values, and the largest change.
 
-    The results equal those of host.engine.requantize. Raise Declined if the library cannot decode one of the recipes,
-    or cannot encode by the target.
+    The results equal those of host.engine.requantize, which says how values are compared. Raise Declined if the library
+    cannot decode one of the recipes, or cannot encode by the target.
     """
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))

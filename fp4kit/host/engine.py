@@ -370,8 +370,9 @@ def requantize(
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`. Return the new Quantized, the number of changed values, and the largest change.
 
-    A value is changed if the new Quantized decodes to another value than q; two NaNs count as equal. The largest change
-    is a float32 array of shape ().
+    Both compare the decoded values before and after. A value is changed if its bits differ, also from +0 to -0; two
+    NaNs count as equal. The largest change is a float32 array of shape (): 0 if no value changed, and NaN if a NaN
+    became a number or a number became NaN.
 
     Where possible, the codes of q are kept (reference/requantize.py). Then new codes are computed only for blocks whose
     new scale E4M3 cannot hold. Otherwise, all values of q are quantized again.
@@ -522,8 +523,8 @@ def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]
 def pack(codes: np.ndarray) -> np.ndarray:
     """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
 
-    The last axis becomes half as long. Raise ValueError if its length is odd, or if a code is above 15. An empty array
-    gives an empty array.
+    The last axis becomes half as long. Code 2j is in the low nibble of byte j. Raise ValueError if the length of the
+    axis is odd, or if a code is above 15. An empty array gives an empty array.
     """
     if codes.size and codes.max() > 15:
         raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")

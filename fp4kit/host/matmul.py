@@ -12,7 +12,10 @@ TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bo
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
+    """Compute several calls of fp4kit.matmul, one after the other. Return one result per call.
+
+    A result is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype.
+    """
     return [_matmul(call) for call in calls]
 
 

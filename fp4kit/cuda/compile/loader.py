@@ -72,9 +72,10 @@ def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[byt
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda or, if that is not writable, a temporary folder.
+    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda if possible, otherwise one in the temporary directory.
 
-    Create the folder if needed. Raise RuntimeError if neither folder is writable and owned by this user.
+    The folder must be writable and owned by this user. It is created if it does not exist. Raise RuntimeError if
+    neither folder can be used.
     """
     for root in (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}"):
         folder = root / "fp4kit" / "cuda"

@@ -33,7 +33,7 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 
     - If the caller passed a tensor_amax, return it unchanged.
     - If the recipe has no tensor scale, return None.
-    - Otherwise compute the amax of x, after the Hadamard transform if the call has one.
+    - Otherwise compute the amax of x, after the Hadamard transform if the call has one. An empty x gives zeros.
 
     Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per expert, (...) for one per row,
     (..., K / block) for one per block.
@@ -129,7 +129,8 @@ def clip_amax(call: Call) -> Any:
 def amax(call: Call) -> Any:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
-    For a recipe without blocks, return the tensor amaxes.
+    For a recipe without blocks, return the tensor amaxes. An empty array gives an empty result or, for a recipe without
+    blocks, zeros.
 
     Raise Declined if the blocks need the kernel partial_amax (see needs_block_kernel), but it does not support them.
     """

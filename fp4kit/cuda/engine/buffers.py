@@ -53,7 +53,10 @@ class DeviceArrayAccess(NamedTuple):
 
 
 def library_of(a: Any) -> DeviceArrayAccess:
-    """Return the DeviceArrayAccess of a CuPy array or a PyTorch tensor."""
+    """Return the DeviceArrayAccess for the library of an array: CuPy or PyTorch.
+
+    An array that is not a CuPy array is treated as a PyTorch tensor.
+    """
     return _cupy_library() if type(a).__module__ == "cupy" else _torch_library(a.device)
 
 

@@ -180,8 +180,8 @@ class CudaQuantizeCall:
         pick: the function that orders the kernel's arguments, from _argument_picker.
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
-        new: allocates the arrays of row, the arrays of column, the tensor_amax of column and the tensor_amax of row, in
-            this order. The kernel writes the computed amax, or a copy of the caller's amax, into each tensor_amax.
+        new: new() returns a list of new arrays: those of row, those of column, the tensor_amax of column and the
+            tensor_amax of row, without those that the result lacks. The kernel writes the computed amax, or a copy of the caller's amax, into each tensor_amax.
     """
 
     library: DeviceArrayAccess
@@ -303,7 +303,7 @@ class CudaFakeQuantizeCall:
         amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor scale.
         launch: the prepared launch of the kernel that writes the values.
         pick: the function that orders the kernel's arguments, from _argument_picker.
-        new: allocates the values and, if the cached call computes the amax, the amax.
+        new: new() returns a list of new arrays: the values and, if the cached call computes the amax, the amax.
     """
 
     library: DeviceArrayAccess
@@ -383,8 +383,8 @@ class CudaDequantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        launch: the launch of the kernel.
-        new: allocates the values.
+        launch: the prepared launch of the kernel that decodes.
+        new: new() returns a list that holds a new array for the values.
     """
 
     library: DeviceArrayAccess
@@ -444,10 +444,10 @@ class MoveCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        launch: the launch of the kernel.
+        launch: the prepared launch of the kernel that copies.
         names: the names of the arrays that are new in the result.
-        new: allocates these arrays.
-        fields: the other fields that differ in the result, with their values.
+        new: new() returns a list of new arrays, one per name.
+        fields: the other fields in which the result differs, {name: value}.
     """
 
     library: DeviceArrayAccess

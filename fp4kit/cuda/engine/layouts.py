@@ -64,8 +64,8 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 def pack(codes: Any) -> Any:
     """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
 
-    The high nibbles of `codes` are dropped without a check, because a check would wait for the device. Raise ValueError
-    if the last axis has an odd length.
+    The last axis becomes half as long. Code 2j is in the low nibble of byte j. The high nibbles of `codes` are dropped
+    without a check, because a check would wait for the device. Raise ValueError if the last axis has an odd length.
     """
     layouts.check_pairs(codes.shape)
     return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))
@@ -74,7 +74,7 @@ def pack(codes: Any) -> Any:
 def unpack(packed: Any) -> Any:
     """Return a new array with one 4-bit code per byte, from an array with two codes per byte.
 
-    The last axis becomes twice as long.
+    The last axis becomes twice as long. Code 2j is the low nibble of byte j.
     """
     return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
 

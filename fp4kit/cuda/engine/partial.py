@@ -35,7 +35,7 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out.
 
-    Raise Declined if no kernel supports the blocks or the size of the matrix.
+    An empty shard changes nothing. Raise Declined if no kernel supports the blocks or the size of the matrix.
 
     Args:
         block_amax: the amaxes of all blocks of the matrix.

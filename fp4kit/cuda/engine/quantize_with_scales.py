@@ -19,7 +19,8 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 def quantize_with_scales(call: Call) -> Quantized:
     """Quantize call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
 
-    The scales are copied into the result. If no kernel supports the call, raise Declined and leave call.out unchanged.
+    The scales are copied into the result. A new Quantized has no tensor_amax; the one of call.out does not change. If
+    no kernel supports the call, raise Declined and leave call.out unchanged.
     """
     request = launch_request(call)
     kernel_for(request), matrix_count(call, request, call.tensor_scale)  # both may raise Declined, so call them first
