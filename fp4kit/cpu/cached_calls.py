@@ -218,8 +218,8 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
 def fake_quantize(call: Call, x: Any) -> CpuFakeQuantizeCall | None:
     """Return a CpuFakeQuantizeCall that repeats a parsed call to fake_quantize.
 
-    Return None if the recipe has a fake_rule, or if _matrix_call returns None, for example for stochastic rounding or an
-    empty array. Raise Declined if the library does not support the recipe, or if elements are not aligned.
+    Return None if the recipe has a fake_rule, or if _matrix_call returns None, for example for stochastic rounding or
+    an empty array. Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
     x: the array as the caller passed it, of any library.
     """

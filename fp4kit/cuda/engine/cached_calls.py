@@ -181,7 +181,8 @@ class CudaQuantizeCall:
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
         new: new() returns a list of new arrays: those of row, those of column, the tensor_amax of column and the
-            tensor_amax of row, without those that the result lacks. The kernel writes the computed amax, or a copy of the caller's amax, into each tensor_amax.
+            tensor_amax of row, without those that the result lacks. The kernel writes the computed amax, or a copy of
+            the caller's amax, into each tensor_amax.
     """
 
     library: DeviceArrayAccess

@@ -55,8 +55,8 @@ def _run(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:
 def pack(codes: Any, packed: Any) -> None:
     """Pack 4-bit codes, one per byte, into `packed`, two per byte. The high nibbles of `codes` are ignored.
 
-    Code 2j goes to the low nibble of byte j. Both arrays are contiguous. `codes` has twice as many elements as `packed`,
-    which must not be empty.
+    Code 2j goes to the low nibble of byte j. Both arrays are contiguous. `codes` has twice as many elements as
+    `packed`, which must not be empty.
     """
     _run("pack_codes_kernel", codes, packed, packed.size)
 
