@@ -128,7 +128,8 @@ def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iter
         declared = {}
     for name, form in layers.items():
         own = declared.get(name)
-        if own is False or (isinstance(own, Mapping) and declaration(form).items() - own.items()):
+        is_other = isinstance(own, Mapping) and any(own.get(key) != one for key, one in declaration(form).items())
+        if own is False or is_other:
             yield name, f"config.json declares {own}, but its tensors are {declaration(form)}"
         elif form is MLX_GLOBAL and _TAKES_GLOBAL not in name.split("."):
             yield name, "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"

@@ -630,8 +630,9 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
     if _COMFY_KINDS.get(str(entry.get("format"))) != weight.container.kind:
         return f"declares {shown(str(entry.get('format')))}, but the tensors are {weight.dtype}"
     shape = entry.get("orig_shape")
-    if shape is not None and list(shape) != list(weight.shape):
-        return f"declares the shape {shape}, but the tensors hold {list(weight.shape)}; padded layers are not supported"
+    if shape is not None and shape != list(weight.shape):
+        what = f"declares the shape {brief(shape)}, but the tensors hold {list(weight.shape)}"
+        return f"{what}; padded layers are not supported"
     if weight.container.high_first and "orig_shape" not in entry and "orig_dtype" not in entry:
         return _NIBBLES
     return ""

@@ -538,8 +538,11 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
     extra = value.get("extra_config") or {}
     if not isinstance(extra, Mapping):
         return f"has the extra_config {brief(extra)}, where an object is needed"
+    wrong = next((key for key, one in extra.items() if not isinstance(one, Mapping)), None)
+    if wrong is not None:
+        return f"has {shown(wrong)} as {brief(extra[wrong])} in extra_config, where an object is needed"
     for name, form in layers.forms.items():
-        own = [one for key, one in extra.items() if _names_layer(key, name) and isinstance(one, Mapping)]
+        own = [one for key, one in extra.items() if _names_layer(key, name)]
         entries = [{**value, **one} for one in own] + ([] if name in extra else [value])
         if not any(_auto_round_fits(entry, form) for entry in entries):
             declared = {key: entries[0].get(key) for key in ("bits", "data_type", "group_size")}

@@ -102,6 +102,7 @@ def changed(root: Path, tag: object, metadata: dict[str, str] | None = None) -> 
     [
         ({"format": "nvfp4"}, "files with this tag exist in two orders of nibbles"),
         ({"format": "nvfp4", "orig_shape": [200, 160]}, "padded layers are not supported"),
+        ({"format": "nvfp4", "orig_shape": 5}, "declares the shape 5, but the tensors hold"),
         ({"format": "mxfp8", "orig_shape": list(SHAPE)}, "declares mxfp8, but the tensors are comfy nvfp4"),
         (
             {"format": "nvfp4", "orig_shape": list(SHAPE), "convrot": True},

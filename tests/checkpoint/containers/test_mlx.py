@@ -269,6 +269,7 @@ def test_verify_reports_what_mlx_lm_cannot_read(tmp_path: Path) -> None:
     declared = json.loads(path.read_text())
     own: dict[str, Any] = {"model.layers.0.self_attn.q_proj": {"group_size": 64, "bits": 4, "mode": "affine"}}
     own["model.layers.1.mlp.up_proj"] = False
+    own["model.layers.1.mlp.gate_proj"] = {"group_size": [32], "bits": 4, "mode": "mxfp4"}
     path.write_text(json.dumps({**declared, "quantization": {**declared["quantization"], **own}}))
     issues = {issue.subject: issue for issue in verify(tmp_path / "out").issues if issue.loader}
     assert set(issues) == set(own) and {issue.loader for issue in issues.values()} == {"mlx-lm 0.32.2"}

@@ -392,6 +392,7 @@ AUTO_ROUND = {"bits": 4, "data_type": "mx_fp", "group_size": 32, "packing_format
         ({"quant_method": "auto-round", **AUTO_ROUND, "data_type": "nv_fp"}, '"data_type": "nv_fp"'),
         ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": {LAYER: {"bits": 16}}}, '"bits": 16'),
         ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": [LAYER]}, "has the extra_config"),
+        ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": {LAYER: 5}}, f"has {LAYER} as 5 in extra_config"),
     ],
 )
 def test_configs_of_quark_and_auto_round(
@@ -478,11 +479,12 @@ def test_factors_per_column_that_are_declared_but_missing(sound: Callable[[str, 
     assert not any("pre_quant_scale" in text for text in make_plan(sound_one, format="bf16").warnings)
 
 
-def test_a_method_that_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spqr", ["spqr"]])
+def test_a_method_that_is_not_read(method: object, tmp_path: Path) -> None:
     """A config that declares an unknown method over unknown tensors is refused with its name, also by verify."""
     tensors = {f"{LAYER}.words": ("I16", (4, 4), bytes(32)), "model.norm.weight": ("BF16", (4,), bytes(8))}
-    model = write(tmp_path / "m", tensors, {"quantization_config": {"quant_method": "spqr"}}, {"format": "pt"})
-    with refused("declares quant_method 'spqr', which fp4kit does not read; convert the unquantized release"):
+    model = write(tmp_path / "m", tensors, {"quantization_config": {"quant_method": method}}, {"format": "pt"})
+    with refused(f"declares quant_method {method!r}, which fp4kit does not read; convert the unquantized release"):
         make_plan(model, format="bf16")
     assert any("'spqr'" in issue.text and issue.severity == "error" for issue in verify(model).issues)
 
