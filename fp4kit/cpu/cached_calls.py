@@ -117,7 +117,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
     - The call needs several calls to the library (see _matrix).
     - It has stochastic rounding, a Hadamard transform, given block amaxes, a scale search or a tensor scale per block.
-    - The recipe has amax rules, or a tensor rule that is not compiled.
+    - The recipe has amax rules (those of custom_recipe), or a tensor rule that is not compiled.
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
@@ -278,7 +278,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
     - There are no elements, or more than ELEMENTS_PER_CALL (2^26).
     - There are several tensor scales: more than one per tensor, or more than MAX_TENSORS (2^12) per row or block.
     - The scales are not linear, or an array is not contiguous and aligned.
-    - The recipe has amax rules.
+    - The recipe has amax rules (those of custom_recipe).
 
     Raise Declined if the library does not support the recipe.
 

@@ -29,7 +29,7 @@ TABLES_FROM = 256
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     """Return the library's index of the compiled decoder for a recipe and an output dtype.
 
-    Return -1 for a recipe with amax rules, which is decoded by tables (own_format.py) instead.
+    Return -1 for a recipe with amax rules (those of custom_recipe), which is decoded by tables (own_format.py) instead.
 
     Raise Declined if there is no usable library, or if it has no decoder for the recipe.
     """

@@ -56,7 +56,8 @@ class Kernels(NamedTuple):
     element: index of the compiled element arithmetic.
     block, block_rows: the columns and rows of a block; 32 and 1 for a recipe without blocks.
     kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
-    own: the tables of a recipe with amax rules, for which block_rule is 0 or -1; None for other recipes.
+    own: the tables of a recipe with amax rules (those of custom_recipe), for which block_rule is 0 or -1; None for
+        other recipes.
     """
 
     block_rule: int

@@ -44,7 +44,7 @@ class Tables(NamedTuple):
 
 @lru_cache(64)
 def tables_of(r: Recipe) -> Tables:
-    """Return the tables of a recipe with an amax rule, from which the library encodes and decodes.
+    """Return the tables by which the library encodes and decodes a recipe with an amax rule (one of custom_recipe).
 
     Raise Declined if there is no usable library. For elements with a Codebook, the library is not needed here.
     """
@@ -85,7 +85,8 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule.
 
-    The rule is called with amaxes x and a largest element of 1. So x is the scale before rounding.
+    An amax rule computes a scale as amax / largest element, and rounds it. It is called with the amaxes x and a largest
+    element of 1, so that it rounds x itself.
     """
     assert r.block_rule is not None
     one = np.ones((), np.float32)

@@ -23,7 +23,7 @@ def search_call(
 
     The recipe decides which candidates are tried:
 
-    - without block scales, or with amax rules: multiples of the amax, from a grid
+    - without block scales, or with amax rules (those of custom_recipe): multiples of the amax, from a grid
     - otherwise, with E8M0 scales: powers of two
     - otherwise, with E4M3 scales: those of `search_e4m3`
 

@@ -205,7 +205,7 @@ def decode_rule(r: Recipe) -> str:
     It is decode_NAME for the rule NAME, with three exceptions:
 
     - without block scales, under the rule "product": decode_tensor
-    - with an amax rule and E8M0 scales: decode_e8m0
+    - with an amax rule (one of custom_recipe) and E8M0 scales: decode_e8m0
     - with IF4 elements: two_formats<decode_NAME>
     """
     if r.scale is None and r.decode_rule == "product":

@@ -61,7 +61,8 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     A stack of B matrices is split into B if scales are swizzled, if blocks lie along columns or have several rows, or
     if each expert has its own tensor scale.
 
-    Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
+    Raise Declined if the call has a seed, there are several matrices, and a matrix would not begin at a multiple of
+    SEED_GROUP (16) elements.
 
     Args:
         request: the LaunchRequest of the whole call.
@@ -121,7 +122,7 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
     A call whose rows can be joined yields one Matrix (see matrix_count). The arrays are views, except that strided
     block amaxes and random bytes are copied.
 
-    Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
+    Raise Declined in the case in which matrix_count does: if a seed of stochastic rounding does not fit the matrices.
 
     Args:
         request: the LaunchRequest of the whole call.
