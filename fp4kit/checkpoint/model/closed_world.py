@@ -67,7 +67,8 @@ def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable
     Args:
         model: the opened model.
         weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``.
+        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the
+            group IGNORED.
     """
     return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
 
@@ -78,7 +79,8 @@ def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Itera
     Args:
         model: the opened model.
         weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``.
+        ignore: globs of item names, as given with ``--ignore``. Items that match one of them are not refused, but
+            returned with the group IGNORED.
 
     Raises:
         CheckpointError: if an item is refused, or if a glob matches no item that would be refused.

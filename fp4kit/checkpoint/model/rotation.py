@@ -35,7 +35,7 @@ class WeightRotation:
 
     @property
     def factors(self) -> npt.NDArray[np.int8]:
-        """The signs as factors 1 and -1, int8 (size,)."""
+        """The signs as factors 1 and -1, a new array int8 (size,); all 1 if there are no sign changes."""
         return np.array([-1 if sign == "-" else 1 for sign in self.signs or "+" * self.size], np.int8)
 
     @property

@@ -100,7 +100,8 @@ def _unreadable(error: OSError) -> NoReturn:
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     """Return the reason not to copy a file, for the report, or None if it is to be copied.
 
-    Its name decides first, then whether it is a regular file in the directory, with links resolved.
+    A directory is never copied. For a file, the kind that its name tells decides first. Then it must be a regular file
+    inside the model directory, with links resolved.
 
     Args:
         name: the path of the file, relative to the model directory.

@@ -198,10 +198,11 @@ def slabs(
     Args:
         readers: where to read the weight from.
         weight: the weight, quantized or not.
-        expert: the index of the matrix in a stack; 0 for a single layer.
+        expert: the index of the matrix in a stack; 0 for a single layer. Ignored if the weight has members, whose rows
+            are yielded as one matrix.
         span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block
             height.
-        height: the number of rows of every slab, except the last, is a multiple of this.
+        height: the number of rows of every slab, except the last (of each member), is a multiple of this.
         max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
             ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes has larger
             slabs, of WHOLE_EXPERT / 4 bytes. Each of them reads a short range of every stored column.

@@ -149,7 +149,8 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
 def declaration(rotation: WeightRotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
     """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
 
-    It declares a Hadamard transform of the weights and of the inputs of these layers.
+    It declares a Hadamard transform of the weights and of the inputs of these layers. It does not contain the signs of
+    the transform: its type only says that there are signs, and the stored matrix tells them.
 
     Args:
         rotation: the transform of the weights.

@@ -164,7 +164,10 @@ class Weight:
 
     @property
     def dtype(self) -> str:
-        """The safetensors dtype of an unquantized weight, or the name of a quantized weight's container."""
+        """The stored dtype of an unquantized weight, such as "BF16", or the name of a quantized weight's container.
+
+        Weights in GGUF's Q8_0 count as unquantized, with the dtype "Q8_0".
+        """
         return self.located.entry.dtype if self.container is None else self.container.name
 
     @property
@@ -232,7 +235,7 @@ def weights_of(
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts.
 
     Return a dict from tensor name to weight, in the order of ``tensors``; {} if there are none. The key of a weight is
-    the name of the tensor with its values or codes.
+    the name of the tensor with its values or codes. Weights in GGUF's Q8_0 count as unquantized.
 
     Args:
         tensors: tensor name -> (its file, its header entry).

@@ -86,7 +86,10 @@ def _rows_of_other_length(facts: PlanFacts) -> list[str]:
 
 
 def _restored_layers(facts: PlanFacts) -> list[str]:
-    """Return a warning that names the kv_b_proj layers that stay unquantized, or [] if there are none."""
+    """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none.
+
+    These are the layers that are restored from mlx-lm's stacks embed_q and unembed_out.
+    """
     names = [layer.name for layer in facts.split.values()]
     why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
     return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
