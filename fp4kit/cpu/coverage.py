@@ -82,8 +82,8 @@ def decode_key(r: Recipe) -> str:
 def top_rule(r: Recipe) -> str:
     """Return the name of a recipe's tensor rule if it is a key of rules.TOPS, otherwise "none".
 
-    TOPS gives the element value to which such a rule scales the tensor amax. Block rules and decoders depend on this
-    value, so their keys contain the name of the rule.
+    The keys of block rules and decoders contain this name. TOPS gives the element value to which such a tensor rule
+    scales the tensor amax, and the results of block rules and decoders depend on that value.
     """
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 

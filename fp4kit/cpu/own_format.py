@@ -85,8 +85,8 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule.
 
-    An amax rule computes a scale as amax / largest element, and rounds it. It is called with the amaxes x and a largest
-    element of 1, so that it rounds x itself.
+    An amax rule rounds amax / M * encode, where M is the largest element and encode the encode scale of the tensor. It
+    is called with the amaxes x, and 1 for M and encode, so that it rounds x itself.
     """
     assert r.block_rule is not None
     one = np.ones((), np.float32)

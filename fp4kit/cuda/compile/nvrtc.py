@@ -15,7 +15,10 @@ _MISSING = (
 
 
 class CompileError(RuntimeError):
-    """The error that is raised if a kernel does not compile. Its message contains NVRTC's log."""
+    """The error that is raised if a kernel does not compile, or if another call to NVRTC fails.
+
+    If a kernel does not compile, the message contains NVRTC's log.
+    """
 
 
 def _candidates() -> Iterator[str]:

@@ -144,5 +144,5 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
 
 
 def _arrays(m: Matrix) -> Iterator[tuple[str, Any]]:
-    """Yield (name, array) for each array of a Matrix: for all fields but `group`, except those that are None."""
+    """Yield (name of the field, array) for each array of a Matrix. Fields that are None, and `group`, are left out."""
     return ((name, a) for name, a in zip(Matrix._fields[:-1], m[:-1], strict=True) if a is not None)

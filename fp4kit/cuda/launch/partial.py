@@ -194,8 +194,8 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
     """Return the range (first, last) of the rows of blocks that contain the elements [start, end) of a matrix.
 
-    `last` is excluded. For blocks of one row, these are the rows of the matrix. shape: the rows and columns of the
-    matrix.
+    `last` is excluded. For blocks of one row, these are the rows of the matrix. cast_shard needs the factors of these
+    blocks only. shape: the rows and columns of the matrix.
     """
     K = shape[1]
     return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
