@@ -118,7 +118,7 @@ class Container:
 
     @property
     def producer(self) -> str:
-        """The tool that defines this container, as recipe ids name it, such as "modelopt" or "comfy-kitchen".
+        """The tool or format that defines this container, as recipe ids name it, such as "modelopt" or "comfy-kitchen".
 
         This is the first word of ``name``, except where recipe ids use another word for it.
         """

@@ -477,7 +477,7 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
     layer for which no entry declares a scheme of weights is accepted.
 
     Args:
-        value: the whole config. Its entries for layers must be objects.
+        value: the whole config. It is refused if layer_quant_config or layer_type_quant_config is not an object.
         layers: the quantized layers of the checkpoint.
     """
     of_names, of_types = found = [value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")]
@@ -532,7 +532,8 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
     Args:
         value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. An
             entry overrides bits, data_type and group_size of the whole config. A layer fits if one of its entries
-            fits. If no entry has the layer's exact name, the layer may also fit the config without overrides.
+            fits. If no entry has the layer's exact name, the layer may also fit the config without overrides. An
+            ``extra_config`` that is not an object of objects is refused.
         layers: the quantized layers of the checkpoint.
     """
     extra = value.get("extra_config") or {}
@@ -712,7 +713,7 @@ _DECLARES = re.compile(
 
 
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items (things to account for) of config.json that concern quantization.
+    """Yield an item for each entry of config.json that concerns quantization (see closed_world.py).
 
     The top level and nested configs such as text_config are searched.
 
