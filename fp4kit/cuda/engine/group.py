@@ -44,7 +44,7 @@ ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Cut a vector into consecutive parts. Return one view per shape, with this shape.
 
-    So one allocation, which one memset clears, holds the amaxes of many arrays.
+    So one allocation can hold the amaxes of many arrays, and one memset can clear them.
     """
     ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
     return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]

@@ -31,7 +31,10 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks of THREADS (256) threads a device can run at once, if nothing else limits it."""
+    """Return how many thread blocks of THREADS (256) threads a device can run at once, if nothing else limits it.
+
+    The kernel dequantize prefetches codes by this number of steps ahead.
+    """
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
