@@ -3,8 +3,8 @@
 // out, and their sizes. One amax covers a.covered consecutive elements.
 #include "runs.cuh"
 
-// The number of elements of a run: 16 bytes of the wider of the two types, so that a warp loads and stores whole lines
-// of it.
+// The number of elements of a run. They are 16 bytes of the wider of the two types, so that a warp loads and stores
+// whole lines of it.
 template <class In, class GradIn>
 constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;
 

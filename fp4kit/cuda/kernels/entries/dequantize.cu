@@ -1,7 +1,7 @@
 // dequantize: decode codes and scales to values. A thread takes runs whose values have 16 bytes, so that a warp stores
 // whole lines. R is the recipe, and Out is the type of the values. `a` holds the kernel's arguments: the arrays and
-// their sizes. A Scale is what R's decode rule multiplies the values of codes by, computed from the block scale and the
-// tensor scale. t is a tensor scale.
+// their sizes. A Scale holds the numbers by which R's decode rule scales the values of a block's codes; they come from
+// the block scale and the tensor scale. t is a tensor scale.
 //
 // A run never crosses the border of a block. Rows without blocks may have any length; the elements after the last whole
 // run are decoded one at a time.
@@ -28,9 +28,9 @@ struct DequantizeArguments {
   i64 ahead;  // how many steps ahead codes are prefetched into the L2 cache
 };
 
-// Compile-time constants for a recipe R and an output type Out: elements and bytes of a run (16 bytes of values), runs
-// per thread and step, and which shortcuts apply. kFlat: the matrix is treated as one long row. kTable: each thread
-// block makes a table of the Scales of all scale codes.
+// Compile-time constants for a recipe R and an output type Out: the elements and bytes of a run (16 bytes of values),
+// the runs per thread and step, and which shortcuts apply. kFlat: the matrix is treated as one long row. kTable: each
+// thread block makes a table of the Scales of all scale codes. kOneScale: the tensor has one tensor scale or none.
 template <class R, class Out>
 struct DequantizeTraits {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);

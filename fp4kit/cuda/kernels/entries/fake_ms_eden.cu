@@ -1,11 +1,10 @@
 // fake_ms_eden: fake-quantize a matrix as fouroversix's MS-EDEN does, for NVFP4 and for IF4 (reference/ms_eden.py). All
 // blocks of a unit of R::kUnit elements share a correction of their scales. The corrected scales are then rounded,
-// stochastically if R::kStochastic.
+// stochastically if R::kStochastic. R is the recipe, In is the type of the elements of x, and kAligned is true if all
+// rows of x and of the values begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays, their sizes
+// and the seed.
 //
 // A thread processes a whole unit. Few callers use MS-EDEN, so the kernel is not tuned.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x and of the values begin at multiples of 16 bytes.
 #include "amax.cuh"
 #include "integer_or_float.cuh"
 #include "quantize.cuh"
@@ -15,20 +14,22 @@ constexpr float kEdenTop = 6.0 / (17.0 / 16.0 * 0.93);  // the element value to 
 constexpr float kEdenScaleTop = 255.99f;                // the block scale of the block with the tensor's amax
 constexpr float kTritonRandUnit = 4.6566127342e-10f;    // the step of the numbers of Triton's tl.rand
 
-// Return the number that Triton's tl.rand gives for a seed and an index: at least 0, and below 1.
+// Return the random float that Triton's tl.rand gives for a seed and an index: at least 0, and below 1.
 FP4KIT_DEVICE float triton_rand(u64 seed, u32 index) {
   const u32 word = philox4x32_10(index, 0u, 0u, 0u, static_cast<u32>(seed), static_cast<u32>(seed >> 32)).w[0];
   return static_cast<float>(static_cast<i32>(word >> 31 ? ~word : word)) * kTritonRandUnit;
 }
 
-// Return the tensor scale for a tensor amax.
+// Return the tensor scale for a tensor's amax: 1 if the amax is 0, otherwise amax / kEdenScaleTop / kEdenTop. NaN gives
+// NaN.
 FP4KIT_DEVICE float eden_tensor_scale(float amax) {
   return amax == 0.0f ? 1.0f : divide_full(divide_full(amax, kEdenScaleTop), kEdenTop);
 }
 
-// Return the E4M3 value to which a corrected block scale >= 0 is rounded. If R::kStochastic, it is the value above the
-// scale if `random` is below the relative distance from the value below, and otherwise the value below. If not, it is
-// the nearest value. Scales above 448 give 448, and NaN gives NaN.
+// Return the E4M3 value to which a corrected block scale >= 0 is rounded. If R::kStochastic, let d be the relative
+// distance of the scale from the E4M3 value below it: 0 at that value, 1 at the value above. The result is the value
+// above if `random` < d, and otherwise the value below. If rounding is not stochastic, the result is the nearest value.
+// Scales above 448 give 448, and NaN gives NaN.
 template <class R>
 FP4KIT_DEVICE float eden_rounded(float scale, float random) {
   const u32 code = encode_scale<R>(scale);
@@ -40,14 +41,16 @@ FP4KIT_DEVICE float eden_rounded(float scale, float random) {
   return random < divide_full(scale - lower, upper - lower) ? upper : lower;
 }
 
-// Return the value of the integer to which IF4 rounds a scaled element: a multiple of 6/7, with the sign of y.
+// Return the value to which IF4 rounds a scaled element y if its block has integers: k * 6/7, where k is the integer
+// nearest to y * 7/6 (ties to even), limited to -7 ... 7. A result of zero has the sign of y, and NaN gives NaN.
 FP4KIT_DEVICE float eden_integer(float y) {
   const float limited = fminf(fmaxf(y * If4::kIntegerFactor, -If4::kMaxInteger), If4::kMaxInteger);
   return is_nan(y) ? y : rintf(limited) * If4::kIntegerStep;
 }
 
-// Store in q the element values to which the scaled elements y of a block are rounded: E2M1, or the integers of IF4 if
-// R::kHasIntegers and their sum of squared errors is smaller.
+// Store in q the element values to which the scaled elements y of a block are rounded: E2M1 values (ties away from
+// zero), or the integers of IF4 (eden_integer) if R::kHasIntegers and their sum of squared errors is smaller. If an
+// error is NaN, the E2M1 values are stored.
 template <class R>
 FP4KIT_DEVICE void eden_elements(const float (&y)[R::kBlock], float (&q)[R::kBlock]) {
   using E = typename R::Element;
@@ -64,7 +67,9 @@ FP4KIT_DEVICE void eden_elements(const float (&y)[R::kBlock], float (&q)[R::kBlo
   for (int i = 0; i < R::kBlock; ++i) q[i] = eden_integer(y[i]);
 }
 
-// Fake-quantize the unit with number `unit` of the matrix, and store its values in a.values.
+// Fake-quantize unit number `unit` of the matrix a.x, and store its values in a.values, rounded to In. The amax of each
+// block is read from a.block_amax if R::kStatic and that array is given, and otherwise computed. Stochastic rounding
+// generates its random numbers from a.seed.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void eden_unit(const QuantizeArguments& a, i64 unit) {
   constexpr int kBlocks = R::kUnit / R::kBlock;
@@ -111,17 +116,18 @@ FP4KIT_DEVICE void eden_unit(const QuantizeArguments& a, i64 unit) {
   }
 }
 
-// Fake-quantize the part of a matrix that `grid` assigns to this thread block. For a group of tensors, this is one
-// piece of a tensor.
+// Fake-quantize the part of the matrix a.x that `grid` assigns to this thread block, and store the values in a.values.
+// For a group of tensors, this part is one piece of a tensor.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_ms_eden(const QuantizeArguments& a, Grid grid) {
   const i64 units = a.rows * (a.columns / R::kUnit);
   for (i64 i = first_item(grid); i < units; i += item_stride(grid)) eden_unit<R, In, kAligned>(a, i);
 }
 
-// Fake-quantize a.x and store the values in a.values. It is launched for fp4kit.fake_quantize and the fake rules of
-// MS-EDEN. A thread processes one unit at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a
-// multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
+// Fake-quantize a.x, and store the values in a.values. It is launched for fp4kit.fake_quantize with the fake rules of
+// MS-EDEN. A thread processes one unit at a time. Launch with any grid if R::kFinders is 0; a.tensor_amax is then an
+// input. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax
+// of each row, and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_ms_eden_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_ms_eden<R, Input, kAligned>(a, whole_grid());

@@ -48,7 +48,7 @@ FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
 }
 
 // Fake-quantize the `count` elements at x with the FakeScale s, one at a time, and store the results at y, rounded to
-// In. This is valid for any elements.
+// In. The rule that it uses is valid for any elements, infinities and NaN included.
 template <class R, class In>
 FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
 #pragma unroll 1
@@ -78,7 +78,7 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
 // which are above kInfinityBits if an element is NaN. All threads of the warp must call this function.
 //
 // R::kAmaxNan says what a NaN element does: with `propagate`, the result is NaN (above kInfinityBits). With `ignore`,
-// NaN elements are skipped, and the result is 0 if all elements are NaN.
+// NaN elements are skipped, and the result is 0 if all elements are NaN. The kernel is never launched with `lanes`.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;

@@ -1,5 +1,5 @@
-// The kernel of clip.cu for a group of tensors. kAligned is true if all tensors are aligned, and kSmall if the group is
-// small (grouped.cuh).
+// The kernel of clip.cu for a group of tensors: the backward pass of fake_quantize with a clip mask. kAligned is true
+// if all arrays of all tensors begin at multiples of 16 bytes, and kSmall if the group is small (grouped.cuh).
 #include "grouped.cuh"
 #include "clip.cu"
 

@@ -1,13 +1,13 @@
-// The kernel of fake_quantize.cu for a group of tensors. kAligned is true if all tensors are aligned, and kSmall if the
-// group is small (grouped.cuh).
+// The kernel of fake_quantize.cu for a group of tensors. kAligned is true if, in all tensors, all rows of x and
+// `values` begin at multiples of 16 bytes. kSmall is true if the group is small (grouped.cuh).
 #include "grouped.cuh"
 #include "fake_quantize.cu"
 
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
 // Fake-quantize each tensor of the group, and store the results in the tensor's array `values`. The amaxes for tensor
-// scales, a.tensor_amax, are inputs. It is launched for fp4kit.fake_quantize_grouped with recipes that have a
-// fake_rule. A thread block takes one piece (part of a tensor) at a time. Launch with any grid.
+// scales are inputs. It is launched for fp4kit.fake_quantize_grouped with recipes that have a fake_rule. A thread block
+// takes one piece (part of a tensor) at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_quantize_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

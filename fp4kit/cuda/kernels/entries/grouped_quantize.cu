@@ -1,5 +1,6 @@
-// The kernel of quantize.cu for a group of tensors. kAligned is true if all tensors are aligned, and kSmall if the
-// group is small (grouped.cuh).
+// The kernel of quantize.cu for a group of tensors. R is the recipe. kAligned is true if, in all tensors, all rows of x
+// (and of `values`, if they are stored) begin at multiples of 16 bytes. kSmall is true if the group is small
+// (grouped.cuh).
 #include "grouped_quantize.cuh"
 #include "quantize.cu"
 

@@ -1,5 +1,5 @@
-// The kernel of search.cu for a group of tensors. kAligned is true if all tensors are aligned, and kSmall if the group
-// is small (grouped.cuh).
+// The kernel of search.cu for a group of tensors. It searches block scales, and stores only amaxes, no codes. kAligned
+// is true if all rows of all tensors begin at multiples of 16 bytes, and kSmall if the group is small (grouped.cuh).
 #include "grouped.cuh"
 #include "search.cu"
 

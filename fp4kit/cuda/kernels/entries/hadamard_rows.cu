@@ -30,7 +30,7 @@ struct alignas(kVector) Signs {
   u8 negative[kVector];
 };
 
-// The elements of a thread: element k of vector v is at v * kVector + k.
+// The 16 elements of a thread: element k of vector v is at v * kVector + k.
 struct Elements {
   float values[16];
 };

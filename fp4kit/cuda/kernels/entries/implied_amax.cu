@@ -1,6 +1,7 @@
-// implied_amax: find, for each stored tensor scale, an amax for which the tensor rule gives that scale. A given amax is
-// kept if the rule gives the stored scale for it. Otherwise the amax is computed from the scale
-// (rules/implied_amax.cuh).
+// implied_amax: find, for each stored tensor scale, an amax (largest magnitude) for which the recipe's tensor rule
+// gives that scale. A given amax is kept if the rule gives the stored scale for it. Otherwise the amax is computed from
+// the scale (rules/implied_amax.cuh). `a` holds the kernel's arguments: tensor_scale, tensor_amax (or nullptr), amax
+// and their length.
 #include "implied_amax.cuh"
 
 // The arguments of implied_amax_kernel. "null" means that the pointer is nullptr in that case.

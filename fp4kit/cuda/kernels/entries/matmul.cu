@@ -13,7 +13,7 @@ constexpr int kDepth = 128;                      // the most elements of K in sh
 constexpr int kScaled = 16;                      // number of elements per entry of the scales in shared memory
 constexpr int kRows = kTile * kTile / kThreads;  // number of results per thread, all of one column
 
-// The decoded elements of a tile's rows and columns along K, in shared memory.
+// The decoded elements of a tile's rows and columns along K, with their block scales, in shared memory.
 struct Decoded {
   // The values of the elements, not multiplied by their block scales. The extra column avoids bank conflicts.
   float rows[kTile][kDepth], columns[kDepth][kTile + 1];
@@ -67,19 +67,19 @@ FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix
   }
 }
 
-// The sum of one result. Its functions add one step: the a.step products of row `row` and column `column` of the tile.
-// i is the index along K, in the shared memory d, at which the step starts.
+// The sum of one result of a thread. `add` adds one step to it: the a.step products of one row and one column of the
+// tile.
 template <Adder kAdder>
 struct Sum {
   double value;  // the sum so far: a double for Adder::float64, and otherwise an exact value of float32
 
-  // Set the sum to c.
+  // Start a new sum at c.
   FP4KIT_DEVICE_MEMBER void begin(float c) { value = c; }
   // Return the sum, rounded to float32 to nearest even. The sum itself does not change.
   FP4KIT_DEVICE_MEMBER float end() { return static_cast<float>(value); }
 
-  // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh): the a.step products of row `row` and
-  // column `column` of the tile, starting at element i of the shared memory d.
+  // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh). The step is the products of row `row`
+  // and column `column` of the tile at elements i ... i + a.step - 1 of the shared memory d.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     if constexpr (kAdder == Adder::truncate) {
       truncate(a, d, row, column, i);
@@ -155,8 +155,8 @@ struct Sum {
     value = sum_of_terms(value, terms, groups, largest, a.fraction_bits, a.output_bits);
   }
 
-  // Add the products of one step to the sum as AMD's CDNA3 does (see FloorDotAdd in fp4kit/units.py). Block scales are
-  // ignored. The arguments are those of `add`.
+  // Add the products of one step to the sum as AMD's CDNA3 does (see FloorDotAdd in fp4kit/units.py): products are
+  // aligned and truncated, and their sum is rounded down. Block scales are ignored. The arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void add_floored(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
@@ -178,12 +178,12 @@ struct Sum {
   }
 };
 
-// The exact sum of one result. A step is one product.
+// The exact sum of one result of a thread, for Adder::exact. A step is one product.
 template <>
 struct Sum<Adder::exact> {
   ExactSum sum;  // the sum so far
 
-  // Set the sum to c.
+  // Start a new sum at c.
   FP4KIT_DEVICE_MEMBER void begin(float c) {
     sum.clear();
     sum.add(c);
@@ -191,7 +191,8 @@ struct Sum<Adder::exact> {
   // Return the sum, rounded to float32 to nearest even. The sum must not be used afterwards.
   FP4KIT_DEVICE_MEMBER float end() { return sum.rounded(); }
 
-  // Add the product of row `row` and column `column` of the tile at element i of the shared memory d.
+  // Add one product to the sum exactly: that of row `row` and column `column` of the tile at element i of the shared
+  // memory d, with their block scales.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments&, const Decoded& d, int row, int column, int i) {
     const double x = d.rows[row][i] * d.row_scales[row][i / kScaled];
     sum.add(x * (d.columns[i][column] * d.column_scales[i / kScaled][column]));

@@ -24,8 +24,8 @@ static_assert(kTile / kWarpRows * kWarpsAcross * 32 == kThreads, "the warps cove
 constexpr int kMostBits = 14;       // the largest difference of the exponents of a line's scales, if they are integers
 constexpr int kUnusable = -100000;  // the bottom of a line whose scales cannot be integers, so that the check fails
 
-// One word (four elements) of each of the kGroups groups of a step: sixteen elements of a line (row or column), as
-// signed bytes in units of 1/2.
+// Sixteen elements of a line (row or column), as signed bytes in units of 1/2: one word of four elements from each of
+// the kGroups groups of a step.
 struct alignas(16) StepWords {
   i32 groups[kGroups];
 };
@@ -39,19 +39,19 @@ struct alignas(16) ScaleExponents {
   i32 bottom;   // the smallest exponent of a scale; kUnusable if the scales cannot be integers
 };
 
-// One step of the rows or the columns of a tile.
+// The elements and scales of all rows, or of all columns, of a tile in one step.
 struct Fp4Lines {
   StepWords words[kTile][kWords];  // word w of a line is at place_of(line, w)
   i32 factors[kGroups][kTile];     // the integer scales; 0 for zero scales, and if the scales cannot be integers
   ScaleExponents exponents[kTile];
 };
 
-// One step of a tile, in shared memory.
+// The elements and scales of the rows and columns of a tile in one step, in shared memory.
 struct Fp4Step {
   Fp4Lines rows, columns;
 };
 
-// The parts of lines that a thread loads per step.
+// What a thread loads per step, before it is decoded: codes of one line, and scale codes of one line.
 struct Loaded {
   Codes codes;  // half of a line's codes
   u32 scales;   // one scale code of a line per group
@@ -73,8 +73,8 @@ FP4KIT_DEVICE u32 integers_of(u32 codes) {
   return (positive & ~mask) | (negative & mask);
 }
 
-// The position of the results of a thread in its tile: rows row + 8 i and columns column + 8 (j / 2) + j % 2, for i and
-// j from 0 to 3.
+// The position of a thread's kSide x kSide results in its tile: rows row + 8 i and columns column + 8 (j / 2) + j % 2,
+// for i and j from 0 to 3.
 struct Place {
   int row, column;
 
@@ -107,7 +107,7 @@ FP4KIT_DEVICE Fragments load_fragments(const Fp4Lines& lines, int line) {
 }
 
 // The sums of the products of a group, for two rows and all columns of a thread. They are in units of 1/4, and at most
-// 16 * 144.
+// 16 * 144 in magnitude.
 struct GroupSums {
   i32 values[2][kSide];
 };
@@ -251,7 +251,8 @@ FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 
   return sum_of_terms(c, terms, kGroups, largest, a.fraction_bits, a.output_bits);
 }
 
-// The sums of a thread, as exact doubles.
+// The sums of a thread's results, as exact doubles. values[i][j] belongs to row place.row_of(i) and column
+// place.column_of(j).
 struct Fp4Sums {
   double values[kSide][kSide];
 };

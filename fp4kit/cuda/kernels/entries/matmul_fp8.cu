@@ -24,7 +24,7 @@ static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide
 struct alignas(16) QuadMagnitudes {
   float values[4];
 };
-// The exponents of four elements, as signed 16-bit integers, two per word.
+// The exponents of four elements, as signed 16-bit integers, two per word. The exponent of zero is kNone.
 struct alignas(8) QuadExponents {
   u32 words[2];
 };
@@ -42,8 +42,8 @@ struct Fp8Step {
   Fp8Lines rows, columns;
 };
 
-// Return a * b + c, rounded toward zero, for a, b >= 0 and c > 0. a * b must be exact in float32, and the sum must be
-// exact in float64.
+// Return a * b + c, rounded toward zero to float32, for a, b >= 0 and c > 0. a * b must be exact in float32, and the
+// sum must be exact in float64.
 FP4KIT_DEVICE float add_product_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -149,8 +149,8 @@ FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 r
   return static_cast<float>(truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits));
 }
 
-// The sums of a thread. values[i][j] belongs to row thread_row + i and column thread_column + kThreadsAcross * j of the
-// tile.
+// The sums of a thread's results. values[i][j] belongs to row thread_row + i and column thread_column + kThreadsAcross
+// * j of the tile.
 struct Fp8Sums {
   float values[kSide][kSide];
 };

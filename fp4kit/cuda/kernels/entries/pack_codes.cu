@@ -1,5 +1,6 @@
 // pack_codes and unpack_codes: convert 4-bit codes from one per byte to two per byte, and back. The code with the even
-// index is in the low nibble.
+// index is in the low nibble (the low half of the byte). `a` holds the kernel's arguments: the arrays `in` and `out`,
+// and the number of packed bytes.
 #include "runs.cuh"
 
 constexpr int kInFlight = 4;  // number of loads in flight per thread

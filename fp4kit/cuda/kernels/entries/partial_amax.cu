@@ -26,7 +26,8 @@ struct Largest {
 // Include one row of a block in `found`. The row begins at element p of the matrix.
 //
 // - found.block becomes the amax of the row or, if blocks have several rows, the larger of that amax and its old value.
-//   R::kAmaxNan says what NaN elements do.
+//   NaN elements are skipped if R::kAmaxNan is `ignore`, and make the amax NaN if it is `propagate`. If it is `lanes`,
+//   the amax is NaN only if all elements at odd positions are NaN.
 // - found.tensor is raised to the largest finite magnitude of the row if R::kAmaxNan is `lanes`. Otherwise it does not
 //   change, and the caller raises it.
 //
@@ -75,7 +76,10 @@ FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
 
 // Compute the amaxes of this thread's blocks over the elements of the shard s, and store them in a.block_amax as
 // float32 bits. If the shard contains only a part of a block, the stored amax is raised instead, by an atomic maximum.
-// Return the largest magnitude in these blocks that counts for the tensor's amax, or 0 if the thread has no block.
+//
+// Return the largest magnitude in these blocks for the tensor's amax, or 0 if the thread has no block. If R::kAmaxNan
+// is `lanes`, only finite elements count for it. Otherwise it is the largest amax of a block, or NaN if such an amax is
+// NaN.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;

@@ -59,9 +59,9 @@ struct RunCursor {
     if constexpr (R::kBlockRows == 1) return {runs, 0u, run, 0u, stride};
     return {runs, run / runs, run % runs, stride / runs, stride % runs};
   }
-  // Return the number of the block that contains the current run.
+  // Return the number of the block that contains the current run. Blocks are numbered row by row.
   FP4KIT_DEVICE_MEMBER u32 block() const { return row / R::kBlockRows * (runs / kRuns) + column / kRuns; }
-  // Move on by one step.
+  // Move the cursor on by one step: to the run that is `stride` runs after the current one.
   FP4KIT_DEVICE_MEMBER void advance() {
     row += rows_on;
     column += columns_on;

@@ -1,6 +1,7 @@
 // partial_place: copy codes from the gathered messages of other processes, which have computed them, to the matrices of
 // codes. Only the codes that each sender owns are copied. A thread copies one run (kRun codes) at a time. R may be any
-// recipe with the right number of bits per code.
+// recipe with the right number of bits per code. `a` holds the arguments for one sender: its message, the matrix and
+// the elements that it owns.
 #include "grouped.cuh"
 #include "partial.cuh"
 

@@ -1,6 +1,8 @@
 // partial_scales: compute the tensor scale, block scales and block factors of a matrix from its amaxes, after all
 // processes have combined their amaxes. A thread takes one block at a time. The scale of a block of several rows is
-// stored once per row. Scales are stored in the layout kLayout, and its padding is not written.
+// stored once per row. Scales are stored in the layout kLayout, and its padding is not written. A factor is the number
+// by which the elements of a block are scaled before they are rounded. `a` holds the kernel's arguments: the arrays and
+// their sizes.
 #include "block.cuh"
 #include "grouped.cuh"
 #include "scale_layout.cuh"

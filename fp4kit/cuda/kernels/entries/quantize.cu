@@ -1,8 +1,9 @@
 // quantize: compute codes and block scales from elements, for blocks in a row (1 x kBlock). If R::kFake, it stores the
 // values to which these codes decode instead (fake_quantize). A thread processes a run of neighboring elements, and
-// neighboring threads process the runs of one block. R is the recipe, and In is the type of the elements of x. kAligned
-// is true if all rows of x (and of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's
-// arguments: the arrays, their sizes and the seed. t is a tensor scale: its encode and decode factors.
+// neighboring threads process the runs of one block. In one step (an iteration of a thread block), each thread
+// processes several runs. R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of x
+// (and of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays,
+// their sizes and the seed. t is a tensor scale: its encode and decode factors.
 //
 // A thread loads several runs before it uses the first one. If the factor of an E4M3 scale follows from its code
 // (R::kHasTable), each thread block first fills a table of the factors. That takes two divisions per code, instead of
@@ -61,8 +62,8 @@ FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   return x;
 }
 
-// The order in which thread blocks process the runs of a matrix. A thread block processes one step of runs (several
-// runs per thread) per iteration.
+// The order in which thread blocks process the runs of a matrix: the numbers of its rows, runs per row, runs and steps.
+// A thread block processes one step of runs (several runs per thread) per iteration.
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
@@ -87,7 +88,8 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
 }
 
 // The position of a run, the neighboring elements that one thread quantizes together. A thread beyond the last run gets
-// the position of a run of another thread. It then stores nothing, or the same bits as that thread.
+// the position of a run of another thread. If `inside` is false, it must store nothing; otherwise it stores the same
+// bits as that thread.
 struct RunPosition {
   u32 run, row, block;  // number of the run in the matrix; its row, and its block in the row (both 0 if kFlat)
   u64 scale;            // offset of the block's scale
@@ -376,9 +378,11 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
 
 // Quantize a.x and store a.packed, a.scales and a.tensor_scale, or only a.values if R::kFake. It is launched for blocks
 // of one row that no other kernel supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes several runs
-// per step. If R::kFindsRows, the amaxes of rows are found first and stored at the address a.tensor_amax. Launch with
-// any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks; they first find the
-// tensor's amax, or the amax of each row, and store it there (amax.cuh).
+// per step.
+//
+// Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kFindsRows, it
+// finds the amax of each row. If R::kFinders is not 0, it finds the tensor's amax, or the amax of each row (amax.cuh);
+// launch with a multiple of R::kFinders thread blocks then, and otherwise with any grid.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   if constexpr (R::kFindsRows) {
     quantize_rows<R, Input, kAligned>(a, whole_grid());

@@ -51,9 +51,9 @@ FP4KIT_DEVICE void store_pair(const QuantizeArguments& a, i64 index, u32 low, u3
   }
 }
 
-// Store the scale code `code` of block `block` of row `row` in a.scales, if the recipe has block scales. Also store the
-// tensor scale t if this block is the first one of the tensor, the row or the block to which t belongs. A row has
-// `blocks` blocks.
+// Store the scale code `code` of block `block` of row `row` in a.scales, if the recipe has block scales. If it has
+// tensor scales, also store the tensor scale t in a.tensor_scale, but only for the first block of the tensor, row or
+// block to which t belongs. A row has `blocks` blocks.
 template <class R>
 FP4KIT_DEVICE void store_block_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks, u32 code,
                                      TensorScale t) {

@@ -106,9 +106,9 @@ struct Team {
   FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
   FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
-  // Combine the values of all rows of this thread's block by Operation, in any order, and return the result. All
-  // threads of the team must call this function. It uses words 32 kHalf ... 32 kHalf + 31 of `parts`, which may be used
-  // again after two more barriers.
+  // Return the combination of the values of all rows of this thread's block by Operation, in any order. Each thread
+  // passes the value of its row, and gets the result of its block. All threads of the team must call this function. It
+  // overwrites words 32 kHalf ... 32 kHalf + 31 of `parts`, which may be used again after two more barriers.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
@@ -120,7 +120,8 @@ struct Team {
   }
 
   // Return the sum of the values of all rows of this thread's block, added as a tree: row i + 8 to row i, then i + 4 to
-  // i, i + 2 to i, and i + 1 to i. All threads of the team must call this function.
+  // i, i + 2 to i, and i + 1 to i. Each thread passes the value of its row, and gets the result of its block. All
+  // threads of the team must call this function.
   FP4KIT_DEVICE_MEMBER float sum_in_order(float value) const {
     float* sums = reinterpret_cast<float*>(parts);
     sync();
@@ -175,8 +176,8 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
 
 // Quantize the square blocks of a.x that belong to this thread block, and store their codes and scale codes. A team of
 // four warps processes eight blocks at a time. If has_table is false, the table is not valid for the tensor scale t,
-// and every block takes the exact path. Otherwise only those blocks take it for which the table does not decide,
-// together with the other blocks of their warp's team. All threads of the thread block must call this function.
+// and every block takes the exact path. Otherwise the eight blocks of a team take the exact path only if the table does
+// not decide for one of them. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {

@@ -1,5 +1,6 @@
 // quantize_tile: quantize blocks of several rows, or blocks of one or more rows by 4over6 (each block gets the better
-// of two scales). Blocks have 16 or 32 columns. The elements may have any type, and the matrix any size.
+// of two scales). Blocks have 16 or 32 columns. The elements may have any type, and the matrix any size. R is the
+// recipe. If R::kFake, the kernel stores the values to which codes decode instead of codes and scales.
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 

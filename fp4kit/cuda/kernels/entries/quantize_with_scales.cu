@@ -33,8 +33,8 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
 //
 // - If the recipe has no tensor scale, all fields of the result are 1.
 // - If a.tensor_amax is null, `decode` is the given scale, and the other fields are 1.
-// - Otherwise `encode` is the recipe's encode scale for the amax in a.tensor_amax. If that amax is unknown, `encode` is
-//   1 / decode.
+// - Otherwise `decode` is the given scale, `amax` is the element of a.tensor_amax, and `encode` is the recipe's encode
+//   scale for that amax. If the amax is unknown (kUnknownAmax), `encode` is 1 / decode.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
@@ -80,7 +80,7 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
 
 // Encode elements `first` ... `first` + `count` - 1 (at most kRun) for a recipe without blocks, and store their codes
 // in a.packed. t is their tensor scale. It is used for a run at the end of a row that is not whole, and for runs whose
-// codes are not aligned. If R::kHadamard, `count` may be below kRun only if kRun elements exist in a.x.
+// codes are not aligned. If R::kHadamard, kRun elements are read whatever `count` is, so they must exist in a.x.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;

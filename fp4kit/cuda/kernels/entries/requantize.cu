@@ -71,13 +71,13 @@ FP4KIT_DEVICE float power_of_two(i32 exponent) {
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return the smallest exponent of a power of two that the scale format of R can represent: -9 for E4M3.
+// Return the exponent of the smallest power of two that the scale format of R can represent: -9 for E4M3.
 template <class R>
 FP4KIT_DEVICE constexpr i32 lowest_exponent() {
   return R::Scale::kEmin - R::Scale::kMantissaBits;
 }
 
-// Return true if the tensor rule of R gives the decode scale 2^m for this amax of a tensor with elements of type In.
+// Return true if the recipe R gives the tensor scale 2^m to a tensor with this amax and elements of type In.
 template <class R, class In>
 FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
   return R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
@@ -92,8 +92,8 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
 //
 // - A scale of the source is NaN.
 // - The amax is not finite, or the tensor rule of R does not give 2^m for it.
-// - Some scales are too small for E4M3, and the tensor rule does not give 2^m for the type Float32, too. The values of
-//   such blocks are quantized as Float32.
+// - Some scales are too small for E4M3, so that the values of their blocks are quantized as Float32, but the tensor
+//   rule does not give 2^m for Float32.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;

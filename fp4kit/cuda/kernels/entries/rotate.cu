@@ -32,7 +32,7 @@ FP4KIT_DEVICE constexpr int padded(int e) {
   return kHasMatrices ? e : e + e / 16;
 }
 
-// The elements of a tile in shared memory.
+// The elements of a tile in shared memory, as float32. Element e has the index padded(e).
 struct alignas(16) RotateTile {
   float elements[padded(kCount)];
 };
@@ -69,7 +69,7 @@ FP4KIT_DEVICE RotateBlocks rotate_blocks(const RotateArguments& a, i64 index) {
 FP4KIT_DEVICE int lane_of(int e) {
   return kContiguous ? e / kSize : e % kLanes;
 }
-// Return the position of tile element e within the block that contains it.
+// Return the position of element e of the tile within its block: 0 ... kSize - 1.
 FP4KIT_DEVICE int index_of(int e) {
   return kContiguous ? e % kSize : e / kLanes;
 }
@@ -110,9 +110,9 @@ FP4KIT_DEVICE void store_result(const RotateArguments& a, const RotateBlocks& b,
   static_cast<Bits*>(a.out)[b.first + lane * b.lane_step + i * b.element_step] = stored_rotation<Input>(value);
 }
 
-// Replace pairs of elements in the tile by their sums and differences: first elements that are kFirst apart, then
-// elements that are 2 kFirst, ..., kFirst kRadix / 2 apart. A thread holds kRadix elements in registers at a time. All
-// threads of the thread block must call this function, and may read the tile when it returns.
+// Replace pairs of elements in the tile by their sums and differences, in place: first elements that are kFirst apart
+// in the tile, then elements that are 2 kFirst, ..., kFirst kRadix / 2 apart. A thread holds kRadix elements in
+// registers at a time. All threads of the thread block must call this function, and may read the tile when it returns.
 template <int kFirst, int kRadix>
 FP4KIT_DEVICE void add_and_subtract(float* tile) {
   for (int group = threadIdx.x; group < kCount / kRadix; group += kThreads) {
@@ -149,7 +149,7 @@ FP4KIT_DEVICE void transform_tile(float* tile) {
   }
 }
 
-// Four neighboring numbers.
+// Four neighboring floats, which are loaded at once.
 struct alignas(16) Quad {
   float values[4];
 };
@@ -198,7 +198,7 @@ FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlo
 }
 
 // Multiply the blocks of the tile by the matrix of the group b, and store the results in a.out (store_result), for any
-// kSize. The tile itself does not change. It is slower than store_even_products.
+// kSize. The tile itself does not change. It is used for sizes that store_even_products does not support.
 FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];

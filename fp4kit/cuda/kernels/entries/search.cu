@@ -11,7 +11,8 @@ struct UnprovenBlock {
   CandidateRange range;
 };
 
-// Shared memory of a warp. Only one member of the union is in use at a time.
+// Shared memory of a warp: the codes that the pruned search leaves open, or a block that is searched fully. Only one
+// member of the union is in use at a time.
 template <bool kWeighted>
 union WarpMemory {
   UnprovenBlock<kWeighted> unproven_block;
@@ -22,7 +23,7 @@ union WarpMemory<false> {
   UnprovenBlock<false> unproven_block;
 };
 
-// Shared memory of a thread block.
+// Shared memory of a thread block: the candidates, the tables of the pruned search, and the memory of each warp.
 template <bool kWeighted>
 struct SearchMemory {
   Candidates candidates;

@@ -1,6 +1,7 @@
 // search_amaxes: for each amax of a tensor, an expert, a row or a block, find the multiple of the amax that gives the
-// smallest loss (sum of rounding errors, or the largest of them). If there is one amax per block, the kernels treat
-// each block as a row. `a` holds the arguments of the kernels: the arrays, their sizes and the multiples to try.
+// smallest loss. A loss is a sum of powers of rounding errors, or the largest rounding error. If there is one amax per
+// block, the kernels treat each block as a row. `a` holds the arguments of the kernels: the arrays, their sizes and the
+// multiples to try.
 //
 // The losses of elements are added in float64, as in reference/search_amaxes.py: from the first element of a row to the
 // last, and then from the first row to the last. Therefore one thread sums a whole row for one multiple, and
@@ -26,9 +27,11 @@ struct SearchAmaxesArguments {
 };
 
 // The rule that quantizes and decodes elements for a given amax, in recipes without a fake quantizer of their own.
-// with_amax returns the rule for an amax. If the recipe has block scales, this is the amax of a block, and
-// `tensor_amax` gives the tensor scale. Otherwise it is the amax from which the tensor scale is computed. value_of
-// returns the value of an element. exact_code_beside describes `partner`.
+//
+// - with_amax returns the rule for an amax. If the recipe has block scales, this is the amax of a block, and the tensor
+//   scale is computed from *tensor_amax. Otherwise it is the amax from which the tensor scale is computed.
+// - value_of returns the value to which element x is quantized. partner() returns the other element of the pair of x,
+//   in formats whose elements lie in pairs.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
@@ -109,7 +112,8 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
 struct BestMultiple {
   double loss;
   i64 multiple;
-  // Replace this multiple by `other` if `other` has the smaller loss, or has the same loss and comes first.
+  // Replace this multiple and its loss by `other` if that has the smaller loss, or has an equal loss and comes first. A
+  // NaN loss of `other` is never smaller.
   FP4KIT_DEVICE_MEMBER void keep_better(BestMultiple other) {
     if (other.loss < loss || (other.loss == loss && other.multiple < multiple)) *this = other;
   }

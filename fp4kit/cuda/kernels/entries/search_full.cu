@@ -4,9 +4,11 @@
 #include "search_full.cuh"
 
 // For each block of a.x, find the candidate scale with the smallest loss, and store its amax in a.block_amax, once per
-// row of the block. If several candidates have this loss, the first of them is taken. Set::kLanes neighboring threads
-// share a block. The number of blocks is added to *a.unproven, unless a.unproven is null, because every block has a
-// full search. All threads of the thread block must call this function.
+// row of the block. If several candidates have this loss, the first of them is taken. If no loss is below infinity, the
+// lowest candidate is taken for E4M3 codes, and the block's own amax is stored for powers of two.
+//
+// Set::kLanes neighboring threads share a block. The number of blocks is added to *a.unproven, unless a.unproven is
+// null, because every block has a full search. All threads of the thread block must call this function.
 template <class R, class In, class Set, Objective kObjective, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE void search_full(const FullSearchArguments& a) {
   constexpr u32 kLanes = Set::kLanes;
