@@ -103,16 +103,16 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
 
 // Find the amax of the whole array a.x, and raise *a.amax to it: store the larger of the two, as float32 bits. The
 // caller sets *a.amax to 0 before. The constant kCounted says which elements count; if none does, *a.amax stays
-// unchanged. It is launched before a kernel that needs a tensor amax, and for fp4kit.amax. Each thread takes runs of
-// elements. Launch with any grid.
+// unchanged. The kernel is launched before a kernel that needs a tensor amax, and for fp4kit.amax. Each thread takes
+// runs of elements. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }
 
 // Store the amax of each row of a.x in a.amax, as float32 bits. Old contents of a.amax are overwritten. The constant
-// kCounted says which elements count; if none in a row does, its amax is 0. It is launched for recipes with one tensor
-// scale per row, and for block amaxes. A thread block takes one long row or many short rows at a time. Launch with any
-// grid.
+// kCounted says which elements count; if none in a row does, its amax is 0. The kernel is launched for recipes with one
+// tensor scale per row, and for block amaxes. A thread block takes one long row or many short rows at a time. Launch
+// with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

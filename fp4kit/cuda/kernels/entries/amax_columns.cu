@@ -36,9 +36,10 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
 }
 
 // Find the amax of each column of each matrix in a.x, and raise the column's element of a.amax to it: store the larger
-// of the two, as float32 bits. The caller sets a.amax to 0 before. A NaN element makes the amax NaN. It is launched for
-// fp4kit.amax without a recipe, if the reduced axes are consecutive and do not include the last axis, and for blocks of
-// several rows with float32 scales. A thread block takes one tile at a time. Launch with any grid.
+// of the two, as float32 bits. The caller sets a.amax to 0 before. A NaN element makes the amax NaN. The kernel is
+// launched for fp4kit.amax without a recipe, if the reduced axes are consecutive and do not include the last axis, and
+// for blocks of several rows with float32 scales. A thread block takes one tile at a time. Launch with any number of
+// thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

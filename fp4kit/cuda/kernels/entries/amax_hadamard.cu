@@ -46,8 +46,8 @@ FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
 
 // Find the amax of the matrix a.x after the Hadamard transform of its columns, and raise *a.amax to it: store the
 // larger of the two, as float32 bits. The caller sets *a.amax to 0 before. a.x itself does not change, and a.rows must
-// be a multiple of 16. It is launched before a matrix is quantized along columns by a recipe with a Hadamard transform.
-// A thread takes one patch at a time. Launch with any grid.
+// be a multiple of 16. The kernel is launched before a matrix is quantized along columns by a recipe with a Hadamard
+// transform. A thread takes one patch at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
   const u32 wide =
       static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks that a row of patches needs

@@ -86,7 +86,8 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
 }
 
 // Copy a.grad to a.out, with +0 instead of the gradient wherever |x| exceeds the amax of the element, or one of the two
-// is NaN. It is launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with any grid.
+// is NaN. The kernel is launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with any
+// number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

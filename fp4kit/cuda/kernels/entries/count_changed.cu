@@ -28,9 +28,11 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& 
   return changed;
 }
 
-// Count the values that differ between a.x and a.y, and add the count to *a.changed. Raise *a.largest to the largest |y
-// - x|, as float32 bits, or to NaN if only one of two values is NaN. If no value differs, neither output changes. It is
-// launched after a requantization, to report what changed. Each thread takes one value at a time. Launch with any grid.
+// Count the values that differ between a.x and a.y, and add the count to *a.changed. Raise *a.largest to the largest
+// difference between two values (its magnitude, as float32 bits), or to NaN if only one of two values is NaN. Two NaN
+// count as equal, and +0 differs from -0. If no value differs, neither output changes. The kernel is launched after a
+// requantization, to report what changed. Each thread takes one value at a time. Launch with any number of thread
+// blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 largest = 0u, changed = count_changed(a, whole_grid(), largest);
 #pragma unroll

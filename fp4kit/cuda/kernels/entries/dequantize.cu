@@ -82,8 +82,8 @@ FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
 }
 
 // Decode elements `first` ... `first` + `count` - 1 one at a time, all with the Scale `scale`, and store them in
-// a.values, rounded to Out. It is used where a whole run cannot be loaded or stored: for the last elements of a row,
-// and for misaligned arrays.
+// a.values, rounded to Out. The function is used where a whole run cannot be loaded or stored: for the last elements of
+// a row, and for misaligned arrays.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -147,10 +147,10 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Decode elements `first` ... `first` + `count` - 1 one at a time, and store them in a.values, rounded to Out. It is
-// used if the decode rule needs the amax of the tensor scale, but no amax gives this scale. Then an element is the
-// value of its code times the product of the two scales. scale_code is the code of the block scale, and `index` is the
-// number of the tensor scale in a.tensor_scale.
+// Decode elements `first` ... `first` + `count` - 1 one at a time, and store them in a.values, rounded to Out. The
+// function is used if the decode rule needs the amax of the tensor scale, but no amax gives this scale. Then an element
+// is the value of its code times the product of the two scales. scale_code is the code of the block scale, and `index`
+// is the number of the tensor scale in a.tensor_scale.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -240,8 +240,8 @@ template <class R>
 constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
-// Decode a.packed with the scales a.scales and a.tensor_scale, and store the values in a.values. It is launched for
-// fp4kit.dequantize. A thread takes several runs per step. Launch with any grid.
+// Decode a.packed with the scales a.scales and a.tensor_scale, and store the values in a.values. The kernel is launched
+// for fp4kit.dequantize. A thread takes several runs per step. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());

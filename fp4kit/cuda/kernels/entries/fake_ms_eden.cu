@@ -124,10 +124,12 @@ FP4KIT_DEVICE void fake_ms_eden(const QuantizeArguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < units; i += item_stride(grid)) eden_unit<R, In, kAligned>(a, i);
 }
 
-// Fake-quantize a.x, and store the values in a.values. It is launched for fp4kit.fake_quantize with the fake rules of
-// MS-EDEN. A thread processes one unit at a time. Launch with any grid if R::kFinders is 0; a.tensor_amax is then an
-// input. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax
-// of each row, and store it at a.tensor_amax (amax.cuh).
+// Fake-quantize a.x, and store the values in a.values. The kernel is launched for fp4kit.fake_quantize with the fake
+// rules of MS-EDEN. A thread processes one unit at a time.
+//
+// If R::kFinders is 0, a.tensor_amax is an input; launch with any number of thread blocks. Otherwise launch with a
+// multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax of each row, and store it at
+// a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_ms_eden_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_ms_eden<R, Input, kAligned>(a, whole_grid());

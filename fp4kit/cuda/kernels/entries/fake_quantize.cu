@@ -181,9 +181,11 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a.x, and store the values in a.values. It is launched for fp4kit.fake_quantize with recipes that have a
-// fake_rule. A thread takes several runs per step. Launch with any grid if R::kFinders is 0; a.tensor_amax is then an
-// input. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the amaxes and store them at
+// Fake-quantize a.x, and store the values in a.values. The kernel is launched for fp4kit.fake_quantize with recipes
+// that have a fake_rule. A thread takes several runs per step.
+//
+// If R::kFinders is 0, a.tensor_amax is an input; launch with any number of thread blocks. Otherwise launch with a
+// multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax of each row, and store it at
 // a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);

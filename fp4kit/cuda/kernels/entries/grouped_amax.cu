@@ -11,9 +11,9 @@
 using Members = GroupOf<AmaxArguments, kSmall>::Type;
 
 // Find the amax of each tensor of the group, and raise the tensor's *amax to it: store the larger of the two, as
-// float32 bits. The caller sets *amax to 0 before. If no element of a tensor counts, its *amax does not change. It is
-// launched for fp4kit.amax_grouped, and before the tensors of a group are quantized or their gradients are clipped. A
-// thread block takes one piece (part of a tensor) at a time. Launch with any grid.
+// float32 bits. The caller sets *amax to 0 before. If no element of a tensor counts, its *amax does not change. The
+// kernel is launched for fp4kit.amax_grouped, and before the tensors of a group are quantized or their gradients are
+// clipped. A thread block takes one piece (part of a tensor) at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
@@ -25,8 +25,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Membe
 }
 
 // Store the amax of each row of each tensor of the group in the tensor's array `amax`, as float32 bits. Old contents
-// are overwritten. If no element of a row counts, its amax is 0. It is launched for recipes with one tensor scale per
-// row, and for block amaxes. A thread block takes one piece (part of a tensor) at a time. Launch with any grid.
+// are overwritten. If no element of a row counts, its amax is 0. The kernel is launched for recipes with one tensor
+// scale per row, and for block amaxes. A thread block takes one piece (part of a tensor) at a time. Launch with any
+// number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_rows_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

@@ -6,9 +6,9 @@
 using Members = GroupOf<ClipArguments, kSmall>::Type;
 
 // Store the clipped gradient of each tensor of the group in the tensor's array `out`. It is the gradient where |x| <=
-// amax, compared in float32, and +0 elsewhere (also if x or the amax is NaN). It is launched for
+// amax, compared in float32, and +0 elsewhere (also if x or the amax is NaN). The kernel is launched for
 // fp4kit.fake_quantize_grouped_backward. A thread block takes one piece (part of a tensor) at a time. Launch with any
-// grid.
+// number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {
   for_each_piece(group, [](const ClipArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

@@ -6,8 +6,8 @@
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
 // Fake-quantize each tensor of the group by MS-EDEN, and store the results in the tensor's array `values`. The amaxes
-// for tensor scales are inputs. It is launched for fp4kit.fake_quantize_grouped with the fake rules of MS-EDEN. A
-// thread block takes one piece (part of a tensor) at a time. Launch with any grid.
+// for tensor scales are inputs. The kernel is launched for fp4kit.fake_quantize_grouped with the fake rules of MS-EDEN.
+// A thread block takes one piece (part of a tensor) at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_ms_eden_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

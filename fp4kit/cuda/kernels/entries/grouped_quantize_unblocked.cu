@@ -8,8 +8,9 @@ using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
 // Quantize each tensor of the group without block scales: store its codes and tensor scales, or only its values if
 // R::kFake. The amaxes for tensor scales are inputs. For a tensor without elements, only its tensor scales are stored.
-// It is launched for fp4kit.quantize_grouped and, for recipes without a fake_rule, for fp4kit.fake_quantize_grouped. A
-// thread block takes one piece (part of a tensor) at a time. Launch with any grid.
+// The kernel is launched for fp4kit.quantize_grouped and, for recipes without a fake_rule, for
+// fp4kit.fake_quantize_grouped. A thread block takes one piece (part of a tensor) at a time. Launch with any number of
+// thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_unblocked_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& given, Grid grid, bool aligned) {
     __shared__ QuantizeArguments a;  // in shared memory, which takes 48 registers per thread instead of 64

@@ -15,8 +15,8 @@ struct ByteScales : S {
 };
 
 // Transpose the codes and scales of each matrix of the group, without decoding, and store them in the matrix's arrays
-// codes_out and scales_out. It is launched to update the columnwise copies of cast_master_weights. A thread block takes
-// one piece (part of a matrix) at a time. Launch with any grid.
+// codes_out and scales_out. The kernel is launched to update the columnwise copies of cast_master_weights. A thread
+// block takes one piece (part of a matrix) at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grouped_transpose_kernel(Members group) {
   for_each_piece(group, [](const TransposeArguments& a, Grid grid, u32 aligned) {

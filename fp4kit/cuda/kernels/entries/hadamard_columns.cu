@@ -153,9 +153,9 @@ FP4KIT_DEVICE void transform_rest(const HadamardColumnsArguments& a, const Colum
   }
 }
 
-// Transform the blocks of a.x by a Hadamard transform with the factor kFactor, and store the results in a.out. It is
-// launched for fp4kit.hadamard if blocks lie along an axis other than the last one. The addresses of both arrays must
-// be multiples of 4 bytes. Launch with any grid.
+// Transform the blocks of a.x by a Hadamard transform with the factor kFactor, and store the results in a.out. The
+// kernel is launched for fp4kit.hadamard if blocks lie along an axis other than the last one. The addresses of both
+// arrays must be multiples of 4 bytes. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) hadamard_columns_kernel(HadamardColumnsArguments a) {
   __shared__ ColumnTileElements memory[1];
   const i64 count = tile_count(a);

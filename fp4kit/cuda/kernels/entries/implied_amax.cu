@@ -26,10 +26,10 @@ FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
 }
 
 // Store in a.amax, for each tensor scale of a.tensor_scale, an amax for which the recipe gives this scale, or
-// kUnknownAmax if there is none. A given amax in a.tensor_amax is kept if it gives the scale. It is launched before
-// dequantize_kernel if each row or block has a tensor scale, because a search per run would take longer than decoding
-// the elements. It is also launched before quantize_with_scales_kernel, which encodes with these amaxes. A thread takes
-// one scale at a time. Launch with any grid.
+// kUnknownAmax if there is none. A given amax in a.tensor_amax is kept if it gives the scale. The kernel is launched
+// before dequantize_kernel if each row or block has a tensor scale, because a search per run would take longer than
+// decoding the elements. The kernel is also launched before quantize_with_scales_kernel, which encodes with these
+// amaxes. A thread takes one scale at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) implied_amax_kernel(ImpliedAmaxArguments a) {
   imply_amaxes<R, Input>(a, whole_grid());
 }

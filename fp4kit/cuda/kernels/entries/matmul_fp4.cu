@@ -2,7 +2,8 @@
 // elements along K. `a` holds the arguments of a product: the operands a.a and a.b (rows of codes along K), a.c and
 // a.out. A thread block computes one tile of kTile x kTile results at a time, and a thread kSide x kSide of them. A
 // line is a row of one of the operands, which is a row or a column of the tile. Each line has four groups of 16
-// elements per step, with one scale per group.
+// elements per step, with one scale per group. A term is the sum of the 16 products of a group, times the two scales.
+// To be added, terms are shifted to the largest exponent in the step, and may lose bits then.
 //
 // matmul.cu computes products with other steps, and products of operands at other addresses.
 //
@@ -219,9 +220,9 @@ FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes&
   }
 }
 
-// Return the sum of one result after step number `step`, computed term by term, as the FP4 instruction defines it. It
-// reads codes and scales from the operands. c is the sum before the step. (row, column) is the position of the result
-// in matrix `matrix`; if it is outside of the matrix, return 0.
+// Return the sum of one result after step number `step`, computed term by term, as the FP4 instruction defines it. The
+// function reads codes and scales from the operands. c is the sum before the step. (row, column) is the position of the
+// result in matrix `matrix`; if it is outside of the matrix, return 0.
 FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 step, double c) {
   if (!is_inside(a, row, column)) return 0.0;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
@@ -292,9 +293,9 @@ FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& 
 }
 
 // Return true if no term loses bits in any result of a thread in this step, so that add_exactly may be used for all of
-// them. s holds the step, `place` says which results the thread has, and `sums` are their sums before the step. It
-// checks the largest and smallest exponents of the thread's rows and columns, so the result may be false although no
-// bits are lost.
+// them. s holds the step, `place` says which results the thread has, and `sums` are their sums before the step. The
+// function checks the largest and smallest exponents of the thread's rows and columns, so the result may be false
+// although no bits are lost.
 FP4KIT_DEVICE bool loses_no_bits(const Fp4Step& s, const Place& place, const Fp4Sums& sums) {
   i32 row_top = -1000, row_bottom = 1000, column_top = -1000, column_bottom = 1000;
 #pragma unroll
@@ -422,10 +423,10 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp4Step* steps, i64 
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute the products of all matrices, or of all products of a group, and store them. It is launched for fp4kit.matmul
-// and fp4kit.matmul_grouped, if the operands have block scales and these conditions hold: rows of codes begin at
-// multiples of 16 bytes, K is a multiple of 32, fraction_bits is 35, output_bits 23, step 64 and promote 0. A thread
-// block takes one tile at a time. Launch with any grid.
+// Compute the products of all matrices, or of all products of a group, and store them. The kernel is launched for
+// fp4kit.matmul and fp4kit.matmul_grouped, if the operands have block scales and these conditions hold: rows of codes
+// begin at multiples of 16 bytes, K is a multiple of 32, fraction_bits is 35, output_bits 23, step 64 and promote 0. A
+// thread block takes one tile at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(Products products) {
   __shared__ Fp4Step memory[2];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

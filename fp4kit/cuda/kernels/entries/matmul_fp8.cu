@@ -307,10 +307,11 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp8Step& s, i64 matr
 
 using Products = ProductsOf<kGrouped>::Type;
 
-// Compute the products of all matrices, or of all products of a group, and store them. It is launched for fp4kit.matmul
-// and fp4kit.matmul_grouped, if both operands have 8-bit elements without block scales and these conditions hold: rows
-// of codes begin at multiples of 16 bytes, K is a multiple of 16, a step has 16 or 32 elements, and fraction_bits and
-// output_bits are at most 13. A thread block takes one tile at a time. Launch with any grid.
+// Compute the products of all matrices, or of all products of a group, and store them. The kernel is launched for
+// fp4kit.matmul and fp4kit.matmul_grouped, if both operands have 8-bit elements without block scales and these
+// conditions hold: rows of codes begin at multiples of 16 bytes, K is a multiple of 16, a step has 16 or 32 elements,
+// and fraction_bits and output_bits are at most 13. A thread block takes one tile at a time. Launch with any number of
+// thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(Products products) {
   __shared__ Fp8Step memory[1];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {

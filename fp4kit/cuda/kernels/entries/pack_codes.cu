@@ -80,13 +80,14 @@ FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
 }
 
 // Pack the codes of a.in, one per byte, and store them in a.out, two per byte. High nibbles of the input are ignored.
-// It is launched for fp4kit.pack. A thread takes several items per step. Launch with any grid.
+// The kernel is launched for fp4kit.pack. A thread takes several items per step. Launch with any number of thread
+// blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(PackArguments a) {
   pack_codes<kAligned>(a, whole_grid());
 }
 
-// Unpack the codes of a.in, two per byte, and store them in a.out, one per byte, with high nibbles 0. It is launched
-// for fp4kit.unpack. A thread takes several items per step. Launch with any grid.
+// Unpack the codes of a.in, two per byte, and store them in a.out, one per byte, with high nibbles 0. The kernel is
+// launched for fp4kit.unpack. A thread takes several items per step. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(PackArguments a) {
   unpack_codes<kAligned>(a, whole_grid());
 }

@@ -122,15 +122,15 @@ FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
 
 // Store in a.block_amax and a.tensor_amax the largest magnitudes among the elements of a shard, as float32 bits. The
 // caller sets both to 0 before, because amaxes of the tensor and of blocks at the border of the shard are only raised.
-// It is launched first when processes quantize one matrix together. The processes then combine their amaxes. A thread
-// takes one block at a time. Launch with any grid.
+// The kernel is launched first when processes quantize one matrix together. The processes then combine their amaxes. A
+// thread takes one block at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }
 
 // For each shard of a group, store in block_amax and tensor_amax the largest magnitudes among its elements, as float32
-// bits. The caller sets both to 0 before. It is launched first when processes quantize several matrices together. A
-// thread block takes one piece (part of a shard) at a time. Launch with any grid.
+// bits. The caller sets both to 0 before. The kernel is launched first when processes quantize several matrices
+// together. A thread block takes one piece (part of a shard) at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<PartialAmaxArguments> group) {
   for_each_piece(group, [](const PartialAmaxArguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

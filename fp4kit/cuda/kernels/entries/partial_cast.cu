@@ -110,15 +110,16 @@ FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
 }
 
 // Encode the shard a.values with the block factors a.factors, and store its codes in a.packed. The codes of other
-// elements do not change, even if they share a byte with codes of the shard. It is launched last when processes
-// quantize one matrix together, after partial_scales_kernel. A thread takes one run at a time. Launch with any grid.
+// elements do not change, even if they share a byte with codes of the shard. The kernel is launched last when processes
+// quantize one matrix together, after partial_scales_kernel. A thread takes one run at a time. Launch with any number
+// of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());
 }
 
 // For each shard of a group, encode its elements with the block factors `factors`, and store their codes in `packed`.
-// The codes of other elements do not change. It is launched last when processes quantize several matrices together. A
-// thread block takes one piece (part of a shard) at a time. Launch with any grid.
+// The codes of other elements do not change. The kernel is launched last when processes quantize several matrices
+// together. A thread block takes one piece (part of a shard) at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
   for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

@@ -42,8 +42,8 @@ FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
 constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // number of words of codes per run
 
 // For each sender of the group, copy the codes that it owns from its message to its matrix of codes. Other codes do not
-// change. It is launched after the processes have exchanged their codes. A thread block takes one piece at a time.
-// Launch with any grid.
+// change. The kernel is launched after the processes have exchanged their codes. A thread block takes one piece at a
+// time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {
   for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });

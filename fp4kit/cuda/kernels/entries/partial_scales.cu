@@ -45,16 +45,16 @@ FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
 }
 
 // Compute a.tensor_scale, a.scales and a.factors of a matrix from its amaxes a.tensor_amax and a.block_amax. If
-// a.tensor_scale or a.scales is null, that output is left out. It is launched between partial_amax_kernel and
-// partial_cast_kernel. A thread takes one block at a time. Launch with any grid.
+// a.tensor_scale or a.scales is null, that output is left out. The kernel is launched between partial_amax_kernel and
+// partial_cast_kernel. A thread takes one block at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(PartialScalesArguments a) {
   partial_scales<R, Input>(a, whole_grid());
 }
 
 // For each matrix of a group, compute tensor_scale, scales and factors from its amaxes tensor_amax and block_amax. If
-// tensor_scale or `scales` is null, that output is left out. It is launched after the processes that quantize these
-// matrices together have combined their amaxes. A thread block takes one piece (part of a matrix) at a time. Launch
-// with any grid.
+// tensor_scale or `scales` is null, that output is left out. The kernel is launched after the processes that quantize
+// these matrices together have combined their amaxes. A thread block takes one piece (part of a matrix) at a time.
+// Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_scales_kernel(Group<PartialScalesArguments> group) {
   for_each_piece(group, [](const PartialScalesArguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });

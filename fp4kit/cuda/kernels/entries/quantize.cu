@@ -1,9 +1,10 @@
 // quantize: compute codes and block scales from elements, for blocks in a row (1 x kBlock). If R::kFake, it stores the
 // values to which these codes decode instead (fake_quantize). A thread processes a run of neighboring elements, and
 // neighboring threads process the runs of one block. In one step (an iteration of a thread block), each thread
-// processes several runs. R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of x
-// (and of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays,
-// their sizes and the seed. t is a tensor scale: its encode and decode factors.
+// processes several runs. The fast path encodes blocks of finite elements in few instructions; the exact path is valid
+// for all blocks. R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of x (and of
+// `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays, their
+// sizes and the seed. t is a tensor scale: its encode and decode factors.
 //
 // A thread loads several runs before it uses the first one. If the factor of an E4M3 scale follows from its code
 // (R::kHasTable), each thread block first fills a table of the factors. That takes two divisions per code, instead of
@@ -322,8 +323,8 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
 // or values if R::kFake. NaN elements make the amax NaN if R::kAmaxNan is `propagate`, and are skipped otherwise.
 //
 // A thread block takes as many whole rows at a time as fit into one step of its threads, or one longer row. Rows that
-// fit are loaded once. Longer rows are loaded again for the codes, mostly from a cache. Launch with any grid of thread
-// blocks of at most kThreads threads.
+// fit are loaded once. Longer rows are loaded again for the codes, mostly from a cache. Launch with any number of
+// thread blocks of at most kThreads threads.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -376,13 +377,13 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or only a.values if R::kFake. It is launched for blocks
-// of one row that no other kernel supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes several runs
-// per step.
+// Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
+// or store only its values in a.values if R::kFake. The kernel is launched for blocks of one row that no other kernel
+// supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes several runs per step.
 //
 // Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kFindsRows, it
 // finds the amax of each row. If R::kFinders is not 0, it finds the tensor's amax, or the amax of each row (amax.cuh);
-// launch with a multiple of R::kFinders thread blocks then, and otherwise with any grid.
+// launch with a multiple of R::kFinders thread blocks then, and otherwise with any number of thread blocks.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   if constexpr (R::kFindsRows) {
     quantize_rows<R, Input, kAligned>(a, whole_grid());

@@ -163,14 +163,15 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
                                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
                                                                                        : 4;
 
-// Quantize a.x along columns and store a.column_packed and a.column_scales. Also quantize a.x along rows and store
-// a.packed and a.scales. A direction whose codes are nullptr is left out. The tensor scale is stored, too. If R::kFake,
-// only a.values is stored (square blocks only).
+// Quantize a.x along columns, and store the codes in a.column_packed and the block scales in a.column_scales. Also
+// quantize it along rows, and store a.packed and a.scales. A direction whose codes are nullptr is left out. The tensor
+// scale is stored for both directions, in those outputs that are not nullptr. If R::kFake, only a.values is stored
+// (square blocks only).
 //
-// It is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
-// (launch/dispatch.py has all conditions). A thread block processes one tile at a time. Launch with any grid if
-// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax
-// and store it at a.tensor_amax (amax.cuh).
+// The kernel is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
+// (launch/dispatch.py has all conditions). A thread block processes one tile at a time. If R::kFinders is 0, launch
+// with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the
+// tensor's amax and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);

@@ -97,10 +97,12 @@ FP4KIT_DEVICE void quantize_block(const QuantizeArguments& a, i64 i, i64 blocks)
   if constexpr (!R::kFake) store_block_scale<R>(a, row, block, blocks, code, t);
 }
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or only a.values if R::kFake. It is launched for the
-// recipes of NOISE_STOCHASTICS (recipes/rules.py). A thread processes one block at a time. Launch with any grid if
-// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax
-// and store it at a.tensor_amax (amax.cuh).
+// Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
+// or store only its values in a.values if R::kFake. The kernel is launched for the recipes of NOISE_STOCHASTICS
+// (recipes/rules.py). A thread processes one block at a time.
+//
+// If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
+// blocks, which first find the tensor's amax and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_stochastic_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   const Grid grid = whole_grid();

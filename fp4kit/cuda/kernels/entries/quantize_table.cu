@@ -222,10 +222,11 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
   }
 }
 
-// Quantize a.x by 4over6 and store a.packed, a.scales and a.tensor_scale. It is launched for large bfloat16 matrices
-// and recipes with 4over6 (launch/dispatch.py has all conditions). a.tensor_amax is an input. A thread processes one
-// block of one row at a time, or a team of four warps processes eight square blocks at a time. Launch with any grid;
-// one thread block per multiprocessor suffices.
+// Quantize a.x by 4over6, and store its codes in a.packed, its block scales in a.scales and its tensor scale in
+// a.tensor_scale (unless that is nullptr). The kernel is launched for large bfloat16 matrices and recipes with 4over6
+// (launch/dispatch.py has all conditions). a.tensor_amax is an input. A thread processes one block of one row at a
+// time, or a team of four warps processes eight square blocks at a time. Launch with any number of thread blocks; one
+// per multiprocessor suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);

@@ -7,11 +7,13 @@
 constexpr int kBlocksPerMultiprocessor =
     R::kBlock > 16 || R::kFinders ? 2 : 4;  // the largest numbers for which no registers are spilled
 
-// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or only a.values if R::kFake. It is launched for
-// recipes with 4over6 or with blocks of several rows, if neither quantize_columns.cu nor quantize_table.cu supports the
-// call (launch/dispatch.py). A thread processes one row of one block at a time. Launch with any grid if R::kFinders is
-// 0. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax of
-// each row, and store it at a.tensor_amax (amax.cuh).
+// Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
+// or store only its values in a.values if R::kFake. The kernel is launched for recipes with 4over6 or with blocks of
+// several rows, if neither quantize_columns.cu nor quantize_table.cu supports the call (launch/dispatch.py). A thread
+// processes one row of one block at a time.
+//
+// If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
+// blocks, which first find the tensor's amax, or the amax of each row, and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_tile_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);

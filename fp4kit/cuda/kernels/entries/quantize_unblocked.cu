@@ -71,10 +71,12 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x and store a.packed and a.tensor_scale, or only a.values if R::kFake. It is launched for recipes without
-// blocks. A thread processes several runs per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a
-// multiple of R::kFinders thread blocks, which first find the tensor's amax, or the amax of each row, and store it at
-// a.tensor_amax (amax.cuh).
+// Quantize a.x, and store its codes in a.packed and its tensor scales in a.tensor_scale (unless that is nullptr); or
+// store only its values in a.values if R::kFake. The kernel is launched for recipes without blocks. A thread processes
+// several runs per step.
+//
+// If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
+// blocks, which first find the tensor's amax, or the amax of each row, and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());

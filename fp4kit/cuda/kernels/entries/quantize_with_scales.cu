@@ -79,8 +79,9 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
 }
 
 // Encode elements `first` ... `first` + `count` - 1 (at most kRun) for a recipe without blocks, and store their codes
-// in a.packed. t is their tensor scale. It is used for a run at the end of a row that is not whole, and for runs whose
-// codes are not aligned. If R::kHadamard, kRun elements are read whatever `count` is, so they must exist in a.x.
+// in a.packed. t is their tensor scale. The function is used for a run at the end of a row that is not whole, and for
+// runs whose codes are not aligned. If R::kHadamard, kRun elements are read whatever `count` is, so they must exist in
+// a.x.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;
@@ -115,8 +116,8 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
 }
 
 // Encode a.x with the given scales a.scales and a.tensor_scale, and store the codes in a.packed. Nothing else is
-// stored. It is launched for fp4kit.quantize with scales that the caller passes. A thread processes 16 neighboring
-// elements at a time. Launch with any grid.
+// stored. The kernel is launched for fp4kit.quantize with scales that the caller passes. A thread processes 16
+// neighboring elements at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

@@ -137,13 +137,14 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
 // Find the range of the source's scales, and store it in a.extent, which the caller sets to zeros before: the largest
 // scale code + 1 and 256 - the smallest scale code, among the blocks with nonzero values. Store 1 in a.extent[2] if the
 // scale of any block is NaN. This is the first launch of a requantization. A thread processes one block at a time.
-// Launch with any grid.
+// Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }
 
 // If 2^m can be the tensor scale, store the tensor amax that gives 2^m in *a.tensor_amax. Otherwise leave
-// *a.tensor_amax unchanged. One thread does this. This is the second launch of a requantization. Launch with any grid.
+// *a.tensor_amax unchanged. One thread does this. This is the second launch of a requantization. Launch with any number
+// of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(RequantizeArguments a) {
   i32 m;
   float amax;
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(Re
 // If 2^m can be the tensor scale, store the blocks whose codes can be kept in a.packed and a.scales, and leave all
 // other blocks unchanged. Also store *a.tensor_scale = 2^m, and the amax that gives it in *a.tensor_amax. If 2^m cannot
 // be the tensor scale, do nothing. This is the third launch of a requantization. A thread processes one block at a
-// time. Launch with any grid.
+// time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

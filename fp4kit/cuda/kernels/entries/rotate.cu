@@ -198,7 +198,7 @@ FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlo
 }
 
 // Multiply the blocks of the tile by the matrix of the group b, and store the results in a.out (store_result), for any
-// kSize. The tile itself does not change. It is used for sizes that store_even_products does not support.
+// kSize. The tile itself does not change. The function is used for sizes that store_even_products does not support.
 FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];
@@ -216,9 +216,9 @@ FP4KIT_DEVICE void store_products(const RotateArguments& a, const RotateBlocks& 
 }
 
 // Rotate the blocks of a.x, and store the results in a.out, rounded to the type of the elements. The rotation is a
-// product with a matrix of a.matrices if kHasMatrices, and otherwise a Hadamard transform with the factor kFactor. It
-// is launched for fp4kit.rotate, and for fp4kit.hadamard if hadamard_rows.cu and hadamard_columns.cu cannot take the
-// arrays. A thread block takes one tile at a time. Launch with any grid.
+// product with a matrix of a.matrices if kHasMatrices, and otherwise a Hadamard transform with the factor kFactor. The
+// kernel is launched for fp4kit.rotate, and for fp4kit.hadamard if hadamard_rows.cu and hadamard_columns.cu cannot take
+// the arrays. A thread block takes one tile at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) rotate_kernel(RotateArguments a) {
   __shared__ RotateTile memory[1];
   float* tile = memory->elements;

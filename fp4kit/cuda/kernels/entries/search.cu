@@ -138,9 +138,9 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
-// For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax. It is
+// For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax. The kernel is
 // launched for pruned scale searches by squared errors, with or without weights per column. A thread processes one
-// block at a time. Launch with any grid.
+// block at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;

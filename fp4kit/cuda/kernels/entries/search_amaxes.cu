@@ -157,14 +157,14 @@ constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
 // Compute the loss of each row of a.x for a.count multiples of its amax, and store it in a.losses. This is the first of
 // two launches of a search; least_losses_kernel then reads a.losses. A thread processes one row with one multiple at a
-// time. Launch with any grid.
+// time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
 // Combine a.losses over the rows that share an amax, and store the amax times the multiple with the smallest loss in
 // a.out, and that loss in a.least. If a.first is not 0, a.out and a.least change only if this loss is smaller than the
 // loss in a.least. This is the second launch of a search, after row_losses_kernel. A warp processes one amax at a time.
-// Launch with any grid.
+// Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

@@ -88,8 +88,9 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
 }
 
 // For each block of a.x, find the multiple of its amax whose codes have the smallest squared error, and store the amax
-// times this multiple in a.block_amax. It is launched before a matrix is quantized, for recipes whose Recipe.search is
-// in FACTORS (reference/search_factors.py). A thread processes one block at a time. Launch with any grid.
+// times this multiple in a.block_amax. The kernel is launched before a matrix is quantized, for recipes whose
+// Recipe.search is in FACTORS (reference/search_factors.py). A thread processes one block at a time. Launch with any
+// number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);
 }

@@ -51,8 +51,8 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
 }
 
 // For each block of a.x, find the amax whose scale gives the smallest loss by the Hessian of its columns
-// (a.column_weights), and store it in a.block_amax. It is launched for pruned scale searches with Hessians. A thread
-// processes one block at a time. Launch with a multiple of columns / 16 thread blocks.
+// (a.column_weights), and store it in a.block_amax. The kernel is launched for pruned scale searches with Hessians. A
+// thread processes one block at a time. Launch with a multiple of columns / 16 thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) search_hessian_kernel(SearchArguments a) {
   search_hessian<R, Input, kAligned>(a);
 }

@@ -96,9 +96,9 @@ FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Convert the scales a.in from layout kFrom to layout kTo, and store them in a.out with zero padding. It is launched
-// for fp4kit.swizzle, fp4kit.unswizzle and fp4kit.requantize. A thread moves 64 bytes per step if kQuads, and otherwise
-// four. Launch with any grid.
+// Convert the scales a.in from layout kFrom to layout kTo, and store them in a.out with zero padding. The kernel is
+// launched for fp4kit.swizzle, fp4kit.unswizzle and fp4kit.requantize. A thread moves 64 bytes per step if kQuads, and
+// otherwise four. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());

@@ -119,8 +119,9 @@ FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   }
 }
 
-// Transpose a.codes and a.scales of each matrix of the stack, and store the results in a.codes_out and a.scales_out. It
-// is launched for fp4kit.transpose. A thread block processes one tile at a time. Launch with any grid.
+// Transpose a.codes and a.scales of each matrix of the stack, and store the results in a.codes_out and a.scales_out.
+// The kernel is launched for fp4kit.transpose. A thread block processes one tile at a time. Launch with any number of
+// thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());
