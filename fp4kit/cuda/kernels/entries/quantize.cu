@@ -72,7 +72,7 @@ struct Walk {
 };
 
 // Return the Walk over the matrix a.x: the numbers of rows, runs and steps, and the divisor for finding the place of a
-// run. If Traits::kFlat, no run needs its row, and the divisor is zeros, which must not be used.
+// run. If Traits::kFlat, no run needs its row; the divisor is then zero and must not be used.
 template <class R, class In>
 FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
   using Traits = QuantizeTraits<R, In>;
@@ -171,10 +171,10 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Try to quantize a run by the fast path, which is not valid for every run (takes_fast_path). If it is valid, store the
-// codes of the run and the scales of its block (or only values if R::kFake), and return true. If place.inside is false,
-// return true without storing anything. If the fast path is not valid, return false and store nothing; the run must
-// then take the exact path.
+// Try to quantize a run by the fast path, which is not valid for every run (takes_fast_path). If it is not valid,
+// return false and store nothing; the run must then take the exact path. If it is valid, store the codes of the run and
+// the scales of its block, or only values if R::kFake, and return true. If place.inside is false, nothing is stored in
+// either case.
 //
 // x is the run at `place`, transformed if R::kHadamard, and `own` is largest_bits_of(x). The amax is the largest one
 // among the threads that share the block, or the element of a.block_amax if R::kStatic and that array is given. `table`
