@@ -39,7 +39,7 @@ def bit_patterns(x: np.ndarray) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """How codes are stored: every `codes` codes fill `bytes` bytes, the first code in the lowest bits.
+    """How codes are stored: `codes` codes fill `bytes` bytes, the first code in the lowest bits.
 
     E2M1 has Packing(codes=2, bytes=1): two 4-bit codes per byte.
     """
@@ -181,7 +181,7 @@ class ElementFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal value.
+        """Exponent of the smallest normal value, 2^emin, such as 0 for E2M1.
 
         Subnormal values have the same spacing as the values from 2^emin to 2^(emin + 1).
         """

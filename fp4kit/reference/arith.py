@@ -23,7 +23,7 @@ INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Return x with every subnormal replaced by a zero of the same sign, as PTX .ftz does to operands and results.
+    """Return float32 x with every subnormal replaced by a zero of its sign, as PTX .ftz does to operands and results.
 
     Zeros keep their sign, and infinities and NaN are unchanged.
     """
@@ -36,13 +36,15 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the float32 result of operation(a, b), with zeros where the exact result is tiny.
+    """Return `result` with each tiny number replaced by a zero of the same sign, as PTX .ftz flushes results.
 
-    A result is tiny if its magnitude is below TINY, which is 2^-126 * (1 - 2^-25). Results up to the smallest normal
-    are recomputed in float64, to decide which of them are tiny.
+    A number is tiny if the magnitude of the exact operation(a, b) is below 2^-126 * (1 - 2^-25). Results up to the
+    smallest normal are recomputed in float64, to decide which of them are tiny. If there are none, `result` itself is
+    returned.
 
-    result: the float32 result as NumPy computes it.
+    result: operation(a, b) as NumPy computes it in float32.
     operation: np.multiply or np.divide.
+    a, b: the float32 operands, already flushed.
     """
     small = np.abs(result) <= FLT_MIN
     if not small.any():
@@ -54,8 +56,8 @@ def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.
 def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a * b as the PTX instruction mul.ftz.f32 does.
 
-    Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero. Other products
-    are rounded to nearest even.
+    Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero, both with
+    their sign. Other products are rounded to nearest even. Infinity and NaN follow IEEE arithmetic.
     """
     a, b = flush(a), flush(b)
     return _flush_result(a * b, np.multiply, a, b)
@@ -64,8 +66,8 @@ def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a / b as the PTX instruction div.rn.ftz.f32 does.
 
-    Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero. Other
-    quotients are rounded to nearest even.
+    Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero, both with
+    their sign. Other quotients are rounded to nearest even. Infinity, NaN and division by zero follow IEEE arithmetic.
     """
     a, b = flush(a), flush(b)
     return _flush_result(a / b, np.divide, a, b)
@@ -112,9 +114,12 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
 
-    NaN and infinities stay as they are. The function replaces the conversion of ml_dtypes, which rounds to float32
-    before it rounds to bfloat16. To avoid that double rounding, x is first rounded to odd: the last bit of the float32
-    is set if anything was cut off. Then only the second rounding counts.
+    NaN and infinities are kept, and numbers beyond the range of dtype become infinite. For float32 and float16 this is
+    x.astype(dtype).
+
+    For bfloat16 it replaces the conversion of ml_dtypes, which rounds to float32 before it rounds to bfloat16. To avoid
+    that double rounding, x is first cut to float32 with its last bit set if anything was cut off (round to odd). Then
+    only the second rounding counts.
     """
     if dtype != ml_dtypes.bfloat16:
         return x.astype(dtype)
@@ -145,18 +150,20 @@ def moved_by(b: np.ndarray) -> np.ndarray:
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a / b as the PTX instruction div.full.f32 computes it on sm_90, which Triton uses for float32 division.
 
-    The instruction scales both operands by a power of two (moved_by), and then computes a * rcp.approx(b). The result
-    need not be the float nearest to a / b.
+    a, b and the result are float32. The instruction scales both operands by a power of two (moved_by), and then
+    computes a * rcp.approx(b). So the result need not be the float nearest to a / b. A nonzero a divided by 0 gives
+    infinity, and 0 / 0 gives NaN.
     """
     moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return float32 a * b + c, rounded once to nearest even, as a fused multiply-add does. Overflow gives infinity.
+    """Return a * b + c for float32 a, b and c, rounded once to float32 (nearest even), as a fused multiply-add does.
 
-    The product is exact in float64. The sum is rounded to odd in float64: its last bit is set if anything was cut off.
-    Then only the second rounding, to float32, counts.
+    Overflow gives infinity, and infinity and NaN follow IEEE arithmetic. The product is exact in float64. The sum is
+    rounded to odd in float64: its last bit is set if anything was cut off. Then only the second rounding, to float32,
+    counts.
     """
     product = np.asarray(a, np.float64) * b
     total = product + c

@@ -24,7 +24,10 @@ def encode_e4m3_scale(scale: np.ndarray) -> np.ndarray:
 
 
 def encode_e8m0_scale(scale: np.ndarray) -> np.ndarray:
-    """Return the uint8 E8M0 codes of block scales, rounded up to powers of two; 0 gives code 0, and NaN gives 255."""
+    """Return the uint8 E8M0 codes of block scales, which are rounded up to powers of two.
+
+    0 gives code 0 (2^-127), numbers above 2^127 and inf give 254, and NaN gives 255.
+    """
     return encode_e8m0(show("block scale before rounding", scale), "rp")
 
 
@@ -39,9 +42,10 @@ def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
 
 
 def exponent_up(x: np.ndarray) -> np.ndarray:
-    """Return the exponent bits of float32 x >= 0 after rounding x up to a power of two: int32, exponent + 127.
+    """Return exponent + 127 of float32 x >= 0 after rounding x up to a power of two: int32, in the shape of x.
 
-    Nonzero subnormals are rounded up to 2^-126. Zero gives 0, inf gives 255, and NaN gives 256.
+    Nonzero subnormals are rounded up to 2^-126, which gives 1. Zero gives 0. inf, and numbers above 2^127, give 255.
+    NaN gives 256.
     """
     x = show("block scale before rounding", x)
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
@@ -50,8 +54,8 @@ def exponent_up(x: np.ndarray) -> np.ndarray:
 def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
     """Return 1 / x as qwix computes it on a CPU: rounded to float16 if dtype is float16, otherwise to float32.
 
-    dtype is the dtype of the elements. qwix divides by x, but XLA on a CPU multiplies by this reciprocal instead. XLA
-    computes bfloat16 in float32.
+    x is the float32 divisor, and 0 gives infinity. dtype is the dtype of the elements. qwix divides by x, but XLA on a
+    CPU multiplies by this reciprocal instead. XLA computes bfloat16 in float32.
     """
     inverse = np.divide(ONE, x)
     return round_to(inverse, dtype) if dtype == np.float16 else inverse

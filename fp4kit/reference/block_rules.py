@@ -51,9 +51,12 @@ from fp4kit.rounding import exponent_field
 
 
 class BlockRule(NamedTuple):
-    """The two functions of a block rule.
+    """The two functions of a block rule, by which blocks are quantized.
 
-    code makes the scale codes from the amaxes of blocks, and factor makes the factors from the scale codes.
+    Attributes:
+        code: code(amax, tensor, recipe, dtype) returns the scale codes (uint8) of blocks from their amaxes.
+        factor: factor(codes, amax, tensor, recipe, dtype) returns the float32 factors that scale the elements of the
+            blocks, from the scale codes.
     """
 
     code: Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
@@ -248,11 +251,12 @@ def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0.
 
-    emax is the exponent of the largest element value. The code is 255 (NaN) if `rounded` is infinite or NaN. Zeros and
-    subnormals give code 0, unless `up` raises it.
+    The codes are uint8. emax is the exponent of the largest value of `element`. The code is 255 (NaN) if `rounded` is
+    infinite or NaN. Zeros and subnormals count as 2^-127 here, so they give code 0, unless `up` raises it.
 
-    rounded: amaxes, after the rounding of the rule.
-    up: the number of exponents by which the scale is raised.
+    rounded: the amaxes, after the rounding of the rule.
+    element: the element format.
+    up: the number of exponents by which the scale is raised, one number or one per block.
     """
     field = exponent_field(show("amax, rounded by the rule", np.asarray(rounded, np.float32)))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
@@ -263,7 +267,7 @@ def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
     """Return x with an integer added to its bit pattern, so that a carry raises the exponent. NaN stays NaN.
 
     Rules use this to round an amax to fewer mantissa bits: they add half a step of those bits. An amax near FLT_MAX
-    becomes infinite or NaN.
+    becomes infinite or NaN, and infinity becomes NaN.
 
     x: float32 numbers >= 0.
     addend: the integer.
@@ -325,9 +329,9 @@ def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), or 255 if amax is NaN, as TE's Python reference quantizer does.
 
-    M is the largest element value. The exponent is computed and clamped as in the rule e8m0_modelopt, which differs
-    only for NaN. So 0 gives code 0 and inf gives 254. tensor and dtype are not used. Source: TE reference_nvfp4.py
-    cast_to_e8, with pow_2_scales.
+    M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. So amax = 0
+    gives code 0, and inf gives 254. The rule e8m0_modelopt differs only for NaN. tensor and dtype are not used. Source:
+    TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
     """
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 
@@ -361,9 +365,11 @@ code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4,
 def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as Model-Optimizer computes it. M is the largest element value.
 
-    log2 is rounded to float32, and the exponent is clamped to [-127, 127]. amax = 0 and NaN give exponent -127. For an
-    amax a few ulp above M * 2^k, the rounded log2 is k. The exponent is then one too small, and the block's largest
-    value saturates. tensor and dtype are not used.
+    log2 is rounded to float32, and the exponent is clamped to [-127, 127]. amax = 0 and NaN give the exponent -127
+    (code 0), and inf gives 127 (code 254).
+
+    For an amax a few ulp above M * 2^k, the rounded log2 is k. The exponent is then one too small, and the block's
+    largest value saturates. tensor and dtype are not used.
     """
     ratio = amax / recipe.element.max
     exponent = np.ceil(show("log2 of the scale", log2(np.where(ratio > 0, ratio, np.float32(2.0**-127)))))
@@ -417,10 +423,12 @@ _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module)
 
 
 def _rule(name: str, scale: str) -> BlockRule:
-    """Return the BlockRule with a name: the functions code_<name> and factor_<name> of the block_rules modules.
+    """Return the BlockRule with the given name: the functions code_<name> and factor_<name> of the block_rules modules.
 
-    If there is no function factor_<name>, the default factor of the scale format is used. scale is the name of that
-    format.
+    If there is no function factor_<name>, the default factor of the scale format is used instead. Raises KeyError if
+    there is no function code_<name>.
+
+    scale: the name of the scale format, "E4M3" or "E8M0".
     """
     return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}") or _FACTORS[scale])
 

@@ -1,10 +1,11 @@
-"""Define E4M3 block rules of serving engines, KV caches and quantizers.
+"""Define E4M3 block rules of serving engines, KV caches and quantizers: how they scale the blocks that they quantize.
 
-They are those of vLLM, auto-round, Quark, fouroversix, qwix, FlashInfer, comfy-kitchen, MSLK, Nunchaku, aiter and
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from their
+amaxes. factor_<rule> makes the float32 factors by which elements are multiplied, or divided where the docstring says
+so.
+
+The rules are those of vLLM, auto-round, Quark, fouroversix, qwix, FlashInfer, comfy-kitchen, MSLK, Nunchaku, aiter and
 DeepSeek.
-
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
-factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
 
 Arguments and notation are those of block_rules.py:
 
@@ -202,8 +203,8 @@ factor_fouroversix_4 = factor_fouroversix
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as qwix 0.1.8 computes it with XLA on a CPU.
 
-    The scale is block_arith.qwix_scale(amax, recipe, dtype), which is 1 for a very small amax and for 0. There is no
-    tensor scale. Codes saturate at 448, and NaN gives a NaN code. tensor is not used.
+    The scale is block_arith.qwix_scale(amax, recipe, dtype): amax divided by the largest element value, or 1 for a very
+    small amax and for 0. There is no tensor scale. Codes saturate at 448, and NaN gives a NaN code. tensor is not used.
     """
     return encode_e4m3_scale(qwix_scale(amax, recipe, dtype))
 
@@ -211,10 +212,10 @@ def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 def factor_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor that multiplies the elements of each block in qwix: block_arith.qwix_reciprocal of the scale.
+    """Return the factor that multiplies the elements of each block in qwix: 1 / scale, as qwix_reciprocal computes it.
 
-    The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor. A NaN
-    scale gives NaN. amax, tensor and recipe are not used.
+    scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor. A NaN scale
+    gives NaN. amax, tensor and recipe are not used.
     """
     return qwix_reciprocal(decode_scale(codes), dtype)
 
@@ -330,8 +331,8 @@ def code_comfyui(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
         code = E4M3(T(T(amax / 6) / T(tensor.decode)))
 
-    6 stands for the largest element value, tensor.decode is the decode scale of the tensor, and T rounds to dtype.
-    Codes saturate at 448, and NaN gives a NaN code. Source: ComfyUI comfy/float.py
+    6 stands for the largest element value, tensor.decode is the decode scale of the tensor, and T rounds to dtype, the
+    dtype of the elements. Codes saturate at 448, and NaN gives a NaN code. Source: ComfyUI comfy/float.py
     stochastic_round_quantize_nvfp4_block.
     """
     ratio = round_to(amax / recipe.element.max, dtype) / round_to(tensor.decode, dtype)
@@ -343,8 +344,9 @@ def factor_comfyui(
 ) -> np.ndarray:
     """Return T(scale * T(tensor.decode)), the divisor of each block's elements in ComfyUI.
 
-    scale is the value of the scale code, tensor.decode the decode scale of the tensor, and T rounds to dtype. A divisor
-    of 0 gives infinities, and NaN for zeros. amax and recipe are not used.
+    scale is the value of the scale code, tensor.decode the decode scale of the tensor, and T rounds to dtype, the dtype
+    of the elements. The divisor may be 0: elements then become infinite, and zeros become NaN. A NaN scale gives NaN.
+    amax and recipe are not used.
     """
     return round_to(decode_scale(codes) * round_to(tensor.decode, dtype), dtype)
 
@@ -354,9 +356,9 @@ def code_comfyui_cuda(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dty
 
         code = E4M3(T(T(amax * fp32(1/6)) / T(tensor.decode)))
 
-    tensor.decode is the decode scale of the tensor, and T rounds to dtype. Codes saturate at 448, and NaN gives a NaN
-    code. recipe is not used. Source: as for comfyui; PyTorch on a GPU divides by a number by multiplying by its
-    reciprocal.
+    tensor.decode is the decode scale of the tensor, and T rounds to dtype, the dtype of the elements. Codes saturate at
+    448, and NaN gives a NaN code. The rule comfyui differs only in amax / 6, which PyTorch on a GPU computes as a
+    product with the reciprocal. recipe is not used.
     """
     return encode_e4m3_scale(round_to(round_to(amax * INV6, dtype) / round_to(tensor.decode, dtype), dtype))
 
@@ -365,7 +367,7 @@ factor_comfyui_cuda = factor_comfyui
 
 
 def _mslk_code(scale: np.ndarray) -> np.ndarray:
-    """Return the E4M3 codes of block scales that are clamped to [2^-9, 448] first. NaN counts as 2^-9."""
+    """Return the E4M3 codes of block scales, which are clamped to [2^-9, 448] first. NaN counts as 2^-9 (code 1)."""
     return encode_e4m3_scale(np.fmin(np.fmax(scale, E4M3.min_subnormal), E4M3.max))
 
 
@@ -375,7 +377,7 @@ def code_mslk(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
         code = E4M3(clamp((amax / 6) * tensor.encode, 2^-9, 448))
 
     6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. A block of zeros has
-    code 1, and so has a block whose product is NaN. dtype is not used. Source: MSLK quantize_kernels/nvfp4.py.
+    code 1 (2^-9), and so has a block whose product is NaN. dtype is not used. Source: MSLK quantize_kernels/nvfp4.py.
     """
     return _mslk_code(amax / recipe.element.max * tensor.encode)
 
@@ -397,7 +399,8 @@ def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 
         code = E4M3(clamp((amax * fp32(1/6)) * tensor.encode, 2^-9, 448))
 
-    tensor.encode is the encode scale of the tensor. A NaN product counts as 2^-9. recipe and dtype are not used.
+    tensor.encode is the encode scale of the tensor. A block of zeros has code 1 (2^-9), and so has a block whose
+    product is NaN. recipe and dtype are not used.
     """
     return _mslk_code(amax * INV6 * tensor.encode)
 
@@ -405,9 +408,11 @@ def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MSLK computes it for scales that are powers of two: E4M3(2^k).
 
-    2^k is the product (amax / 4) * tensor.encode, rounded up if its mantissa is above 1.75 and otherwise down. A
-    product counts as 1 if it is at most 0.75 * 2^-126, above 1.75 * 2^127, or NaN. Other powers below 2^-9 give code 0.
-    tensor.encode is the encode scale of the tensor. recipe and dtype are not used. Source: MSLK
+    2^k is the product (amax / 4) * tensor.encode, rounded up to a power of two if its significand is above 1.75, and
+    otherwise down. tensor.encode is the encode scale of the tensor.
+
+    A product counts as 1 if it is at most 0.75 * 2^-126 (so also for a block of zeros), above 1.75 * 2^127, or NaN.
+    Codes saturate at 448. Other powers below 2^-9 give code 0. recipe and dtype are not used. Source: MSLK
     quantize_kernels/nvfp4.py.
     """
     product = np.asarray(amax / np.float32(4) * tensor.encode, np.float32)
@@ -441,9 +446,10 @@ def factor_nunchaku(
 
 
 def _scale_or_given(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return `scale`, which is not rounded to E4M3, where it gives the scale code, and otherwise the code's value.
+    """Return the scale that applies to each block: `scale` if its E4M3 code is the block's code, else the code's value.
 
-    A code that does not follow from the scale was passed to quantize by the caller.
+    `scale` is computed from the amax and not rounded to E4M3. A code that differs from its code was passed to quantize
+    by the caller.
     """
     return np.where(encode_e4m3_scale(scale) == codes, scale, decode_scale(codes))
 

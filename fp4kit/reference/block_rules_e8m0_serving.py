@@ -1,10 +1,11 @@
-"""Define E8M0 block rules of serving engines and quantizers.
+"""Define E8M0 block rules of serving engines and quantizers: how they scale the blocks that they quantize.
 
-They are those of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen, MSLK,
-aiter and DeepSeek.
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from their
+amaxes. factor_<rule> makes the float32 factors by which elements are multiplied, or divided where the docstring says
+so.
 
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
-factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
+The rules are those of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen,
+MSLK, aiter and DeepSeek.
 
 Arguments are those of block_rules.py. Notation:
 
@@ -76,8 +77,8 @@ def factor_e8m0_quark_even(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in Quark: 2^(127 - code), or NaN if amax is NaN.
 
-    If the scale was 2^-127, code 1 was stored in place of code 0. The factor is then still 2^127. tensor and dtype are
-    not used.
+    There is one exception. If amax gives the scale 2^-127 or less, code 1 was stored in place of code 0. The factor is
+    then still 2^127. tensor and dtype are not used.
     """
     was_raised = (codes == 1) & (_even_exponent(amax, recipe) < 1)
     return np.where(np.isnan(amax), NAN, np.where(was_raised, np.float32(2.0**127), inverse_e8m0(codes)))
@@ -165,8 +166,8 @@ factor_e8m0_even_normal = factor_e8m0_triton_up
 def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of max(amax, 1e-4) / M, rounded up to a power of two, as DeepGEMM does.
 
-    M is the largest element value. The power is at most 2^127, also for an infinite or NaN amax. tensor and dtype are
-    not used. Source: DeepGEMM utils/math.py ceil_to_ue8m0.
+    M is the largest element value. A block of zeros counts as one with amax 1e-4. The power is at most 2^127 (code
+    254), also for an infinite or NaN amax. tensor and dtype are not used. Source: DeepGEMM utils/math.py ceil_to_ue8m0.
     """
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
@@ -177,8 +178,9 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
     """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang.
 
-    The exponent is clamped to [-127, 127]. If amax is infinite or NaN, the code is 0, because the producers cast NaN to
-    an integer.
+    - If amax is infinite or NaN, the code is 0, because the producers cast NaN to an integer.
+    - If amax is 0, the exponent is at_zero.
+    - All exponents are clamped to [-127, 127].
 
     exponent: the exponents, float32.
     amax: the block amaxes.
@@ -214,7 +216,7 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as auto-round's quant_mx_rceil computes it.
 
     log2 is rounded to float32, and M is the largest element value. The exponent is clamped to [-127, 127]. amax = 0
-    gives the code of 2. An infinite or NaN amax gives code 0. tensor and dtype are not used.
+    gives the scale 2 (code 128). An infinite or NaN amax gives code 0. tensor and dtype are not used.
     """
     return _auto_round(np.ceil(show("log2 of the scale", log2(amax / recipe.element.max))), amax, 1)
 
@@ -222,8 +224,8 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
 def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(amax / 7.25)), as auto-round's quant_mx_rceil_v2 computes it.
 
-    log2 is rounded to float32. The exponent is clamped to [-127, 127]. amax = 0 gives the code of 2. An infinite or NaN
-    amax gives code 0. tensor, recipe and dtype are not used.
+    log2 is rounded to float32. The exponent is clamped to [-127, 127]. amax = 0 gives the scale 2 (code 128). An
+    infinite or NaN amax gives code 0. tensor, recipe and dtype are not used.
     """
     return _auto_round(np.ceil(show("log2 of the scale", log2(amax / np.float32(7.25)))), amax, 1)
 
@@ -232,9 +234,9 @@ factor_e8m0_auto_round = _auto_round_factor
 
 
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return 2^(127 - code), or NaN if amax is infinite or NaN, or if ratio underflows to 0.
+    """Return 2^(127 - code), or NaN in two cases: amax is infinite or NaN, or ratio is 0 although amax is positive.
 
-    If ratio is 0 although amax is positive, the producer computes log2(0) = -inf.
+    In the second case, the division by which ratio was computed underflowed, and the producer takes log2(0) = -inf.
 
     codes: the scale codes.
     amax: the block amaxes.
@@ -269,7 +271,7 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
     """Return the scale that Quark computes from an amax: s = T(2^(R(T(log2(amax))) - emax)), or 2^-23 if s is 0.
 
     T rounds to dtype, the dtype of the elements, and emax is the exponent of the largest element value. If amax is
-    infinite or NaN, amax itself is returned.
+    infinite or NaN, amax itself is returned. For amax = 0, s is 0, so the result is 2^-23.
 
     rounded: the function R, np.floor or np.ceil.
     """
@@ -282,7 +284,7 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
 
 
 def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the E8M0 code that Quark stores for a scale: at least 1 (2^-126), or 127 if amax is infinite or NaN."""
+    """Return the E8M0 codes that Quark stores for scales: from 1 (2^-126) to 254, or 127 if amax is infinite or NaN."""
     return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
 
 
@@ -314,8 +316,8 @@ def factor_e8m0_quark_floor(
     """Return the divisor that Quark applies to the elements of each block with scale mode floor.
 
     The divisor is the scale s of code_e8m0_quark_floor. An s below 2^-126 is used as it is, although 2^-126 is stored.
-    If the caller of quantize passed a code that amax does not give, the divisor is the value of this code. tensor is
-    not used.
+    If amax is infinite or NaN, it is the divisor itself. If the caller of quantize passed a code that amax does not
+    give, the divisor is the value of this code. tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -336,17 +338,18 @@ def factor_e8m0_quark_ceil(
     """Return the divisor that Quark applies to the elements of each block with scale mode ceil.
 
     The divisor is the scale s of code_e8m0_quark_ceil. An s below 2^-126 is used as it is, although 2^-126 is stored.
-    If the caller of quantize passed a code that amax does not give, the divisor is the value of this code. tensor is
-    not used.
+    If amax is infinite or NaN, it is the divisor itself. If the caller of quantize passed a code that amax does not
+    give, the divisor is the value of this code. tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E8M0 code of 2^ceil(max(T(log2(T(amax / M))), -127)), as SGLang's MXFP4 utility computes it.
+    """Return the E8M0 code of 2^ceil(T(log2(T(amax / M)))), as SGLang's MXFP4 utility computes it.
 
-    T rounds to the dtype of the elements, and M is the largest element value. amax = 0 gives code 0 (2^-127), and an
-    infinite or NaN amax gives code 0 too. tensor is not used. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
+    T rounds to the dtype of the elements, and M is the largest element value. The exponent is clamped to [-127, 127].
+    An amax that is 0, infinite or NaN gives code 0 (2^-127). tensor is not used. Source: SGLang mxfp4_tensor.py
+    MXFP4QuantizeUtil.
     """
     ratio = round_to(amax / recipe.element.max, dtype)
     logarithm = show("log2 of the scale", round_to(log2(ratio), dtype))
@@ -375,7 +378,7 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     """Return the E8M0 code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), as qwix 0.1.8 computes it with XLA on a CPU.
 
     s is block_arith.qwix_scale of amax, reciprocal is block_arith.qwix_reciprocal, and T rounds to the dtype of the
-    elements. If s is infinite or NaN, the code is 255. tensor is not used.
+    elements. For amax = 0, s is 1 (code 127). If s is infinite or NaN, the code is 255. tensor is not used.
 
     Exact: XLA computes log by a polynomial for vectors and by libm for single elements. Neither is correctly rounded,
     but the log here is. For every s, all three give the same exponent.
@@ -405,9 +408,9 @@ def factor_e8m0_qwix(
 def code_e8m0_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(max(amax / M, 2^-127))), as comfy-kitchen computes it.
 
-    log2 is rounded to float32, and M is the largest element value. The exponent is at most 127. An infinite or NaN amax
-    gives code 0, because the producer casts it to an integer. tensor and dtype are not used. Source: comfy-kitchen
-    backends/eager/quantization.py quantize_mxfp8.
+    log2 is rounded to float32, and M is the largest element value. The exponent is at most 127. amax = 0 gives code 0
+    (2^-127). An infinite or NaN amax gives code 0 too, because the producer casts it to an integer. tensor and dtype
+    are not used. Source: comfy-kitchen backends/eager/quantization.py quantize_mxfp8.
     """
     exponent = np.ceil(show("log2 of the scale", log2(np.maximum(amax / recipe.element.max, np.float32(2.0**-127)))))
     return np.where(np.isfinite(amax), _clipped(exponent), np.uint8(0))
@@ -418,8 +421,8 @@ def factor_e8m0_comfy_kitchen(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in comfy-kitchen: 2^(127 - code).
 
-    Code 0 stands for the scale 0 there, so that its factor is infinite. In a block of zeros, the factor is 1. tensor,
-    recipe and dtype are not used.
+    For code 0 the factor is infinite, because comfy-kitchen takes it for the scale 0. If amax is 0 too, the factor is
+    1. Code 255 gives NaN. tensor, recipe and dtype are not used.
     """
     return np.where(codes > 0, inverse_e8m0(codes), np.where(amax == 0, ONE, np.float32(np.inf)))
 
@@ -428,7 +431,7 @@ def _mslk_code(amax: np.ndarray, addend: int, recipe: Recipe) -> np.ndarray:
     """Return the E8M0 code of 2^(E - emax), as MSLK's MX4 kernel computes it.
 
     E is the exponent of amax after `addend` is added to its bits, and emax that of the largest element value. Codes are
-    limited to 0 at the low end, and to the code of 2^(127 - emax) at the high end. An amax of NaN counts as infinity.
+    uint8, from 0 to 254 - emax, the code of 2^(127 - emax). An amax of NaN counts as infinity.
     """
     bits = np.minimum(np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFFFF, 0x7F800000) + addend
     show("amax, rounded by the rule", bits.astype(np.int32).view(np.float32))
@@ -490,8 +493,8 @@ def code_e8m0_aiter_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of max(amax, 6 * 2^-126) * fp32(1/6), rounded up to a power of two, as DeepSeek-V4 does.
 
-    So the scale is at least 2^-126. inf and NaN give 255. tensor, recipe and dtype are not used. Source: DeepSeek-V4
-    inference/kernel.py fp4_act_quant.
+    So the code is at least 1 (2^-126), also for a block of zeros. inf and NaN give 255. tensor, recipe and dtype are
+    not used. Source: DeepSeek-V4 inference/kernel.py fp4_act_quant.
     """
     ratio = np.maximum(amax, E2M1.max * FLT_MIN) * INV6
     return np.minimum(exponent_up(ratio), 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Define the block rules of llama.cpp and MLX, including their flaws.
+"""Define the block rules of llama.cpp and MLX, including their flaws: how they scale the blocks that they quantize.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes one number per block: a factor that multiplies the elements, a divisor of the elements, or a factor
@@ -102,7 +102,8 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
     """Return the E4M3 scale code of each block, as MLX's CPU back end computes it: E4M3(T(amax / 6) * tensor.encode).
 
     T rounds to the dtype of the elements, 6 stands for the largest element value, and tensor.encode is the encode scale
-    of the tensor. Codes saturate at 448. A NaN amax gives the code of 448, and a product 0 * inf gives that of -448.
+    of the tensor. Codes saturate at 448. A NaN amax gives the code of 448, and a product 0 * inf gives that of -448,
+    because MLX saturates NaN too.
     """
     return _saturated(round_to(amax / recipe.element.max, dtype) * tensor.encode, amax)
 
@@ -152,9 +153,9 @@ def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray
 
 
 def _defined(s: np.ndarray) -> np.ndarray:
-    """Return s with 1 in place of numbers that have no finite logarithm: those that are 0, negative, infinite or NaN.
+    """Return s with 1 in place of each number that is 0, negative, infinite or NaN, so that every logarithm is finite.
 
-    _wrapped chooses the codes of such numbers later.
+    _wrapped later chooses the codes of the numbers that were replaced.
     """
     return np.where((s > 0) & np.isfinite(s), s, ONE)
 
@@ -178,8 +179,9 @@ def factor_e8m0_mlx(
 ) -> np.ndarray:
     """Return the divisor that MLX's CPU back end applies to the elements of each block: 2^n.
 
-    n is code - 127. If the code is a wrapped byte, n is the exponent before it wrapped: code - 127 - 256. If amax is
-    infinite or NaN, the divisor is 0. tensor and dtype are not used.
+    n is code - 127. If the byte wrapped around because the exponent was below -127, n is that exponent: code - 127 -
+    256. A code of 234 or more counts as wrapped if amax is positive and amax divided by the largest element value is
+    below 2^-127. If amax is infinite or NaN, the divisor is 0. tensor and dtype are not used.
     """
     wraps = (codes >= _FIRST_WRAPPED) & (amax > 0) & (amax / recipe.element.max < np.float32(_MIN_NORMAL / 2))
     power = np.ldexp(ONE, codes.astype(np.int32) - 127 - np.where(wraps, 256, 0))
@@ -206,10 +208,11 @@ factor_e8m0_mlx_0321 = factor_e8m0_mlx
 
 
 def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: log2(amax / M) + 127.
+    """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: round(log2(amax / M)) + 127.
 
-    The logarithm is rounded to the nearest integer, ties away from zero, and clamped to [-127, 127]. So amax = 0 gives
-    code 0, and inf gives 254. M is the largest element value. A NaN amax gives code 255. tensor and dtype are not used.
+    M is the largest element value. The logarithm is rounded to float32, then to the nearest integer, ties away from
+    zero, and clamped to [-127, 127]. So amax = 0 gives code 0, and inf gives 254. A NaN amax gives code 255. tensor and
+    dtype are not used.
     """
     exponent = show("log2 of the scale", log2(amax / recipe.element.max)).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)

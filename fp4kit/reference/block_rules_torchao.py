@@ -1,7 +1,7 @@
-"""Define the E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py.
+"""Define the E8M0 block rules of torchao 0.18: how its function to_mx scales the blocks that it quantizes.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
-factor_<rule> makes the factors by which elements are multiplied.
+factor_<rule> makes the factors by which elements are multiplied. Source: torchao mx_formats/mx_tensor.py.
 
 These rules differ from those of torchao's development version, such as e8m0_floor, in three cases:
 
@@ -27,7 +27,8 @@ MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest sca
 def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
 
-    emax is the exponent of the largest element value. Codes below 0 become 0.
+    emax is the exponent of the largest element value. Codes are uint8; those below 0 become 0. A `rounded` of 0 or a
+    subnormal counts as 2^-127.
 
     Args:
         amax: the block amaxes.

@@ -15,10 +15,10 @@ TILE_ELEMENTS = 1 << 15  # few enough that the temporary arrays fit in the cache
 
 
 def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, columns), pairs of slices that divide a matrix into tiles of about 2^15 elements.
+    """Yield (rows, columns), pairs of slices that divide a matrix into tiles of at most about 2^15 elements.
 
     Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix. They come row
-    by row, from left to right. An empty matrix gives none.
+    by row, from left to right. An empty matrix gives none. A block with more than 2^15 elements is a tile by itself.
 
     shape: the shape of the matrix.
     block: (rows, columns) of a block, or None if there are no blocks.

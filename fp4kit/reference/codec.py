@@ -48,7 +48,7 @@ def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") ->
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Return, for float32 a >= 0 without NaN, the code for which value(code) * step is nearest to a: uint8.
+    """Return, for each float32 a >= 0, the code for which value(code) * step is nearest to a: uint8. No a may be NaN.
 
     This is the rounding "first" of llama.cpp and MLX. Distances |value * step - a| are computed in float32. Among equal
     distances the lowest code wins, so ties go toward zero. If a is infinite, or so large that float32 distances are
@@ -67,8 +67,9 @@ def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.floa
 def nearest_unbounded(a: np.ndarray) -> np.ndarray:
     """Return float32 a >= 0 rounded to the nearest E2M1 value, ties to even, as if E2M1 had no largest value.
 
-    From 4 on the values continue in steps of 2: 4, 6, 8, 10, ... inf and NaN give NaN. Source: fouroversix
-    quantize/pytorch/reference.py fake_quantize_to_e2m1, which does not clamp.
+    From 4 on the values continue in steps of 2: 4, 6, 8, 10, ... The result is float32; inf and NaN give NaN. The
+    rounding "rnw" uses this function. Source: fouroversix quantize/pytorch/reference.py fake_quantize_to_e2m1, which
+    does not clamp.
     """
     beyond = np.where(np.isfinite(a), np.float32(2) * np.rint(a / np.float32(2)), np.float32(np.nan))
     return np.where(a < 4, decode(encode_magnitude(np.where(a < 4, a, np.float32(0)), E2M1), E2M1), beyond)

@@ -1,6 +1,6 @@
-"""Dequantize one matrix: convert codes and scales to values.
+"""Dequantize one matrix: convert codes and scales to float32 values by the recipe's decode rule.
 
-The recipe's decode rule says how the value of an element code is multiplied by its scales. In the docstrings,
+A decode rule says how the value of an element code is multiplied by its scales. In the docstrings,
 e4m3(scales) are the values of E4M3 scale codes. An E8M0 scale code c stands for 2^(c - 127).
 """
 
@@ -35,8 +35,8 @@ ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a nu
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (s(scales) * tensor.decode), or values * tensor.decode if the recipe has no block scales.
 
-    s() decodes scale codes, which are E4M3 codes except with the amax rules. tensor.decode is the stored tensor_scale.
-    Recipes use this decode rule unless they name another one.
+    s() decodes scale codes in recipe.scale, the scale format. tensor.decode is the stored tensor_scale. Recipes use
+    this decode rule unless they name another one.
     """
     if scales is None or recipe.scale is None:
         return values * tensor.decode
@@ -143,10 +143,10 @@ def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
 def decode_e8m0_flashinfer_api(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return values * f, where f is the float32 whose bits are scales << 23.
+    """Return values * 2^(scales - 127), where scale code 0 gives the scale 0 instead of 2^-127, and 255 gives infinity.
 
-    f is 2^(scales - 127), except that scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. tensor and recipe
-    are not used. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0.
+    So zeros under code 255 become NaN. The scale is the float32 whose bits are scales << 23. tensor and recipe are not
+    used. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0.
     """
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
@@ -342,9 +342,9 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """Return the format by which a decode rule reads element codes: the element format of the recipe, in general.
+    """Return the format by which a decode rule reads element codes: usually `element` itself.
 
-    If the rule reads NaN codes as ordinary numbers, return that format without NaN.
+    If the rule reads NaN codes as numbers (480 and -480 for E4M3), return a copy of `element` without NaN.
 
     element: the element format of the recipe.
     decode_rule: the name of the rule, a key of rules.DECODE_RULES.

@@ -1,8 +1,8 @@
-"""Define fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
+"""Define fake quantizers, which return x with the error of quantization, as float32 (m, k); and gradients.
 
-A fake quantizer returns x with the error of quantization. The functions here reproduce producers' kernels that compute
-only values, no codes. They are the fake rules of recipes/rules.py. All return a float32 array in the shape of x, and
-take these arguments, even if they do not use all of them:
+The functions here differ from dequantize(quantize(x)): they reproduce producers' kernels that compute only values, no
+codes. They are the fake rules of recipes/rules.py. All return a float32 array in the shape of x, and take these
+arguments, even if they do not use all of them:
 
 - x: float32 (m, k)
 - recipe: the recipe
@@ -165,8 +165,9 @@ def int4_qat(
 ) -> np.ndarray:
     """Fake-quantize x to 4-bit integers as training stacks do for QAT: y = clip(rint(x / s), -7, 7) * s.
 
-    The scale s is max(tensor_amax / 7, 1e-5), so zeros give zeros. -0 and NaN elements are kept. An infinite or NaN
-    tensor_amax makes everything that it covers NaN. amax and dtype are not used.
+    s is the scale: max(tensor_amax / 7, 1e-5). A tensor_amax may cover the tensor, a row or a block. -0 and NaN
+    elements are kept. If a tensor_amax is infinite or NaN, all elements that it covers become NaN. amax and dtype are
+    not used.
     """
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
@@ -183,16 +184,17 @@ def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return floor(log2(x)), with log2 rounded to float32 and then to dtype, as microxcaling computes it in PyTorch.
+    """Return floor(log2(x)) of x >= 0 as float32; log2 is first rounded to float32 and then to dtype.
 
-    Because of the rounding, the result is one too large for x just below a power of two. x = 0 gives -inf.
+    microxcaling computes it so in PyTorch. Because of the rounding, the result is one too large for x just below a
+    power of two. x = 0 gives -inf, inf gives inf, and NaN gives NaN.
     """
     with np.errstate(divide="ignore"):
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
 
 
 def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return 2^exponent rounded to dtype, stored as float32."""
+    """Return 2^exponent, rounded to dtype and stored as float32. exponent: integers, stored as floats."""
     return round_to(np.ldexp(np.float32(1), exponent.astype(np.int32)), dtype)
 
 
@@ -242,7 +244,7 @@ def _microxcaling(
 def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), as microxcaling's mode "nearest" does.
 
-    The sum is rounded to dtype.
+    The sum is rounded to dtype before its floor is taken. The result is float32.
     """
     return np.floor(round_to(v + np.float32(0.5), dtype))
 

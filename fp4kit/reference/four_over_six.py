@@ -96,9 +96,9 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
 
 def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks).
+    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks): float32.
 
-    If recipe.flush is set, subnormal elements and results become zero.
+    If recipe.flush is set, subnormal elements, factors and results count as zero.
     """
     multiply, _ = ARITHMETIC[recipe.flush]
     return multiply(blocks, factor[..., None])
@@ -167,11 +167,13 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return the error of each block under a candidate: float32 (rows of blocks, blocks).
 
-    block_errors combines the errors d of the elements of a block. d is the decoded element minus the element x. If
-    recipe.fast_error is set, d = float16(q * scale) - x * tensor.encode, where q is the E2M1 value and scale the block
-    scale. If recipe.flush is set, a subnormal d counts as zero.
+    block_errors combines the errors d of the elements of a block, by the measure that the recipe names. d is the
+    decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x * tensor.encode
+    instead, where q is the E2M1 value and scale the block scale. If recipe.flush is set, a subnormal d counts as zero.
 
     All arithmetic is float32, without fused multiply-add.
+
+    blocks: the elements (m, blocks, 16). candidate: their codes and values under one of the two scales.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
@@ -239,9 +241,13 @@ def quantize_four_over_six(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the element codes (m, blocks, 16) and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
 
-    With base = amax / 6 * tensor.encode, the two candidate scales are E4M3(min(base, 448)), which puts amax at 6, and
-    E4M3(min(base * 1.5, 448)), which puts it at 4. The second scale is taken only if its error is strictly smaller. If
-    an error is NaN, the first scale is taken.
+    Each block is quantized with two candidate scales, where base = amax / 6 * tensor.encode:
+
+    - E4M3(min(base, 448)) puts the amax at the value 6.
+    - E4M3(min(base * 1.5, 448)) puts the amax at the value 4. This scale is kept only if its error is strictly smaller
+      than the error of the first, so not if an error is NaN.
+
+    If a block has several rows, they share one scale, which is repeated for each row.
 
     amax: the block amaxes (rows of blocks, blocks).
     """

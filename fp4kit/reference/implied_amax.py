@@ -102,18 +102,22 @@ def amax_interval(
 def _kept_interval(
     scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cache and return amax_interval for the float32 numbers with the bytes `scale` and the given shape.
+    """Return amax_interval for the float32 numbers with the bytes `scale` and the given shape, cached if possible.
 
-    Programs that identify a recipe request the interval of one stored scale for many variants of the codes. steps: as
-    in amax_interval.
+    The arrays are shared with later calls, so a caller must not change them. The cache serves programs that identify a
+    recipe: they request the interval of one stored scale for many variants of the codes.
+
+    steps: the search radius, in float32 steps.
     """
     return _interval(np.frombuffer(scale, np.float32).reshape(shape), recipe, dtype, steps)
 
 
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
+    """Return the bits of the smallest and of the largest positive amax from which the tensor rule makes each scale.
 
-    This function is amax_interval without its cache: it does the binary search.
+    This function does the binary search for amax_interval, without its cache. The result is two int64 arrays in the
+    shape of scale. If no amax within `steps` float32 steps of scale * covered_range gives a scale, the first number is
+    larger than the second.
     """
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
@@ -165,9 +169,10 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
 
 
 def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the implied amaxes of positive finite scales, as implied_amax defines them.
+    """Return the implied amaxes (see implied_amax) of positive finite scales: float32, in the shape of scale.
 
-    The result is float32. Where no amax near a scale gives it, the result is taken from the array `otherwise`.
+    Where no amax near a scale gives it, the result is taken from the array `otherwise`. The amaxes within NEAR (8)
+    float32 steps are tried first, then those within FAR (2^20).
     """
     first, last = amax_interval(scale, recipe, dtype, NEAR)
     far = ~_is_complete(first, last, scale, recipe)
@@ -219,9 +224,10 @@ def stored_tensor_scale(
 
 
 def encodes_by_amax(recipe: Recipe) -> bool:
-    """Return whether elements are encoded with the tensor's encode scale, so that the tensor amax must be known.
+    """Return whether the recipe encodes elements with the tensor's encode scale, which follows from the tensor amax.
 
-    Other recipes need only the decode scale, which a Quantized stores.
+    If so, the tensor amax must be known to quantize with a given tensor scale. Other recipes need only the decode
+    scale, which a Quantized stores. The result is False if the recipe has no tensor scale.
     """
     if recipe.tensor_rule is None:
         return False
@@ -231,9 +237,12 @@ def encodes_by_amax(recipe: Recipe) -> bool:
 def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
     """Return the TensorScale with which elements are encoded if the user passes the tensor scale.
 
-    Its field `decode` is the given scale. Its field `encode` follows from the implied amax, or is 1 / scale if no amax
-    gives the scale. Then the field `amax` is UNKNOWN (-1). For a custom recipe, `encode` is the scale's reciprocal (see
-    reciprocal_of_scale). Fields that the recipe does not read are 1; so are all fields if scale is None.
+    Its field `decode` is the given scale. Fields that the recipe does not read are 1; so are all fields if scale is
+    None. The other fields depend on the recipe:
+
+    - Custom recipe: `encode` is the scale's reciprocal (see reciprocal_of_scale).
+    - Any other recipe that encodes by the amax: `amax` is the implied amax, and `encode` follows from it. If no amax
+      gives the scale, `amax` is UNKNOWN (-1), and `encode` is 1 / scale.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)

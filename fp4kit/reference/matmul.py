@@ -64,7 +64,9 @@ def as_terms(values: np.ndarray, least: int) -> Terms:
 
 
 def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
-    """Return the terms that a step adds to C: Terms (M, N, K / group). a and b hold only the K elements of the step.
+    """Return the terms that one step of a matrix unit adds to C: Terms (M, N, K / group), or (M, N, K) without a group.
+
+    a and b hold only the K elements of the step.
 
     - If group is 1, or if the step is a FloorDotAdd, which has no group, a term is one product times the block scales
       of its two elements. Its significand is the product of the significands of all these factors. It is not normalized
@@ -121,7 +123,8 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
 def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
     """Return the sum of the products t and of c, rounded as an AMD CDNA3 matrix unit does: float32.
 
-    `step` says how many bits each intermediate sum keeps (see FloorDotAdd). Zero keeps its sign, and NaN is 0x7FFFFFFF.
+    All sums are rounded down (floor); `step` says how many bits each of them keeps (see FloorDotAdd). A zero result
+    keeps its sign, NaN is 0x7FFFFFFF, and a result of 2^128 or more is infinite.
 
     t: the products, Terms (M, N, K). c: the sums so far, Terms (M, N).
     """
@@ -234,9 +237,10 @@ def _sum_once(parts: list[float]) -> np.float32:
 
 
 def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
-    """Return C + A B^T added in float64, k ascending, each addition rounded; the result is rounded to float32.
+    """Return C + A B^T (M, N), added in float64 with k ascending; the result is rounded to float32.
 
-    The products are exact. Infinity and NaN follow IEEE arithmetic.
+    The products (elements times their block scales, from a and b) are exact, and each addition is rounded. Infinity and
+    NaN follow IEEE arithmetic.
     """
     x, y, total = a.values(), b.values(), c.astype(np.float64)
     for k in range(x.shape[-1]):
@@ -247,9 +251,10 @@ def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     """Return C + A B^T, added block by block in float32, as Transformer Engine's reference does for NVFP4.
 
-    The blocks are added in ascending order. Each block adds (scale_a * scale_b) * (the exact sum of the block's
-    products) to C, with each product and each sum rounded to float32. Both operands must have block scales and blocks
-    of one size. Source: reference_nvfp4.py of Transformer Engine.
+    The result is float32 (M, N). The blocks are added in ascending order. Each block adds (scale_a * scale_b) * (the
+    exact sum of the block's products) to C. The two products and the addition to C are rounded to float32. Both
+    operands must have block scales and blocks of one size. If K is 0, c itself is returned. Source: reference_nvfp4.py
+    of Transformer Engine.
     """
     x, y = (np.ldexp(*f.elements).astype(np.float32) for f in (a, b))
     scales = [np.ldexp(*f.scales).astype(np.float32) for f in (a, b) if f.scales is not None]
@@ -260,9 +265,10 @@ def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
 
 def sum_float32(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
-    """Return C + A B^T added in float32, k ascending, with each product and each sum rounded to float32.
+    """Return C + A B^T (M, N), added in float32 with k ascending, with each product and each sum rounded to float32.
 
-    Elements times their block scales are rounded to float32 first. Infinity and NaN follow IEEE arithmetic.
+    Elements times their block scales are rounded to float32 first. Infinity and NaN follow IEEE arithmetic. If K is 0,
+    c itself is returned.
     """
     x, y = (f.values().astype(np.float32) for f in (a, b))
     for k in range(x.shape[-1]):
@@ -281,7 +287,9 @@ _ORDERS = {
 def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
     """Return C + A B^T, added up in the steps and with the rounding of a matrix unit: float32 (M, N).
 
-    a, b: the operands A and B. c: the matrix C, float32 (M, N). unit: the matrix unit.
+    If K is 0, c itself may be returned.
+
+    a, b: the operands A (M, K) and B (N, K). c: the matrix C, float32 (M, N). unit: the matrix unit.
     step: the step of the unit for these operands, whose K is a multiple of step.k. None if the unit has no steps, but
         an order such as "exact".
     """

@@ -68,7 +68,8 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
     """Return the amax of each block over the elements of the shard: float32 (ceil(M / block rows), K / block).
 
-    Blocks without an element in the shard get 0. recipe.amax_nan decides about NaN elements.
+    The maximum over all shards is the amax of the whole block. Blocks without an element in the shard get 0. If the
+    recipe has no blocks, each element is a block. recipe.amax_nan decides about NaN elements.
 
     Args:
         shard: the elements, 1-d.
@@ -103,11 +104,11 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of the elements of the shard to out (M, K/2). No other code in out is changed.
+    """Write the codes of the shard's elements into the packed codes `out` of the whole matrix. Keep all other codes.
 
     Args:
         shard: the elements, 1-d.
-        out: the packed codes of the whole matrix. For elements with one byte per code, its shape is (M, K).
+        out: the packed codes of the whole matrix: (M, K / 2), or (M, K) for elements with one byte per code.
         amax: the amaxes of whole blocks, combined from all shards.
         shape: the (M, K) of the matrix.
         start: the index of the shard's first element in the flattened matrix.

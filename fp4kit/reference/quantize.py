@@ -55,7 +55,7 @@ class EncodeOptions(NamedTuple):
 
 
 def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """Return the elements of a tile as contiguous float32, ready for quantization.
+    """Return the elements of a tile as contiguous float32, ready for quantization: x itself if it is that already.
 
     hadamard: the sign mask of a Hadamard transform; None for no transform. With a mask, the elements are first
     transformed, and the result is rounded to the dtype of x. recipe is not used.
@@ -109,15 +109,19 @@ def quantize_tile(
         factor = factor(scale, amax, tensor)
         codes = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
 
-    Here code() and factor() are the functions of the recipe's block rule. A 4over6 recipe tries two scales per block
-    instead (see quantize_four_over_six). If the recipe has no block scales, None is returned for the scale codes, and
-    the factor is the tensor scale.
+    Here code() and factor() are the functions of the recipe's block rule. There are three exceptions:
+
+    - A 4over6 recipe tries two scales per block (see quantize_four_over_six).
+    - IF4 tries two element formats per block (see quantize_if4).
+    - If the recipe has no block scales, None is returned for the scale codes, and the factor is the tensor scale.
+
+    Codes are uint8, one per byte. The scale of a block of several rows is repeated for each row.
 
     Args:
         tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
         dtype: the dtype of x before it was converted to float32.
-        amax: calibrated block amaxes, or None to compute them.
-        random: random numbers (m, k) for stochastic rounding, or None.
+        amax: calibrated block amaxes (rows of blocks, blocks), or None to compute them.
+        random: random numbers (m, k) for stochastic rounding, or None. A Noise also changes the block amaxes at random.
     """
     m, k = x.shape
     if recipe.block_rule is None:
@@ -152,7 +156,7 @@ def encode_tile(
     """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
     The recipe's block rule makes the factors from the scales. Some rules also read the block amax, which is computed
-    from x.
+    from x. If there are no block scales, the factor is the tensor scale. Codes are uint8, one per byte.
 
     Args:
         x: the elements.
@@ -255,10 +259,10 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
 
 
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the elements multiplied or divided by the factors of their blocks, as recipe.apply says.
+    """Return the elements multiplied or divided by the factors of their blocks: float32, in the shape of `blocks`.
 
-    "multiply" multiplies; "divide" and "compare" divide. If recipe.flush is set, elements are multiplied, and
-    subnormals are flushed to zero. The result is float32, in the shape of `blocks`.
+    - recipe.flush is set: elements are multiplied, and subnormal operands and results are flushed to zero.
+    - Otherwise recipe.apply decides: "multiply" multiplies; "divide" and "compare" divide.
     """
     if recipe.flush:
         return multiply_ftz(blocks, factor)
@@ -277,6 +281,8 @@ def quantize_matrix(
     options: EncodeOptions,
 ) -> None:
     """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
+
+    The tensor amax is given; block amaxes are computed from x unless the options hold them.
 
     Args:
         x: float32, float16 or bfloat16.

@@ -57,8 +57,9 @@ class KeptCodes(NamedTuple):
 def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
     """Return q cast from MXFP4 to the NVFP4 recipe target, with the codes of q.
 
-    The tensor scale is 2^m. m is the largest scale exponent among blocks with a nonzero code, minus 8. If all codes are
-    zero, m is 0. The result has the shape, dtype and scale layout of q.
+    The codes are copied, except that code 8 (-0) becomes 0 if q decodes it to +0. The tensor scale is 2^m. m is the
+    largest scale exponent among blocks with a nonzero code, minus 8. If all codes are zero, m is 0. Blocks whose codes
+    are all zero get the scale 0. The result has the shape, dtype and scale layout of q.
 
     Return None in three cases:
 
@@ -99,9 +100,9 @@ def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray
 
 
 def with_encoded_blocks(kept: KeptCodes, encoded: Quantized) -> Quantized:
-    """Return kept.quantized with the blocks out of range taken from `encoded`.
+    """Return a copy of kept.quantized in which blocks out of range have the codes and block scales of `encoded`.
 
-    encoded: the values of the source, quantized with kept.quantized.tensor_amax, in the linear layout.
+    encoded: the values of the source, quantized with kept.quantized.tensor_amax, with scales in the linear layout.
     """
     q, keeps = kept.quantized, kept.in_range
     scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)

@@ -46,8 +46,8 @@ def rotate(x: np.ndarray, r: Rotation) -> np.ndarray:
 def _butterflies(y: np.ndarray) -> np.ndarray:
     """Return the Hadamard transform of y (outer, blocks, size, inner) along its third axis, without its factor.
 
-    The steps use the distances 1, 2, 4, ..., size / 2, in this order. Each step replaces every pair a, b of elements at
-    its distance by a + b and a - b, both rounded to float32.
+    size is a power of two. The steps use the distances 1, 2, 4, ..., size / 2, in this order. Each step replaces every
+    pair a, b of elements at its distance by a + b and a - b, both rounded to float32.
     """
     *lead, size, inner = y.shape
     distance = 1

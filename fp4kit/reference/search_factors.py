@@ -53,9 +53,9 @@ def best_by_block(
 
     Args:
         candidates: arrays of amaxes, one amax per block. There must be at least one.
-        error: error(candidate, which) returns the errors of the blocks that the mask `which` selects, as one row.
+        error: error(candidate, which) returns the errors of the blocks that the mask `which` selects, as a 1-d array.
         code: code(candidate) returns the scale codes that the amaxes give. Amaxes with the same code have the same
-            error, so each code is tried only once per block. None: every candidate is tried.
+            error, so each code is tried only once per block. If code is None, every candidate is tried.
     """
     chosen: np.ndarray | None = None
     smallest_error: np.ndarray = np.zeros(0, np.float32)
@@ -123,9 +123,10 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function code(amax), from amaxes to scale codes, by which best_by_block skips equal candidates.
+    """Return code(amax), a function from amaxes to scale codes, by which best_by_block skips candidates of equal error.
 
-    Return None if the recipe's element codes depend on the amax itself, and not only on the scale code.
+    Return None if the recipe's element codes depend on the amax itself, and not only on the scale code. Then no
+    candidate may be skipped.
     """
     name = recipe.block_rule or ""
     if rules.BLOCK_RULES[name].reads_amax:
@@ -228,6 +229,8 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
     """Return the block amaxes that a search chooses for all matrices of a call: float32 (..., M, K / block).
+
+    An empty array of amaxes is returned without a search.
 
     search(matrix, out, tensor_amax): the function that writes the amaxes of one matrix into out.
     amax: the tensor amax of the call, or None if the recipe has no tensor scale.

@@ -24,7 +24,11 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Search) -> None:
     """Choose for each block of x (M, K) the amax * 2^j with the smallest loss, and write it into out.
 
+    j is an integer, and amax is the largest magnitude of the block. Among equal losses, the lowest j is taken. If no
+    candidate has a finite loss, the amax itself is written.
+
     Args:
+        x: float32, float16 or bfloat16.
         out: float32 (M, K / block).
         amax: the tensor amax, or None if the recipe has no tensor scale.
         search: the exponents to try and the loss.
@@ -64,9 +68,9 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
 
 
 def _padded_to_fours(a: np.ndarray) -> np.ndarray:
-    """Return blocks (..., elements) padded with zeros to a multiple of four elements.
+    """Return blocks (..., elements) padded with zeros to a multiple of four elements; `a` itself if none are missing.
 
-    Losses are summed in groups of four elements, and an error or weight of zero changes no loss.
+    Losses are summed in groups of four elements. An error or weight of zero changes no loss.
     """
     missing = -a.shape[-1] % 4
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
@@ -84,8 +88,8 @@ def _codes(scales: np.ndarray | None) -> np.ndarray:
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: SearchTerms) -> Iterator[np.ndarray]:
     """Yield the exponents j to try, for candidates amax * 2^j, as int32 arrays with one exponent per block.
 
-    If terms.offsets is None, the candidates' scales are the scale of the rule e8m0_floor, one below it and one above
-    it. Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1].
+    - If terms.offsets is None, the scales of the candidates are 1/2, 1 and 2 times the scale of the rule e8m0_floor.
+    - Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1], for all blocks.
 
     amax: the block amaxes.
     code: the scale code that each block amax gives.

@@ -95,8 +95,8 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
     """Return, for each candidate amax, the float32 scale by which elements are divided.
 
-    It is candidate * fp32(1 / 6), or 1 if that is 0. If the loss uses a Hessian, the scales are first rounded to E4M3
-    under the tensor scale, as the producer's kernel for Hessians does.
+    The scale is candidate * fp32(1 / 6), where fp32 rounds to float32. If the loss uses a Hessian, the scale is then
+    rounded to E4M3 under the tensor scale, as the producer's kernel for Hessians does. A scale of 0 is replaced by 1.
 
     amax: the tensor amax.
     terms: the loss.
@@ -122,11 +122,12 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 
 
 def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
-    """Return the loss of each block of float32 x (M, K), if every block has the scale `scale`.
+    """Return the loss of quantizing each block of float32 x (M, K), if every block has the scale `scale`.
 
-    The result is float32 (ceil(M / block rows), K / 16).
+    The result is float32 (ceil(M / block rows), K / 16). The losses of the rows of a block are added in order, or their
+    maximum is taken if the power is infinite.
 
-    terms: the loss.
+    terms: the power, weights or Hessian that define the loss.
     """
     runs = x.reshape(len(x), -1, r.block_size)
     d = residual(np.abs(runs), scale)
@@ -155,8 +156,9 @@ def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """Return the float32 sum of weight * d^2 over the last axis, added in the order that the GPU kernel uses.
 
-    If weights is None, each weight is 1. Groups of four neighbors are summed by fma, starting with the second neighbor.
-    The sums of the groups are then added by `tree_sum`. The length of the axis must be a multiple of four.
+    If weights is None, each weight is 1. Each group of four neighbors is summed by fma, in the order second, first,
+    third, fourth. The sums of the groups are then added by `tree_sum`. The length of the axis must be a multiple of
+    four.
     """
     weighted = d if weights is None else weights * d
     d, weighted = (part.reshape(*part.shape[:-1], -1, 4) for part in (d, weighted))

@@ -78,16 +78,16 @@ class RandomStream(NamedTuple):
 
 
 class GivenNumbers(NamedTuple):
-    """The random numbers of a matrix, stored in an array (M, K): bytes (uint8), or numbers below 1 (float32)."""
+    """The random numbers of a matrix, given by the caller in an array (M, K): uint8 bytes, or float32 from 0 to 1."""
 
     numbers: np.ndarray
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return the random numbers of the tile with these rows and columns: (m, k)."""
+        """Return the random numbers of the tile with these rows and columns: a view (m, k) of the array."""
         return self.numbers[rows, columns]
 
     def cut(self, rows: slice, columns: slice) -> GivenNumbers:
-        """Return the random numbers of a tile: the rectangle of the matrix with these rows and columns."""
+        """Return a GivenNumbers for the rectangle with these rows and columns. It shares the array's memory."""
         return GivenNumbers(self.numbers[rows, columns])
 
 
@@ -308,5 +308,5 @@ def _comfyui_exponent(a: np.ndarray, offset: np.ndarray | np.float32, dtype: np.
 
 
 def _half(x: np.ndarray) -> np.ndarray:
-    """Return float32 x rounded to float16, as float32."""
+    """Return float32 x rounded to float16 (nearest even) and stored as float32. Numbers beyond its range become inf."""
     return x.astype(np.float16).astype(np.float32)

@@ -98,7 +98,7 @@ def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         encode = min(2688 / amax, FLT_MAX), or 1 if that is 0 or if amax is 0
         decode = 1 / encode
 
-    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN.
+    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN. dtype is not used.
     """
     encode_scale = np.where(amax == 0, ONE, tensor_te_reference(amax, recipe, dtype)[0])
     return encode_scale, ONE / encode_scale
@@ -136,8 +136,8 @@ def tensor_flashinfer_token(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -
         encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
         decode = 1 / encode, or 0 if amax is 0
 
-    amax is that of the row, and 2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN
-    stays NaN. Source: FlashInfer tests, _ref_nvfp4_quantize_te.
+    amax is that of the row, and 2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. For an
+    amax of 0, encode is FLT_MAX. NaN stays NaN. dtype is not used. Source: FlashInfer tests, _ref_nvfp4_quantize_te.
     """
     encode_scale, decode_scale = tensor_te_reference(amax, recipe, dtype)
     return encode_scale, np.where(amax == 0, ZERO, decode_scale)
@@ -398,9 +398,10 @@ SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1
 
 
 def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
-    """Return 1 / scale, or the reciprocal of 1e-38 if the magnitude of scale is smaller. NaN stays NaN.
+    """Return 1 / scale, or the reciprocal of 1e-38 (positive) if the magnitude of scale is below 1e-38.
 
-    So the result is finite, and elements that are 0 stay 0. Source: bitsandbytes, absmax in quantize_4bit on a CPU.
+    So the result is never infinite, and elements that are 0 stay 0. An infinite scale gives 0, and NaN stays NaN.
+    Source: bitsandbytes, absmax in quantize_4bit on a CPU.
     """
     return ONE / np.where(np.abs(scale) < SMALLEST_SCALE, SMALLEST_SCALE, scale)
 
@@ -427,7 +428,7 @@ def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
 
 
 def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, Recipe, np.dtype], Pair]:
-    """Return an amax rule: a tensor rule for recipes of user-defined formats.
+    """Return an amax rule: a tensor rule for recipes of user-defined formats, which returns (encode, decode).
 
         decode = D(amax / amax_range(recipe))
         encode = reciprocal_of_scale(decode)

@@ -49,7 +49,10 @@ def show(name: str, result: T, format: ElementFormat | None = None) -> T:
 
 @contextmanager
 def traced() -> Iterator[list[Step]]:
-    """Record the steps that show() receives within a with block, in the current thread or task. Yield their list."""
+    """Yield a list to which show() appends a Step per call within the with block, in the current thread or task.
+
+    Within a nested block, steps go to the inner list only. The list stays usable after the block.
+    """
     steps: list[Step] = []
     token = _steps.set(steps)
     try:
