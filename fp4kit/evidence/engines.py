@@ -52,18 +52,21 @@ class ComparedEngine:
         self.module = module
 
     def put(self, a: Any) -> Any:
-        """Move a NumPy array, or a Quantized of NumPy arrays, to the engine's array library.
+        """Return a NumPy array, or a Quantized of NumPy arrays, as arrays of the engine's library.
 
-        Any other value is returned unchanged.
+        If the library is NumPy, arrays are not copied. Any other value, a list of arrays included, is returned
+        unchanged.
         """
         if isinstance(a, Quantized):
             return replace(a, **{name: self.put(getattr(a, name)) for name in PARTS})
         return self.module.asarray(a) if isinstance(a, np.ndarray) else a
 
     def get(self, a: Any) -> Any:
-        """Return a result with all arrays copied to NumPy arrays.
+        """Return a result with all CuPy arrays copied to NumPy arrays.
 
-        The result may be an array, a Quantized, or a list or tuple of them. A list is returned for a list or tuple.
+        - A Quantized is copied, and its arrays are converted.
+        - A list or tuple gives a list, whose entries are converted.
+        - A NumPy array, a number or None is returned unchanged.
         """
         if isinstance(a, Quantized):
             result = copy(a)  # skips the checks of Quantized, so that wrong arrays from a GPU are compared and reported
@@ -75,7 +78,10 @@ class ComparedEngine:
         return a.get() if hasattr(a, "get") else a
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context manager in which public functions run on this engine."""
+        """Return a context manager in which public functions run on this engine.
+
+        In this class it does nothing, because the library of the arrays already selects the engine.
+        """
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -87,7 +93,10 @@ class ComparedEngine:
             return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function(*arguments, **options)`` on this engine, with NumPy arrays as arguments and result."""
+        """Call ``function(*arguments, **options)`` on this engine, with NumPy arrays as arguments and result.
+
+        Arrays are moved to the engine's library by `put`, and the result is converted back by `get`.
+        """
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
@@ -96,7 +105,7 @@ class Specification(ComparedEngine):
     """The NumPy specification as a ComparedEngine, used even if a compiled engine is installed."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context manager in which public functions run in the specification."""
+        """Return a context manager in which public functions run in the NumPy specification."""
         return specification()
 
 
@@ -106,7 +115,8 @@ SPECIFICATION = Specification(np)
 def compare(found: Any, expected: Any, what: str) -> Outcome:
     """Compare a result with the expected one, bit for bit, and return the Outcome.
 
-    Any NaN equals any other NaN, except in dtypes of one byte, such as float8.
+    Any NaN equals any other NaN, except in dtypes of one byte, such as float8. None equals only None. Lists of unequal
+    length count as one value, which differs.
 
     Args:
         found: an array, a number, a Quantized (compared part by part), or a list or tuple of these.
@@ -169,9 +179,10 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """Return the Outcome of ``call()``, or an Outcome with ``what`` as skipped if the engine does not support the call.
+    """Return the Outcome of ``call()``. If the engine does not support the call, return an Outcome that skips it.
 
-    An engine without a kernel for the call raises NotImplementedError.
+    An engine without a kernel for the call raises NotImplementedError. The Outcome then has no values, and ``what``
+    with the error's message in ``skipped``. Other exceptions are raised.
     """
     try:
         return call()

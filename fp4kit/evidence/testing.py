@@ -63,7 +63,7 @@ def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) 
 
 
 def _adversarial(rng: np.random.Generator, k: int) -> Iterator[np.ndarray]:
-    """Yield the rows of adversarial_blocks as float64 arrays with ``k`` columns, before they are clipped and cast."""
+    """Yield the rows of adversarial_blocks in groups: float64 arrays (rows, k), before they are clipped and cast."""
     grid = np.concatenate([E2M1.midpoints, E2M1.magnitudes.astype(np.float64)])
     for exponent in (-140, -126, -30, -14, -7, 0, 1, 7, 30, 100, 125):
         signs = rng.choice([-1.0, 1.0], (4, k))

@@ -21,10 +21,10 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
-    """Return the arrays on which recipes are compared: weights, normal values, heavy tails, wide ranges and ties.
+    """Return the five arrays on which recipes are compared: weights, normal values, heavy tails, wide ranges and ties.
 
-    Each array has shape (256, 512) and the given dtype. Every call returns the same values. They are finite, and none
-    is a subnormal or -0: magnitudes below 2^-13 are replaced by 2^-13.
+    Each array has shape (256, 512) and the given dtype. Every call returns equal values. They are finite, and none is
+    0, -0 or a subnormal: numbers with a magnitude below 2^-13 are replaced by +2^-13.
     """
     rng = np.random.default_rng(20)
     shape = (256, 512)
@@ -38,9 +38,10 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
 
 @cache
 def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
-    """Return groups of two or more recipe ids that give the same bytes on ordinary_data(dtype).
+    """Return groups of two or more recipe ids that give equal codes and block scales on ordinary_data(dtype).
 
-    Groups and ids are in the order of RECIPES. The result is computed by the specification once per dtype, and cached.
+    Groups and ids are in the order of RECIPES. The specification computes the result once per dtype; later calls return
+    it from a cache. Recipes without block scales, fake quantizers and searches are in no group.
     """
     data = ordinary_data(dtype)
     with specification():
@@ -50,9 +51,11 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``.
 
-    Recipes are grouped by their output bytes for the first array. Each group is then split by the output bytes for the
-    next array, and so on. Three kinds of recipes are left out: those without block scales, those that only
-    fake-quantize, and those with a search. No other recipe gives the bytes of a search, and searches take long.
+    Recipes are grouped by their codes and block scales for the first array. Each group is then split by those for the
+    next array, and so on. Groups and ids are in the order of RECIPES.
+
+    Three kinds of recipes are left out: those without block scales, those that only fake-quantize, and those with a
+    search. No other recipe gives the bytes of a search, and searches take long.
     """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
@@ -62,7 +65,11 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """Split a group of recipes into groups that give the same codes and block scales for ``x``. The order is kept."""
+    """Split a group of recipes into groups that give equal codes and block scales for ``x``.
+
+    A group may have a single recipe. Recipes within a group keep their order, and groups are in the order of their
+    first recipes.
+    """
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)

@@ -1,11 +1,13 @@
-"""Compare recipes with recorded outputs of producers. `fp4kit recipes --check` prints the result; the tests assert it.
+"""Compare recipes with recorded outputs of producers. A *mask* (bool, True: excused) says what is not compared.
+
+`fp4kit recipes --check` prints the result; the tests assert it.
 
 Local words:
 
 - A *row* (GoldenRow) says which recorded outputs a recipe must equal.
 - A *case* (RecordedCase) is one input of a row.
 - A *part* is one recorded array of a case, such as "codes".
-- A *mask* is a boolean array, True for elements whose differences are excused.
+- A *mask* is a boolean array in the shape of the input, True for elements whose differences are excused.
 
 By default the results of the specification are compared. `fp4kit selftest` passes the EngineOperations of another
 engine instead. Every array is compared bit for bit, with two exceptions. A row may excuse differences by `skip` and
@@ -56,7 +58,7 @@ class EngineOperations(NamedTuple):
 
     @classmethod
     def of(cls, engine: ComparedEngine) -> EngineOperations:
-        """Return the functions, bound so that they run on ``engine``."""
+        """Return the functions, bound so that they run on ``engine`` and take and return NumPy arrays."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
@@ -68,14 +70,17 @@ SPECIFIED = EngineOperations.of(SPECIFICATION)
 
 
 def _block_amax(case: RecordedCase) -> np.ndarray:
-    """Return, for each element of the case's input x, the amax of its block."""
+    """Return, for each element of the case's input x, the largest magnitude of its block of one row, as float32.
+
+    A block with a NaN gives NaN. If the recipe's blocks span several rows, each row is treated as a block of its own.
+    """
     x = np.abs(case.x.astype(np.float32))
     size = case.recipe.block_size
     return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask of the codes that are not compared: the meaningless codes in blocks whose scale is NaN."""
+    """Return a mask of the elements in blocks whose scale is NaN, according to case.q. Their codes have no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
@@ -111,8 +116,8 @@ def _skip_nonfinite_group(case: RecordedCase) -> Mask:
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
     """Return a mask that excuses blocks that compressed-tensors corrupts.
 
-    compressed-tensors rounds the amax of these blocks up to a power of two that the input dtype cannot hold. Blocks
-    that contain inf or NaN are excused too.
+    compressed-tensors rounds an amax up to a power of two. For an amax of at least 1.75 * 2^15 (float16) or 1.75 *
+    2^127 (other dtypes), the input dtype cannot hold that power. Blocks that contain inf or NaN are excused too.
     """
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
@@ -121,8 +126,8 @@ def _skip_overflowing_block(case: RecordedCase) -> Mask:
 def _skip_uncertain(case: RecordedCase) -> Mask:
     """Return a mask that excuses codes that depend on how the GPU instruction rcp.approx rounds.
 
-    The recorded array "codes_certain" marks the blocks whose codes do not depend on it. Without that array, nothing is
-    excused.
+    The recorded array "codes_certain" has a 1 for each block whose codes do not depend on it. All other blocks are
+    excused. If that array was not recorded, nothing is excused.
     """
     certain = case.part("codes_certain")
     if certain is None:
@@ -133,7 +138,7 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 def _skip_undefined(case: RecordedCase) -> Mask:
     """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
 
-    The recorded array "valid" marks the other elements. Without that array, nothing is excused.
+    The recorded array "valid" is True for the other elements. If that array was not recorded, nothing is excused.
     """
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
@@ -163,9 +168,10 @@ def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
 
 
 def _skip_signed_nan(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes of fouroversix's IF4 under a recorded NaN scale with its sign bit set.
+    """Return a mask that excuses the elements of blocks for which fouroversix's IF4 recorded the scale 0xFF.
 
-    The sign of a NaN depends on the processor. fouroversix takes it for the bit that selects INT4.
+    That scale is a NaN with its sign bit set. The sign of a NaN depends on the processor, but fouroversix takes it for
+    the bit that selects INT4.
     """
     scales = case.part("scales")
     return np.repeat(_crop(scales, case.q.block_scale) == 0xFF, case.recipe.block_size, axis=1)
@@ -182,8 +188,9 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
     """Return a mask that excuses elements that Quark turns into infinities. Quark packs an infinity as the value 4.
 
-    This happens in tensors with inf or NaN, where all elements are excused. All are excused too if no tensor scale was
-    recorded. It also happens in blocks with the scale code 0, where an element divided by 2^-23 overflows.
+    - If the recorded tensor scale is infinite or NaN, or was not recorded, all elements are excused.
+    - Otherwise, elements are excused that lie in a block with the scale code 0, and overflow when they are divided by
+      2^-23.
     """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
@@ -193,9 +200,10 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_flushed_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks of FP-Quant with a subnormal scale, which a GPU flushes to zero.
+    """Return a mask that excuses blocks with an amax below 2^-124. Their FP-Quant scale is subnormal.
 
-    The outputs were recorded in Triton's interpreter, which does not flush subnormal scales.
+    A GPU flushes such a scale to zero, and so does the recipe. The outputs were recorded in Triton's interpreter, which
+    does not.
     """
     return _block_amax(case) < 2.0**-124
 
@@ -267,10 +275,10 @@ class RecordedCase:
         return codes if high_first is None else (high_first << 4 | high_first >> 4).astype(np.uint8)
 
     def global_scale(self) -> np.ndarray:
-        """Return MLX's recorded global scale, which is an amax.
+        """Return the recorded array "global_scale" of MLX, which is an amax.
 
-        If a variant recorded with Metal has no global scale, return the global scale of the CPU variant. Raises
-        KeyError if the CPU variant has none either.
+        If a variant recorded with Metal has none, return the array of the CPU variant, whose name lacks "_metal".
+        Raises KeyError if neither was recorded.
         """
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
@@ -344,10 +352,12 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) 
 def check_recipe(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
     """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
 
-    A recipe without recorded arrays gives a GoldenResult with the count 0.
+    These arrays are the outputs of all rows of the recipe, and those that check_bytes compares. A recipe without
+    recorded arrays gives a GoldenResult with the count 0.
 
     name: the recipe's id.
     golden: the recorded arrays.
+    ops: the engine's functions. By default, the specification's results are compared.
     """
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))
@@ -371,7 +381,8 @@ def check_bytes(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED)
 def check_row(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
     """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and differences.
 
-    If the golden set lacks the file or variant of the row, nothing is compared, and the count is 0.
+    The row says whether quantize, fake_quantize or search_scales is compared. If the golden set lacks the file or
+    variant of the row, nothing is compared, and the count is 0.
 
     golden: the recorded arrays.
     """
@@ -474,9 +485,10 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return the recorded scales without the padding rows and columns, in the shape of ``ours``.
+    """Return the recorded scales in the shape of ``ours``, fp4kit's scales.
 
-    If both have equally many elements, they are only reshaped.
+    If both have equally many elements, the recorded scales are reshaped. Otherwise, their padding is cut off: only the
+    first rows and columns are kept.
     """
     if recorded.size == ours.size:
         return recorded.reshape(ours.shape)

@@ -65,7 +65,7 @@ class GoldenSet:
         return cls.open(RECORDED)
 
     def files(self) -> tuple[str, ...]:
-        """Return the sorted names of the files of outputs, such as "te"."""
+        """Return the sorted names of the files of outputs, such as "te". The file of inputs is left out."""
         return tuple(name for name in self._names if name != INPUTS)
 
     def keys(self, file: str) -> tuple[str, ...]:
@@ -89,9 +89,10 @@ class GoldenSet:
         return self.keys(INPUTS)
 
     def input(self, name: str, file: str = INPUTS) -> NumpyArray:
-        """Return the input array `name`, float32, float16 or bfloat16.
+        """Return the input array `name`: float32, float16 or, if the name ends in "__bf16", bfloat16.
 
         If `file` stores an input of its own with this name (under `<name>/input/values`), that one is returned.
+        Otherwise, the array comes from `inputs.npz`.
 
         Raises:
             KeyError: if the set has no such input.
@@ -140,7 +141,7 @@ class _ArrayFiles:
 
 
 def _read_original(path: Path) -> dict[str, NumpyArray]:
-    """Return {key: read-only array} of a file in the original form."""
+    """Return {key: read-only array} for all arrays of a file in the original form, the form of numpy.savez."""
     with np.load(path, allow_pickle=False) as npz:
         arrays = {key: npz[key] for key in npz.files}
     for array in arrays.values():

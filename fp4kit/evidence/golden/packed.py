@@ -39,9 +39,10 @@ def is_packed(path: Path) -> bool:
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (base file, base key)} for arrays of a packed file that are stored as a difference to a base array.
+    """Return {key: (base file, base key)} for all arrays of a packed file. The base is what an array differs from.
 
-    The value is () for an array that is stored whole. For a file in the original form, return {}.
+    The value is () for an array that is stored whole, not as a difference to another array. For a file in the original
+    form, return {}.
     """
     if not is_packed(path):
         return {}
@@ -51,10 +52,10 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> dict[str, NumpyArray]:
-    """Return {key: read-only array} of one packed file. Keys with equal arrays share one array.
+    """Return {key: read-only array} of one packed file. Keys for which the file stores one array share this array.
 
-    base: base(file) returns {key: array} of another file of the directory. It is called for arrays stored as
-    differences.
+    base: base(file) returns {key: array} of another file of the directory. It is called only for arrays that are stored
+        as differences.
     """
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])

@@ -63,8 +63,11 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, fp4kit's values, recorded values) for all codes with all scales, one tuple per recorded dtype.
 
+    The dtypes are float32, bfloat16 and float16. A dtype that was not recorded gives no tuple.
+
     each: the entry of BYTES.
     golden: the recorded arrays.
+    dequantize: the function that decodes fp4kit's values.
     """
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
@@ -96,10 +99,10 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """Return a Quantized that pairs every element code with every scale code, to test decoding.
+    """Return a Quantized of 256 rows that pairs every element code with every scale code, to test decoding.
 
-    Row i has the scale code i and all element codes, repeated to fill a block. If the recipe has a tensor scale, it is
-    1.
+    Row i has the scale code i and all element codes in ascending order. If a block is longer than the number of codes,
+    they are repeated. If the recipe has a tensor scale, it is 1.
 
     r: a recipe with block scales.
     dtype: the dtype of the Quantized.

@@ -28,7 +28,7 @@ class GoldenResult(NamedTuple):
         recipe: id of the recipe.
         compared: number of arrays compared.
         differences: the arrays that differ.
-        values: number of values in all arrays.
+        values: number of values in all compared arrays, excused elements included.
     """
 
     recipe: str
@@ -46,7 +46,7 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
     """Compare arrays and return the GoldenResult.
 
     An element counts as a difference if it differs and the mask of its array does not excuse it. If the shapes of two
-    arrays differ, all elements count.
+    arrays differ, all elements count, also excused ones.
 
     recipe: the recipe's id.
     arrays: yields (file, item), where an item is a tuple (key, fp4kit's array, recorded array, mask of elements that
@@ -66,8 +66,8 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
     """Return a mask, in the shape of ``recorded``, of the elements in which two arrays differ in a bit.
 
-    -0 differs from +0. A NaN value equals any other NaN, but uint8 codes must be equal. If shape or dtype differs, all
-    elements differ.
+    -0 differs from +0. A NaN value equals any other NaN. Codes (uint8) must be equal, even codes of NaN. If shape or
+    dtype differs, all elements differ.
     """
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)

@@ -116,7 +116,7 @@ def _flashinfer_rows() -> Iterator[GoldenRow]:
 
 
 def _modelopt_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of Model-Optimizer."""
+    """Yield the GoldenRow objects for recorded outputs of Model-Optimizer, of real and of fake quantization."""
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4")
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given_amaxes="tensor")
     yield GoldenRow("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given_amaxes="static")
@@ -149,7 +149,7 @@ def _modelopt_rows() -> Iterator[GoldenRow]:
 
 
 def _torchao_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of torchao."""
+    """Yield the GoldenRow objects for recorded outputs of torchao, its release 0.18 included."""
     yield GoldenRow("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
     yield GoldenRow("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -158,7 +158,7 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of one scale mode of torchao's to_mx.
+    """Yield the GoldenRow objects for recorded outputs of torchao's function to_mx in one scale mode.
 
     They cover MXFP4 with blocks of 16, 32 and 64 elements, MXFP8 and, for the modes "floor" and "rceil", MXFP6.
 
@@ -190,14 +190,14 @@ def _other_rows() -> Iterator[GoldenRow]:
 
 
 def _gguf_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of llama.cpp."""
+    """Yield the GoldenRow objects for recorded outputs of llama.cpp: of its C code and, for MXFP4, its Python code."""
     for name in ("mxfp4", "nvfp4"):
         yield GoldenRow(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
     yield GoldenRow("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
 
 
 def _mlx_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of MLX."""
+    """Yield the GoldenRow objects for recorded outputs of MLX, on a CPU and on Metal, in several versions."""
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
     for version in ("", "-0322"):  # both versions decode these codes alike, because none of the scales is NaN

@@ -1,7 +1,7 @@
-"""List the GoldenRow objects for serving engines and quantizers: vLLM, triton_kernels, Quark, MSLK and others.
+"""List which recorded arrays the recipes of serving engines and quantizers must equal, such as vLLM and Quark.
 
-rows.py defines GoldenRow and imports this module. To avoid a circular import, each function here takes the class
-GoldenRow as ``row``.
+Each function yields rows: objects of the class GoldenRow of rows.py, which imports this module. To avoid a circular
+import, each function takes that class as ``row``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ GoldenRows = Iterator[Any]
 
 
 def serving_rows(row: Callable[..., Any]) -> GoldenRows:
-    """Yield all rows of this module. ``row`` is the class GoldenRow."""
+    """Yield the GoldenRow objects of all producers of this module, one producer after the other.
+
+    row: the class GoldenRow, which makes the objects.
+    """
     for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others):
         yield from family(row)
 

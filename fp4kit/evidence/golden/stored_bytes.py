@@ -68,12 +68,12 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield items to compare for recorded arrays that the producer computed but did not store.
+    """Yield items to compare for arrays of a RecordedCase that the producer computed but does not store.
 
     An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
 
-    The arrays are scales that the producer applied or keeps as float32, and element values that were recorded instead
-    of codes.
+    The arrays are "scale_applied" and "scale" (scales that the producer applied or keeps as float32) and "values"
+    (element values that were recorded instead of codes). Arrays that were not recorded give no item.
     """
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
@@ -106,7 +106,8 @@ def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
 def unpack_fp6(packed: np.ndarray) -> np.ndarray:
     """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian.
 
-    The length of the last axis must be a multiple of 3. The last axis of the result is 4/3 times as long.
+    The first code is in the lowest bits. The length of the last axis must be a multiple of 3. The last axis of the
+    result is 4/3 times as long.
     """
     b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
     word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16

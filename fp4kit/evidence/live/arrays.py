@@ -20,9 +20,9 @@ def to_torch(x: np.ndarray) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return a NumPy array with a tensor's elements and its dtype, bfloat16 included.
+    """Return a NumPy array with the elements and dtype of a torch tensor on the CPU, bfloat16 included.
 
-    8-bit floats become uint8 bit patterns. The array shares memory with a contiguous tensor.
+    8-bit floats become uint8 bit patterns. If the tensor is contiguous, the array shares its memory.
     """
     import torch
 

@@ -138,10 +138,12 @@ def _mask(
 
 
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
-    """Convert a mask of elements to a mask of a part, such as one value per block scale.
+    """Convert a mask of the elements of x to a mask of a part, such as the block scales.
 
-    A block scale is masked if any element of the block is masked. A tensor scale is masked if all elements are masked.
-    Return None if the part holds scales and ``scales`` is False.
+    - A block scale is masked if any element of its block is masked.
+    - A tensor scale is masked if all elements are masked; the mask then has the shape ().
+    - For any other part, which has one entry per element, ``where`` itself is returned.
+    - If the part holds scales and ``scales`` is False, None is returned.
 
     Args:
         part: the name of the part, a key of PARTS.
@@ -174,7 +176,10 @@ def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe
 
 
 def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return a mask of the elements that are NaN. ``fmt`` is the element format of codes, or None for values."""
+    """Return a mask of the elements that are NaN.
+
+    fmt: the format if the elements are codes; None if they are values.
+    """
     numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
     return np.isnan(numbers)
 
@@ -211,5 +216,5 @@ def _shown(value: Any) -> str:
 
 
 def differing_parts(differences: Iterable[PartDifference]) -> frozenset[str]:
-    """Return the names of the parts that differ."""
+    """Return the names of the parts to which the differences belong, such as "codes"."""
     return frozenset(difference.part for difference in differences)

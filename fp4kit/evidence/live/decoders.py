@@ -67,9 +67,10 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparis
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return a smaller Quantized for which ``differs`` still holds, or q itself if none is found.
+    """Return a simpler Quantized for which ``differs`` still holds, or q itself if none is found.
 
-    First blocks are removed, then columns of codes are set to 0.
+    First, q is replaced by the first slice of few blocks (see _smaller) that still differs, if there is one. Then each
+    column of codes is set to 0, unless q no longer differs without it.
 
     Args:
         q: the Quantized to shrink.
@@ -89,7 +90,7 @@ def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Qu
 
 
 def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
-    """Yield slices of q with one row of blocks and as few columns of blocks as the producer accepts."""
+    """Yield slices of q, as new Quantized: one row of blocks, and as few columns of blocks as the producer accepts."""
     r = q.recipe
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     step = max(1, call.columns // r.block_size)

@@ -78,7 +78,7 @@ InputKind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.n
 
 
 def _fuzzed(name: str) -> InputKind:
-    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py and ignores the recipe."""
+    """Return a function for KINDS that draws the values VALUES[name] of fuzz/arrays.py. It ignores the recipe."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -87,7 +87,7 @@ def _fuzzed(name: str) -> InputKind:
 
 
 def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x clipped to the finite range of ``dtype`` and cast to it. NaN stays NaN."""
+    """Return x clipped to the finite range of ``dtype`` and cast to it, so infinities become finite. NaN stays NaN."""
     top = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -top, top).astype(dtype)
 
@@ -109,9 +109,9 @@ def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return the bit patterns of subnormal values and zeros, as unsigned integers for the caller to view as ``dtype``.
+    """Return the bit patterns of subnormals and zeros of either sign, as unsigned integers.
 
-    The largest magnitude varies from block to block.
+    The caller views them as ``dtype``. The largest magnitude varies from block to block.
     """
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
@@ -199,15 +199,18 @@ KINDS: dict[str, InputKind] = {
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
-    """Return the numbers of blocks along rows and columns of a shape.
+    """Return (rows of blocks, blocks per row) of an array with the given shape.
 
-    For a recipe without blocks, blocks of 1 x 16 are counted.
+    If the recipe has no blocks, the blocks have 1 x 16 elements.
     """
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
 
 def _per_element(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
-    """Return an array of the given shape in which each element has the value of its block in ``per_block``."""
+    """Return an array of the given shape in which each element has the value of its block in ``per_block``.
+
+    per_block: one value per block, (rows of blocks, blocks per row). The shape must be a multiple of this shape.
+    """
     rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
     return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
 

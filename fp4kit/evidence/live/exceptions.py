@@ -32,18 +32,21 @@ class Exempt(NamedTuple):
 
 
 def block_amax(x: np.ndarray, size: int) -> np.ndarray:
-    """Return, for each element of x, the largest magnitude in its block of ``size`` elements of one row, as float32."""
+    """Return, for each element of x, the largest magnitude in its block of ``size`` elements of one row, as float32.
+
+    A block with a NaN gives NaN.
+    """
     blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, size)
     return np.repeat(blocks.max(axis=-1), size, axis=-1)
 
 
 def _amax(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return, for each element of x, the amax of its block."""
+    """Return, for each element of x, the amax of its block of one row, as float32. NaN elements give NaN."""
     return block_amax(x, q.recipe.block_size)
 
 
 def _scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return, for each element of x, its decoded block scale."""
+    """Return, for each element of x, the value of its block scale in q: float32, in the shape of x."""
     scale = decode(q.block_scale, q.recipe.scale or E8M0)
     return np.repeat(scale, q.recipe.block_size, axis=-1)
 
@@ -87,9 +90,9 @@ def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements that overflow when Quark divides them by its smallest scale, 2^-23.
+    """Return a mask of elements in blocks with the scale code 0 that overflow when Quark divides them by 2^-23.
 
-    Quark packs an infinity as the value 4.
+    Quark replaces the scale 0 by 2^-23, and packs an infinity as the value 4.
     """
     return (_scale(x, q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128)
 

@@ -10,7 +10,7 @@ LEFT_OUT_COLUMNS = ("not run", "why")
 
 
 def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
-    """Return one row of COLUMNS per producer that ran at least one recipe."""
+    """Return one row per producer that ran at least one recipe. The headings of the columns are COLUMNS."""
     found: list[tuple[str, ...]] = []
     for result in results:
         if not result.reason and result.recipes:
@@ -21,7 +21,10 @@ def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
-    """Return one row of RECIPE_COLUMNS per recipe that differs from its producer."""
+    """Return one row per recipe for which its producer differed on at least one input, or raised an error.
+
+    The headings of the columns are RECIPE_COLUMNS.
+    """
     return [
         (id, f"{tally.arrays:,}", f"{tally.differing:,}", exceptions(tally.exceptions))
         for result in results
@@ -42,5 +45,8 @@ def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[t
 
 
 def exceptions(used: dict[str, int]) -> str:
-    """Return the names of exceptions as one line, each with the number of times it excused a difference."""
+    """Return the names of exceptions as one line, such as "NaN (3), zeros (1,024)", or "" if none were used.
+
+    used: {name of an exception: number of parts in which it excused a difference}. The line is sorted by name.
+    """
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(used.items()))

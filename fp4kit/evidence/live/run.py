@@ -68,7 +68,7 @@ class RecipeCounts:
         arrays: the inputs that were compared.
         elements: the number of elements in these inputs.
         differing: the inputs for which the producer differs or raises an error.
-        exceptions: {name of an exception: number of arrays in which it excused a difference}.
+        exceptions: {name of an exception: number of parts (of all inputs) in which it excused a difference}.
     """
 
     arrays: int = 0
@@ -126,9 +126,11 @@ def run(
 ) -> ProducerResult:
     """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result.
 
-    If the adapter has no call for these recipes, nothing is imported. If the producer is not installed or cannot be
-    imported, the result has a reason and no counts. At least one input per recipe is compared, even if the time is
-    over. An error that a producer raises on an input counts as a difference.
+    - If the adapter has no call for these recipes, nothing is imported.
+    - If the producer is not installed or cannot be imported, the result has a reason and no counts.
+    - If a recipe makes no claim for the installed version, it is stored in result.left_out.
+    - At least one input per recipe is compared, even if the time is over.
+    - An error that a producer raises on an input counts as a difference.
 
     Args:
         adapter: the producer's adapter.
@@ -220,9 +222,9 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
 
 
 def _between(first: str, version: str, last: str) -> bool:
-    """Return True if a version is between ``first`` and ``last``, which are "" for no limit.
+    """Return True if a version is from ``first`` to ``last``, both included; "" stands for no limit.
 
-    An unknown version is accepted.
+    The version "unknown" is accepted. Versions are compared by their leading numbers (see _key).
     """
     if version == "unknown":
         return True
@@ -232,7 +234,8 @@ def _between(first: str, version: str, last: str) -> bool:
 def _key(version: str) -> tuple[int, ...]:
     """Return a key to compare versions by: the leading numbers, such as (0, 19, 0) for "0.19.0.dev3+cpu".
 
-    Return () if the version does not begin with a number.
+    A part that is not a number ends the key, so "1.0rc1" gives (1,). Return () if the version does not begin with a
+    number.
     """
     numbers = []
     for part in version.split("+")[0].split("."):
@@ -325,7 +328,7 @@ class LiveCase:
         return compare(self.id, value, self.call, theirs), ""
 
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
-        """Return a smaller value for which ``differs`` holds, or the case's own value if none is found.
+        """Return a simpler value for which ``differs`` holds, or the case's own value if none is found.
 
         Args:
             differs: a function that returns True for a value that shows the difference.
@@ -381,7 +384,10 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what producers print, log and warn about inside the ``with`` statement."""
+    """Suppress what producers print, log and warn about inside the ``with`` statement, also NumPy's warnings.
+
+    Output written to sys.stdout and sys.stderr is lost. Exceptions are not suppressed.
+    """
     level = logging.root.manager.disable
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -449,7 +455,7 @@ def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, st
 
 
 def _without(id: str) -> str:
-    """Return the reason why no adapter has a call for the recipe ``id``; "no adapter runs it" if none is recorded."""
+    """Return the reason why no adapter runs the recipe ``id``: its producer's in WITHOUT, or "no adapter runs it"."""
     from fp4kit.evidence.live.producers import WITHOUT
 
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

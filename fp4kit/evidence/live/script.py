@@ -75,7 +75,10 @@ def _function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return (source of a call to the function with the variable ``argument``, name of the function)."""
+    """Return (source of a call to the function, name of the function), such as ("_mx(x, bits=4)", "_mx").
+
+    argument: the name of the variable to pass. The arguments of a functools.partial are passed too.
+    """
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
@@ -83,7 +86,10 @@ def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
 
 
 def lines_of(name: str, x: np.ndarray) -> list[str]:
-    """Return the lines of a statement that sets the variable ``name`` to the array x, given by bit patterns."""
+    """Return the source lines of a statement that sets the variable ``name`` to the array x, written as bit patterns.
+
+    The array has the dtype and the shape of x.
+    """
     bits = bit_patterns(x)
     width = 2 * x.dtype.itemsize
     numbers = [f"{int(b):#0{width + 2}x}" for b in bits.reshape(-1)]
@@ -98,9 +104,9 @@ def lines_of(name: str, x: np.ndarray) -> list[str]:
 
 
 def _sorted(imports: set[str]) -> list[str]:
-    """Return import statements in the usual order: standard library, installed packages, fp4kit.
+    """Return import statements as lines in the usual order: standard library, installed packages, fp4kit.
 
-    Groups are separated by empty lines.
+    Groups are separated by empty lines. An empty group is left out.
     """
     groups: tuple[list[str], ...] = ([], [], [])
     for line in sorted(imports, key=lambda line: (line.startswith("from"), line)):
@@ -110,9 +116,13 @@ def _sorted(imports: set[str]) -> list[str]:
 
 
 def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """Return (imports, source lines) that a program needs to define the function ``name``.
+    """Return (imports, source lines) that a program needs to define a function of an adapter.
 
-    They include everything that the function uses from its module.
+    The lines define the function and, in the order of its module, all functions, classes and constants of the module
+    that it uses, directly or indirectly.
+
+    function: any function of the module.
+    name: the name of the function to define.
     """
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
@@ -155,6 +165,6 @@ def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
 
 
 def _segment(text: str, statement: ast.stmt) -> list[str]:
-    """Return the source lines of a statement, with its decorators."""
+    """Return the lines of ``text`` that hold a statement, from its first decorator to its end."""
     start = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
     return text.splitlines()[start - 1 : statement.end_lineno]

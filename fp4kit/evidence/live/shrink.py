@@ -13,10 +13,12 @@ MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks re
 
 
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
-    """Return the smallest array found within ``seconds`` for which ``differs`` holds, or x if none is found.
+    """Return the simplest array found within ``seconds`` for which ``differs`` holds, or x itself if none is found.
 
-    The array keeps whole blocks of ``rows`` x ``columns`` elements. If ``differs`` raises an error, the array counts as
-    not differing.
+    A simpler array has fewer blocks, more zeros or simpler elements. It consists of whole blocks of ``rows`` x
+    ``columns`` elements of x. If ``differs`` raises an error, the array counts as not differing.
+
+    x: a matrix for which ``differs`` holds.
     """
 
     def holds(candidate: np.ndarray) -> bool:
@@ -31,7 +33,8 @@ def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
     """Yield arrays that are simpler than x: first with fewer blocks, then with more zeros, then with simpler elements.
 
-    Blocks have ``rows`` x ``columns`` elements.
+    Blocks have ``rows`` x ``columns`` elements. Single elements are made simpler only if x has at most MAX_ONE_BY_ONE
+    (40) nonzero elements. Every array is a copy.
     """
     for axis, unit in ((0, rows), (1, columns)):
         for blocks in _block_subsets(x.shape[axis] // unit):
@@ -62,9 +65,12 @@ def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
 
 
 def _simpler_elements(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield arrays in which one element is made positive, or the lower half of its bits is cleared.
+    """Yield copies of x in which one element is made positive, or the lower half of its bits is cleared.
 
-    ``nonzero`` are flat indices of the elements to try.
+    Both are tried for one element after the other. A change that has no effect, or that makes the element +0, is left
+    out.
+
+    nonzero: the flat indices of the elements to change.
     """
     flat = x.reshape(-1)
     for i in nonzero:

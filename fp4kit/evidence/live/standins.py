@@ -18,9 +18,10 @@ from typing import Any
 
 
 class Anything(ModuleType):
-    """A stand-in for any module: every attribute exists and is another stand-in.
+    """A stand-in for any module: every attribute exists and is another stand-in, except unset names that begin with __.
 
-    A call with one argument returns the argument, so that a stand-in also works as a decorator that changes nothing.
+    A stand-in can be called. A call with exactly one positional argument returns the argument, so that a stand-in also
+    works as a decorator that changes nothing. Any other call returns the stand-in itself.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +29,7 @@ class Anything(ModuleType):
         self.__path__ = []  # marks a package, so that its modules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        """Create, store and return another stand-in as the attribute.
+        """Create, store and return another stand-in as the attribute `name`, which this stand-in does not have yet.
 
         Raises:
             AttributeError: for a name with two leading underscores.
@@ -40,7 +41,7 @@ class Anything(ModuleType):
         return attribute
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        """Return the argument if the call has exactly one, otherwise this stand-in."""
+        """Return the argument if the call has exactly one and no keywords, otherwise this stand-in."""
         return given[0] if len(given) == 1 and not options else self
 
 
@@ -76,7 +77,7 @@ def directory(package: str) -> Path:
     """Return the directory of an installed package without importing the package.
 
     Raises:
-        ImportError: if the package is not installed.
+        ImportError: if the package is not installed, or is a single file without a directory of its own.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

@@ -49,7 +49,7 @@ class Float32Sweep(NamedTuple):
 
     @property
     def target(self) -> Recipe:
-        """Return the Recipe with the id ``recipe``."""
+        """Return the sweep's Recipe, which the field ``recipe`` names by its id."""
         return RECIPES[self.recipe]
 
 
@@ -91,8 +91,8 @@ def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
     """Return the amax arguments to pass to quantize, so that every block scale and the tensor scale become 1.
 
-    Return an empty dict if the recipe has no tensor scale, because then the sweep's anchor (an added element) sets the
-    block scale.
+    - Return {} if the recipe has no tensor scale. Then the sweep's anchor (an added element) sets the block scale.
+    - Return {"tensor_amax": ...} if the recipe has a tensor scale, and also "block_amax" if it is static.
 
     Args:
         module: the library of the arrays, numpy or cupy.
@@ -109,9 +109,10 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Find the ranges of magnitudes to which the specification gives equal codes, as two arrays (starts, codes).
+    """Find the ranges of adjacent magnitudes to which the specification gives equal codes: the runs.
 
-    A run is such a range of adjacent magnitudes.
+    Return two arrays (starts, codes) with one entry per run. Two neighboring runs may have the same code, because the
+    smallest and the largest magnitudes always begin a run.
 
     Args:
         sweep: the sweep.
@@ -206,7 +207,10 @@ def differences(
 
 
 def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
-    """Yield ranges that cover every ``step``-th bit pattern below ``limit``, up to ``chunk`` patterns per range."""
+    """Yield ranges of bit patterns that together contain 0, step, 2 * step, ... below ``limit``.
+
+    Each range has up to ``chunk`` patterns. If limit is 0, nothing is yielded.
+    """
     yield from (range(low, min(low + chunk * step, limit), step) for low in range(0, limit, chunk * step))
 
 

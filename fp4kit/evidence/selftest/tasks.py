@@ -97,9 +97,9 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Return random bit patterns, all equally likely, as an array of the given dtype and shape, determined by ``seed``.
+    """Return an array of random bit patterns, all equally likely, with the given dtype and shape.
 
-    If ``finite`` is True, infinities and NaN are replaced by zeros.
+    Equal seeds give equal arrays. If ``finite`` is True, infinities and NaN are replaced by zeros.
     """
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
@@ -137,7 +137,10 @@ def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
 
 
 def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
-    """Call ``check(*arguments)``, a comparison with recorded outputs, and return its GoldenResult as an Outcome."""
+    """Call ``check(*arguments)``, a comparison with recorded outputs, and return its GoldenResult as an Outcome.
+
+    The Outcome has the number of values, the number of those that differ, and the first array that differs.
+    """
     result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
@@ -165,7 +168,9 @@ def round_trip(
 ) -> Outcome:
     """Compare an engine with the specification: quantize x, then dequantize to each dtype in ``decoded``.
 
-    Both engines dequantize the specification's result, so that an error in quantize does not show as one in dequantize.
+    Return the sum of the Outcomes. Both engines dequantize the specification's result, so that an error in quantize
+    does not show as one in dequantize. If the engine has no kernel for a call, NotImplementedError is raised.
+
     ``what`` names the comparison, and ``options`` are passed to quantize.
     """
     expected = SPECIFICATION.call(quantize, x, r, **options)
@@ -177,12 +182,15 @@ def round_trip(
 
 
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    """Compare an engine's fake_quantize of x with the specification's. what: the text before any difference."""
+    """Compare an engine's fake_quantize of x with the specification's, and return the Outcome.
+
+    r: the recipe. what: the text with which the description of a difference begins.
+    """
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
 def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
-    """Compare an engine with the specification on ``count`` random calls.
+    """Compare an engine with the specification on ``count`` random calls of public functions, and return the Outcome.
 
     Args:
         engine: the engine to test.
@@ -208,7 +216,7 @@ def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
-    """Compare an engine's quantize and dequantize with the specification on a large array.
+    """Compare an engine's quantize and dequantize with the specification on a large array, and return the Outcome.
 
     The array has normally distributed values. It is decoded to bfloat16.
 
@@ -241,9 +249,10 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """Return, for each scale byte, a block amax that gives this scale: a float32 array.
+    """Return block amaxes for every_bfloat16, one per block scale: scale * largest element value, as float32.
 
-    Scale bytes whose amax exceeds the range of bfloat16 are left out.
+    The scales are all numbers of the scale format except NaN: E4M3 scales from 0 to 448 if the recipe has a tensor
+    scale, otherwise E8M0 scales. Scales whose amax exceeds the range of bfloat16 are left out.
     """
     scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     if r.tensor_scaling != "none":
@@ -272,7 +281,10 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
-    """Compare quantize for every float32 of a sweep, or for a sample if ``quick`` is True."""
+    """Compare an engine's quantize with the specification's for every float32 of a sweep, and return the Outcome.
+
+    If ``quick`` is True, a sample of the numbers is compared, which includes all numbers near a change of the code.
+    """
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 
@@ -280,7 +292,7 @@ def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
 
 
 def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
-    """Return all tasks of the self-test, the long ones first.
+    """Return all tasks of the self-test, without running them, roughly the long ones first.
 
     Args:
         engine: the engine to test.
@@ -329,7 +341,7 @@ def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
 
 
 def _finish(task: Task) -> Finished:
-    """Run a task and return its result. If the task raises an exception, its text becomes the result's error."""
+    """Run a task and return its result. If the task raises an exception, the result has its text and no counts."""
     start = time.perf_counter()
     try:
         outcome, error = task.run(), ""

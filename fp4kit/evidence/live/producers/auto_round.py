@@ -23,12 +23,12 @@ def _prepare() -> None:
 def _packed(
     values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
 ) -> dict[str, np.ndarray]:
-    """Pack quantized weights with auto-round's QuantLinear.
+    """Pack quantized weights with auto-round's QuantLinear, and return what it stores.
 
-    Return {"codes": codes, one per byte, "block_scale": block scales}, as QuantLinear stores them.
+    Return {"codes": codes, one per byte, "block_scale": block scales, one row per row of the weights}.
 
     Args:
-        values: the quantized weights, decoded.
+        values: the quantized weights, decoded: a torch matrix.
         scales: the block scales or exponents that the quantization function returned.
         bits: bits per element, 4 or 8.
         size: elements per block.
@@ -49,7 +49,7 @@ def _packed(
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
     """Quantize x to an MX format with a function of auto_round.data_type.mxfp, and pack the result.
 
-    Return {name in compare.PARTS: array} with codes and block scales.
+    Return {"codes": codes, one per byte, "block_scale": block scales}.
 
     Args:
         x: the input.
@@ -65,12 +65,13 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
     """Quantize x to NVFP4 with a function of auto_round.data_type.nvfp.
 
-    Return {name in compare.PARTS: array} with codes, block scales and tensor scale.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale, float32}. If
+    ``fake`` is True, return {"fake": fake-quantized values} instead.
 
     Args:
         x: the input.
         function: the name of the function, such as "nv_fp4".
-        fake: True to return only the fake-quantized values, as {"fake": values}.
+        fake: True to leave out packing.
     """
     import torch
     from auto_round.data_type import nvfp
@@ -85,7 +86,10 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
 
 
 def _mx_call(function: str, bits: int) -> ProducerCall:
-    """Return the ProducerCall for the named MX function with ``bits`` bits per element."""
+    """Return the ProducerCall for a function of auto_round.data_type.mxfp, such as "quant_mx".
+
+    bits: the number of bits per element, 4 or 8.
+    """
     return ProducerCall(partial(_mx, function=function, bits=bits))
 
 

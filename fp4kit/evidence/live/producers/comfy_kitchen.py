@@ -24,7 +24,7 @@ def _eager() -> Any:
 
 
 def _linear(scales: Any, rows: int, blocks: int) -> np.ndarray:
-    """Return the bytes of comfy-kitchen's swizzled scales as an array (rows, blocks)."""
+    """Return comfy-kitchen's swizzled block scales in the linear layout, without padding: uint8 (rows, blocks)."""
     import torch
 
     return np.asarray(unswizzle_scales(to_numpy(scales.view(torch.uint8)), LAYOUT, (rows, blocks)))
@@ -33,8 +33,8 @@ def _linear(scales: Any, rows: int, blocks: int) -> np.ndarray:
 def _nvfp4(x: np.ndarray) -> Parts:
     """Quantize and dequantize x to NVFP4 as TensorCoreNVFP4Layout does without a given scale.
 
-    Return {name in compare.PARTS: array} with codes, block scales, the tensor scale, and values decoded to float32 and
-    bfloat16.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": amax / 2688, "values" and
+    "values_bfloat16": values decoded to float32 and bfloat16}.
     """
     import torch
 
@@ -53,9 +53,10 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x to MXFP8.
+    """Quantize x to MXFP8 with comfy-kitchen, and dequantize the result.
 
-    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to float32 and bfloat16.
+    Return {"codes": codes, "block_scale": block scales, "values" and "values_bfloat16": values decoded to float32 and
+    bfloat16}.
     """
     import torch
 
@@ -72,7 +73,8 @@ def _mxfp8(x: np.ndarray) -> Parts:
 def _fp8(x: np.ndarray, name: str) -> Parts:
     """Quantize and dequantize x to FP8 with the scale that ComfyUI computes: amax / max, in float32.
 
-    Return {name in compare.PARTS: array} with codes, the tensor scale, and values decoded to float32 and bfloat16.
+    Return {"codes": codes, "tensor_scale": the scale, "values" and "values_bfloat16": values decoded to float32 and
+    bfloat16}.
 
     name: the name of the torch dtype, "float8_e4m3fn" or "float8_e5m2".
     """
@@ -91,13 +93,16 @@ def _fp8(x: np.ndarray, name: str) -> Parts:
 
 
 def _swizzled(q: fp4kit.Quantized) -> Any:
-    """Return the block scales of q, in linear layout, as the torch tensor that comfy-kitchen decodes: uint8 [M, N]."""
+    """Return the block scales of q, which are in the linear layout, as the swizzled torch tensor for comfy-kitchen.
+
+    It is uint8 (rows, columns), with rows padded to a multiple of 128 and columns to a multiple of 4.
+    """
     rows = -(-q.block_scale.shape[0] // 128) * 128
     return to_torch(np.asarray(swizzle_scales(q.block_scale, LAYOUT)).reshape(rows, -1))
 
 
 def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
-    """Return the values that comfy-kitchen decodes from q, in q's dtype."""
+    """Return the values that comfy-kitchen's dequantize_nvfp4 decodes from q, in q's shape and dtype."""
     import torch
 
     codes, scale = to_torch(q.packed << 4 | q.packed >> 4), to_torch(np.asarray(q.tensor_scale))
@@ -106,7 +111,7 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 
 
 def _decode_mxfp8(q: fp4kit.Quantized) -> np.ndarray:
-    """Return the values that comfy-kitchen decodes from q, in q's dtype."""
+    """Return the values that comfy-kitchen's dequantize_mxfp8 decodes from q, in q's shape and dtype."""
     import torch
 
     codes, scales = to_torch(q.packed).view(torch.float8_e4m3fn), _swizzled(q).view(torch.float8_e8m0fnu)

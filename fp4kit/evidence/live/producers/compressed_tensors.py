@@ -19,7 +19,10 @@ def _prepare() -> None:
 
 
 def _scheme(bits: int) -> Any:
-    """Return compressed-tensors' quantization scheme for an MX format with elements of ``bits`` bits."""
+    """Return compressed-tensors' QuantizationScheme for weights in an MX format (blocks of 32).
+
+    bits: the number of bits per element: 4, 6 or 8.
+    """
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -31,8 +34,8 @@ def _scheme(bits: int) -> Any:
 def _nvfp4(x: np.ndarray) -> Parts:
     """Compress and decompress x in NVFP4.
 
-    Return {name in compare.PARTS: array} with codes, block scales, tensor scale and decoded bfloat16 values. The tensor
-    scale is the reciprocal of the divisor that compressed-tensors stores.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the reciprocal of the divisor
+    that compressed-tensors stores, "values_bfloat16": decoded values}.
     """
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
@@ -57,9 +60,10 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Compress x in the MX format with elements of `bits` bits, and decompress it again.
+    """Compress x in an MX format, and decompress the result.
 
-    Return (tensors that the compressor stores, values that it decodes from them), both of torch.
+    Return (stored, values): the dict {name: torch tensor} that the compressor stores, and the torch tensor of values
+    that it decodes from it.
 
     Args:
         x: the input.
@@ -76,9 +80,9 @@ def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Compress and decompress x in MXFP4.
+    """Compress x to MXFP4 with compressed-tensors, and decompress the result.
 
-    Return {name in compare.PARTS: array} with codes, block scales and decoded bfloat16 values.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "values_bfloat16": decoded values}.
     """
     from compressed_tensors.compressors import MXFP4PackedCompressor
 
@@ -90,8 +94,8 @@ def _mxfp4(x: np.ndarray) -> Parts:
 def _mxfp6(x: np.ndarray) -> Parts:
     """Compress and decompress x in MXFP6 E2M3.
 
-    Return {name in compare.PARTS: array} with codes, block scales and decoded bfloat16 values. The producer packs 4
-    codes in 3 bytes; they are unpacked to one code per byte.
+    Return {"codes": codes, "block_scale": block scales, "values_bfloat16": decoded values}. The producer packs 4 codes
+    in 3 bytes; they are unpacked to one code per byte.
     """
     from compressed_tensors.compressors import MXFP6PackedCompressor
 
@@ -105,7 +109,8 @@ def _mxfp6(x: np.ndarray) -> Parts:
 def _mxfp8(x: np.ndarray) -> Parts:
     """Compress and decompress x in MXFP8.
 
-    Return {name in compare.PARTS: array} with codes, block scales and decoded values, whose dtype the producer chooses.
+    Return {"codes": codes, "block_scale": block scales, and decoded values}. The producer chooses the dtype of the
+    values, which determines their name: "values" for float32, "values_bfloat16", or "values_float16".
     """
     from compressed_tensors.compressors import MXFP8QuantizationCompressor
 

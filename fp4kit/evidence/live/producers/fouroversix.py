@@ -37,9 +37,9 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
-    """Quantize x with fouroversix.
+    """Quantize x with fouroversix's PyTorch code.
 
-    Return {name in compare.PARTS: array} with codes and block scales.
+    Return {"codes": codes, one per byte, "block_scale": block scales}.
 
     Args:
         x: the input.
@@ -64,9 +64,10 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
 
 
 def _call(*arguments: Any, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a scale rule of fouroversix.
+    """Return the ProducerCall for a scale rule of fouroversix, such as _call("mse").
 
-    NVFP4 needs a torch whose casts to E4M3 saturate (SATURATING_CASTS).
+    For NVFP4, the default format, the call is compared only with a torch whose casts to E4M3 saturate
+    (SATURATING_CASTS).
 
     Args:
         arguments: the name of the scale rule, the only positional argument.

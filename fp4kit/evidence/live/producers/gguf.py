@@ -11,7 +11,7 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 def _mxfp4(x: np.ndarray) -> Parts:
     """Quantize and dequantize x in MXFP4 with the gguf package.
 
-    Return {name in compare.PARTS: array} with codes, block scales and decoded float32 values.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "values": decoded float32 values}.
     """
     from gguf import quants
 
@@ -26,7 +26,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized) -> np.ndarray:
-    """Pack q into GGUF blocks, and return the values that the gguf package decodes."""
+    """Return the float32 values that the gguf package decodes from q, an MXFP4 Quantized that is packed for it."""
     from gguf import quants
 
     codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)

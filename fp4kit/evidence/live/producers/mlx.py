@@ -33,12 +33,14 @@ def _numpy(a: Any) -> np.ndarray:
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
     """Quantize and dequantize x in a mode of MLX, on the CPU.
 
-    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to float32, float16 and bfloat16.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "values", "values_float16" and "values_bfloat16":
+    values decoded to float32, float16 and bfloat16}.
 
     Args:
         x: the input.
         mode: MLX's name of the format: "nvfp4", "mxfp4" or "mxfp8".
-        with_global: True to pass the tensor amax as MLX's global_scale, and to decode to float32 only.
+        with_global: True to pass the amax of x as MLX's global_scale, and to return only "values" of the three decoded
+            arrays.
     """
     import mlx.core as mx
 

@@ -20,7 +20,7 @@ def _prepare() -> None:
 def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
     """Decode a quantized tensor of Model-Optimizer to float32, float16 and bfloat16.
 
-    Return {name in compare.PARTS: values}.
+    Return {"values": ..., "values_float16": ..., "values_bfloat16": ...} in this order.
 
     Args:
         t: the quantized tensor.
@@ -35,7 +35,8 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 def _nvfp4(x: np.ndarray) -> Parts:
     """Quantize x with NVFP4QTensor.
 
-    Return {name in compare.PARTS: array} with codes, block scales, tensor scale, and values decoded to three dtypes.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale} and the decoded
+    values that _values returns.
     """
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
@@ -51,7 +52,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 def _mxfp4(x: np.ndarray) -> Parts:
     """Quantize x with MXFP4QTensor.
 
-    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to three dtypes.
+    Return {"codes": codes, one per byte, "block_scale": block scales} and the decoded values that _values returns.
     """
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
@@ -66,7 +67,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 def _mxfp8(x: np.ndarray) -> Parts:
     """Quantize x with MXFP8QTensor.
 
-    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to three dtypes.
+    Return {"codes": codes, "block_scale": block scales} and the decoded values that _values returns.
     """
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 

@@ -23,7 +23,7 @@ def _prepare() -> None:
 
 
 def _observed(t: Any, config: Any) -> Any:
-    """Return a Quark quantizer for ``config`` that has computed its scales from the weight ``t``."""
+    """Return a Quark quantizer for ``config`` that has computed its scales from the weight ``t``, a torch tensor."""
     import torch
     from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
 
@@ -50,8 +50,8 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
     """Quantize and fake-quantize x to an MX format with Quark.
 
-    Return {name in compare.PARTS: array} with codes, block scales and fake-quantized values. For MXFP8, return the
-    fake-quantized values only.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "fake": fake-quantized values}. For MXFP8, return
+    {"fake": values} only.
 
     Args:
         x: the input.
@@ -83,7 +83,7 @@ def _six_bits(packed: np.ndarray) -> np.ndarray:
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
     """Quantize x to NVFP4 with Quark.
 
-    Return {name in compare.PARTS: array} with codes, block scales and tensor scale.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale, float32}.
 
     Args:
         x: the input.

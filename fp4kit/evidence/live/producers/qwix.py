@@ -20,10 +20,10 @@ def _prepare() -> None:
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return an array whose rows are the blocks of x (`size` elements each), followed by rows of zeros.
+    """Return an array whose rows are the blocks of x (`size` elements each), padded with rows of zeros.
 
-    The result has at least MAX_ELEMENTS elements, so its shape is the same for every smaller x, and XLA compiles only
-    once.
+    The result has MAX_ELEMENTS elements, or as many as x if x has more; then no rows are added. So its shape is equal
+    for every smaller x of a dtype, and XLA compiles only once.
     """
     blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
     blocks[: x.size // size] = x.reshape(-1, size)
@@ -33,8 +33,8 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 def _quantize(x: np.ndarray, kind: str) -> Parts:
     """Quantize x with qarray.quantize, as XLA computes it on a CPU.
 
-    Return {name in compare.PARTS: array} with codes and block scales. For the MX formats, also return the decoded
-    values, as the part "fake".
+    Return {"codes": codes, one per byte, "block_scale": block scales}. For the MX formats, the dict also has "fake",
+    the decoded values.
 
     Args:
         x: the input.

@@ -17,13 +17,16 @@ _QUANTIZATION = "srt/layers/quantization"
 
 @cached
 def _mxfp4_tensor() -> Any:
-    """Load and return SGLang's module mxfp4_tensor."""
+    """Return SGLang's module mxfp4_tensor, which the first call loads. Raise ImportError if it is missing."""
     return load("sglang", f"{_QUANTIZATION}/mxfp4_tensor.py")
 
 
 @cached
 def _kvfp4_tensor() -> Any:
-    """Load and return SGLang's module kvfp4_tensor."""
+    """Return SGLang's module kvfp4_tensor, which the first call loads. Raise ImportError if it is missing.
+
+    Stand-ins (empty modules) replace the modules of SGLang that it imports.
+    """
     return load(
         "sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context")
     )
@@ -46,7 +49,7 @@ def _stored() -> Any:
 def _mxfp4(x: np.ndarray) -> Parts:
     """Quantize and dequantize x to MXFP4 with SGLang's class MXFP4QuantizeUtil.
 
-    Return {name in compare.PARTS: array} with codes, block scales and decoded float32 values.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "values": decoded float32 values}.
     """
     import torch
 
@@ -62,7 +65,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 def _kv(x: np.ndarray) -> Parts:
     """Quantize x to blocks of 16 with SGLang's utility for key-value caches, without torch.compile.
 
-    Return {name in compare.PARTS: array} with codes and block scales.
+    Return {"codes": codes, one per byte, "block_scale": block scales}.
     """
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)
     codes, scale = quantize(to_torch(x)[None])

@@ -21,7 +21,10 @@ _RECIPES = "transformer_engine.pytorch.custom_recipes"
 
 @cached
 def _reference() -> Any:
-    """Load and return TE's module reference_nvfp4. Stand-ins replace the modules that it imports."""
+    """Return TE's module reference_nvfp4, which the first call loads. Raise ImportError if it is missing.
+
+    Stand-ins replace the modules of TE that it imports, except reference_utils, which is loaded too.
+    """
 
     class Quantizer:  # stands in for the class in transformer_engine.pytorch.quantized_tensor
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -40,7 +43,7 @@ def _reference() -> Any:
 def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Parts:
     """Quantize x to NVFP4 with Transformer Engine's class NVFP4QuantizerRef.
 
-    Return {name in compare.PARTS: array} with codes and block scales.
+    Return {"codes": codes, one per byte, "block_scale": block scales}.
 
     Args:
         x: the input.
@@ -57,7 +60,7 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 def _mxfp4(x: np.ndarray) -> Parts:
     """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales. TE has no other MXFP4 quantizer.
 
-    Return {name in compare.PARTS: array} with codes and block scales.
+    Return {"codes": codes, one per byte, "block_scale": block scales, as E8M0 codes}.
     """
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)
@@ -66,7 +69,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _call(**options: Any) -> ProducerCall:
-    """Return the ProducerCall for _nvfp4 with the given options, such as tile=(16, 16)."""
+    """Return the ProducerCall that calls _nvfp4 with the given options, such as tile=(16, 16)."""
     return ProducerCall(partial(_nvfp4, **options))
 
 

@@ -17,7 +17,8 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
     """Quantize and dequantize x to an MX format with torchao's class MXTensor.
 
-    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to float32 and bfloat16.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "values" and "values_bfloat16": values decoded to
+    float32 and bfloat16}.
 
     Args:
         x: the input.
@@ -41,8 +42,8 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
     """Quantize and dequantize x to NVFP4 with torchao's class NVFP4Tensor.
 
-    Return {name in compare.PARTS: array} with codes, block scales, the tensor scale unless ``single`` is True, and
-    values decoded to float32 and bfloat16.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "values" and "values_bfloat16": values decoded to
+    float32 and bfloat16}. Unless ``single`` is True, the dict also has "tensor_scale".
 
     Args:
         x: the input.
@@ -64,7 +65,7 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
 
 
 def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
-    """Return the values that torchao's function to_dtype decodes from q, in q's dtype.
+    """Return the values that torchao's function to_dtype decodes from q, a Quantized in an MX format, in q's dtype.
 
     Args:
         q: codes and block scales.
@@ -91,10 +92,10 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 
 
 def _calls() -> dict[str, ProducerCall]:
-    """Return {recipe id: ProducerCall}.
+    """Return {recipe id: ProducerCall} for all recipes of torchao.
 
-    If torchao 0.19 changed the bytes that a call returns, there are two recipes. The id of the recipe for earlier
-    versions ends in -018. The installed version decides which of the two recipes is compared.
+    If torchao 0.19 changed the bytes that a call returns, the dict has two recipes for the call. The id of the recipe
+    for earlier versions ends in -018. The installed version decides which of the two is compared.
     """
     recipe_ids = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {

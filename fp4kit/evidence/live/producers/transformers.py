@@ -18,10 +18,11 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray) -> Parts:
-    """Quantize x in blocks of 128x128, and return {name in compare.PARTS: array} with codes and scales.
+    """Quantize x to FP8 in blocks of 128x128 with transformers.
 
-    Each row has its own copy of the block scales. x is padded with rows of zeros to whole blocks, because transformers
-    leaves weights with partial blocks unquantized.
+    Return {"codes": codes (rows, columns), "tensor_scale": scales (rows, columns / 128)}. The scale of a block is
+    repeated for each of its rows. Before quantization, x is padded with rows of zeros to whole blocks, because
+    transformers leaves weights with partial blocks unquantized. The results have no padding.
     """
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 

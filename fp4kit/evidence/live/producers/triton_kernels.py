@@ -32,7 +32,7 @@ def _mxfp() -> Any:
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
     """Quantize x to an MX format with downcast_to_mxfp_torch.
 
-    Return {name in compare.PARTS: array} with codes and block scales.
+    Return {"codes": codes, one per byte, "block_scale": block scales}.
 
     Args:
         x: the input.
@@ -48,7 +48,11 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _call(element: str, mode: str) -> ProducerCall:
-    """Return the ProducerCall for the arguments ``element`` and ``mode`` of _downcast."""
+    """Return the ProducerCall that calls _downcast with the given element dtype and rounding mode of scales.
+
+    element: "uint8" for packed E2M1, "float8_e4m3fn" or "float8_e5m2".
+    mode: "ROUND_UP" or "ROUND_DOWN".
+    """
     return ProducerCall(partial(_downcast, element=element, mode=mode))
 
 

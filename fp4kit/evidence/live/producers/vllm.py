@@ -20,7 +20,10 @@ _NAMES = ("vllm", "vllm.utils", "vllm.utils.torch_utils")
 
 @cached
 def _emulation() -> Any:
-    """Load and return vLLM's module nvfp4_emulation_utils. Stand-ins replace most modules that it imports."""
+    """Return vLLM's module nvfp4_emulation_utils, which the first call loads. Raise ImportError if it is missing.
+
+    Stand-ins replace the modules of vLLM and Triton that it imports, except vllm.scalar_type, which is loaded too.
+    """
     platform = ModuleType("vllm.platforms")
     platform.current_platform = _Cpu()  # type: ignore[attr-defined]
     tools = ModuleType("vllm.triton_utils")
@@ -49,8 +52,8 @@ def _mxfp8_utils() -> Any:
 def _nvfp4(x: np.ndarray) -> Parts:
     """Quantize and fake-quantize x to NVFP4 with vLLM's emulation, which runs in PyTorch on a CPU.
 
-    Return {name in compare.PARTS: array} with codes, block scales, tensor scale and fake-quantized values. The tensor
-    amax counts as at least 1e-8.
+    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale, "fake":
+    fake-quantized values}. A tensor amax below 1e-8 counts as 1e-8.
 
     Raises:
         ValueError: if vLLM returns a value that E2M1 does not have, such as NaN.
@@ -73,7 +76,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 def _mxfp8(x: np.ndarray) -> Parts:
     """Quantize and dequantize x in MXFP8 with vLLM's PyTorch code.
 
-    Return {name in compare.PARTS: array} with codes, block scales and decoded bfloat16 values.
+    Return {"codes": codes, "block_scale": block scales, "values_bfloat16": decoded values}.
     """
     codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
     decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
