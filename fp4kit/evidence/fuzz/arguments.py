@@ -45,7 +45,7 @@ def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """Describe an auxiliary array for a call, such as amaxes or random bytes.
+    """Return the description of an auxiliary array for a call, such as amaxes or random bytes.
 
     The array is contiguous, in C order. ``kind`` is a key of arrays.VALUES, and ``seed`` determines the values.
     """
@@ -55,9 +55,13 @@ def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Drawn
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
     """Return the argument tensor_amax for array ``i`` of a fuzz case: None, a number, or a reference to an array.
 
-    The argument is None if the case has no tensor amax or the recipe has no tensor scale. If it is an array, append the
-    statement that makes the array to the program ``p``, under ``name``. The faults "negative amax" and "amax shape"
-    give wrong arguments.
+    - The faults "negative amax" and "amax shape" give a wrong argument: -1, or an array of a wrong shape.
+    - Otherwise the argument is None if the case has no tensor amax or the recipe has no tensor scale.
+    - If there is one tensor scale per tensor, it is a number. For an array of three or more axes, it may be an array
+      with one amax per leading index instead.
+    - If there is one tensor scale per row or per block, it is an array.
+
+    For an array, the statement that makes it is appended to the program ``p``, under ``name``.
     """
     o, r = case.options, case.r
     if o.fault == "negative amax":
@@ -80,7 +84,7 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
     """Return the argument block_amax for array ``i`` of a fuzz case: a reference to an array, or None.
 
     The argument is an array if the case has block amaxes and the recipe takes them, or if the case has the fault
-    "block_amax". Then append the statement that makes the array to the program ``p``, under ``name``.
+    "block_amax". Then the statement that makes the array is appended to the program ``p``, under ``name``.
     """
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
@@ -92,7 +96,8 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
     """Return the options rounding and seed for the call of a fuzz case, or {} for rounding to nearest.
 
-    For random bytes, append the statement that makes them to the program ``p``. The fault "seed" gives a seed without
+    For stochastic rounding, seed is an int or a reference to an array of random bytes. In the second case, the
+    statement that makes the array is appended to the program ``p``. The fault "seed" gives {"seed": 5}, a seed without
     stochastic rounding.
     """
     o = case.options
@@ -121,9 +126,9 @@ def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def decode_dtype(o: DrawnOptions) -> Dtype | None:
-    """Return the argument dtype for dequantize from the options ``o`` of a case.
+    """Return the argument dtype for dequantize that the options ``o`` of a case name.
 
-    None stands for the dtype of the quantized array.
+    Return None if they name none. Then dequantize uses the dtype of the array that was quantized.
     """
     return Dtype(o.decoded) if o.decoded else None
 

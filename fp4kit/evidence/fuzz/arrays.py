@@ -50,7 +50,7 @@ class View:
 
     @property
     def is_plain(self) -> bool:
-        """Return True for a contiguous array in C order, without an offset."""
+        """Return True if the layout is that of a contiguous array in C order, without an offset."""
         return self == View.plain(len(self.order))
 
 
@@ -84,7 +84,7 @@ class DrawnArray:
         return prod(self.shape)
 
     def values(self) -> np.ndarray:
-        """Return the elements as a contiguous NumPy array."""
+        """Return the elements as a contiguous NumPy array, which is read-only for the kind "given"."""
         if self.kind == "given":
             return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
         return drawn(self.kind, self.dtype, self.shape, self.seed)
@@ -99,9 +99,10 @@ class DrawnArray:
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return the values as a view of a larger array, whose other bytes are all FILLER.
+    """Return a copy of the values as a view of a larger array, whose other bytes are all FILLER.
 
-    ``asarray`` converts the larger array to an array of another library; an example is cupy.asarray.
+    view: the order, steps and offset of the view in the larger array.
+    asarray: a function that converts the larger array to an array of another library, such as cupy.asarray.
     """
     flat, cut = memory(values, view)
     return cut(asarray(flat))
@@ -128,10 +129,11 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """Return an array with the given bits. The printed programs of failing cases call this for small arrays.
+    """Return an array with the given bits. The printed programs of failing cases call this for shrunk arrays.
 
     dtype: a key of DTYPES.
-    nonzero: {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes.
+    nonzero: {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes. The array
+        for a string is read-only.
     """
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
@@ -170,7 +172,7 @@ def _bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return uniformly distributed bit patterns, with zeros instead of infinities and NaN."""
+    """Return uniformly distributed bit patterns of ``dtype``, with zeros instead of infinities and NaN."""
     x = _bits(rng, shape, dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype))
 
@@ -194,13 +196,16 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return subnormals and the smallest normal values, of either sign."""
+    """Return zeros, subnormals and normal values below four times the smallest normal, all of either sign."""
     bits = rng.integers(0, 3 << ml_dtypes.finfo(dtype).nmant, shape).astype(unsigned(dtype))
     return np.where(rng.random(shape) < 0.5, bits.view(dtype), -bits.view(dtype))
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary in which most groups of 16 adjacent elements are zeros: all +0, all -0, or mixed."""
+    """Return values of _ordinary in which about three of four groups of 16 adjacent elements are zeros.
+
+    The zeros of a group are all +0, all -0, or mixed.
+    """
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
     signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
@@ -218,7 +223,7 @@ def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return values of equal magnitude with random signs.
 
-    The magnitude is one of a few, such as 6 or the largest float.
+    The magnitude is one of a few, such as 6, or the smallest normal or the largest value of ``dtype``.
     """
     value = rng.choice(
         [1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)]
@@ -234,7 +239,7 @@ def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype
 
 
 def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values from _ordinary in which some elements are replaced by infinities of one sign."""
+    """Return values of _ordinary, some of which are replaced by infinities of one sign. There may be none."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
     return x
@@ -246,9 +251,9 @@ def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _below(limit: int) -> Callable[..., np.ndarray]:
-    """Return a function that draws uniformly distributed codes below ``limit``, as uint8.
+    """Return a function for VALUES that draws uniformly distributed codes below ``limit``, as uint8.
 
-    It ignores its argument dtype.
+    The function ignores its argument dtype.
     """
 
     def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -270,7 +275,8 @@ def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return nonnegative finite weights for a scale search, among them zeros and outliers that are 2^20 times larger.
 
-    In some draws all weights are multiplied by 1e30, or are so small that their squares underflow.
+    In a quarter of the draws all weights are multiplied by 1e30, and in another quarter by 1e-38, so that their squares
+    underflow.
     """
     x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
     return x.astype(dtype)
@@ -357,9 +363,9 @@ def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> A
 
 
 def touched(g: Guarded) -> int:
-    """Return the number of guard bytes that have changed since guarded().
+    """Return the number of guard bytes of an output that have changed since guarded() made it.
 
-    It is 0 if a call wrote only to the elements of the output.
+    The number is 0 if calls wrote only to the elements of the output. Nothing is changed.
     """
     total = 0
     for whole, shape, step, dtype in g.buffers:
@@ -388,8 +394,8 @@ def overwrite(target: Any, values: Any) -> None:
 def largest(arrays: list[Any]) -> Any:
     """Return the elementwise maximum of float32 amaxes, as a new array. ``arrays`` must not be empty.
 
-    The amaxes are compared by bit patterns, because CuPy's maximum flushes subnormals. A NaN with sign bit 0 is above
-    every number.
+    The arrays have one shape. The amaxes are compared by bit patterns, because CuPy's maximum flushes subnormals. A NaN
+    with sign bit 0 is above every number.
     """
     result = arrays[0].copy()
     bits = result.view(np.uint32)
@@ -404,7 +410,7 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
     Args:
         before: packed codes.
         packed: packed codes of the same shape.
-        pieces: the ranges [start, stop) of elements to replace.
+        pieces: the ranges [start, stop) of elements to replace, counted in row-major order.
         per_byte: number of codes per byte, 1 or 2.
     """
     old, new = (_one_per_byte(array, per_byte) for array in (before, packed))
@@ -414,7 +420,7 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
 
 
 def _one_per_byte(a: Any, per_byte: int) -> Any:
-    """Return packed codes as a flat array with one code per byte.
+    """Return packed codes as a new flat array with one code per byte.
 
     per_byte: the number of codes in a byte of ``a``, 1 or 2. If a byte has two codes, the first is in the low four
     bits.

@@ -103,9 +103,9 @@ class EngineRun:
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Execute a Make statement: make its array on the engine, or its recipe, and store it under its name.
+        """Execute a Make statement: make its array on the engine, or its recipe, and store it in ``names``.
 
-        If ``writable`` is False, later writes to the array are detected.
+        writable: True if calls may write to the array. If it is False, later writes to the array are detected.
         """
         name, value = statement
         if isinstance(value, Variant):
@@ -116,9 +116,9 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Execute the ProgramCall ``statement`` and store its result.
+        """Execute the ProgramCall ``statement`` and store its result in ``names``, under the statement's target.
 
-        Return the exception that the call raised, or None if it returned.
+        Return None if the call returned. If it raised an exception, return the exception and store nothing.
         """
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
@@ -204,14 +204,19 @@ class RunsInStep:
         self.total = Outcome()
 
     def verdict(self, kind: str, text: str, function: str) -> Verdict:
-        """Return a Verdict with this kind, text and function, and with the counts so far."""
+        """Return a Verdict with this kind, text and function, and with the counts and the statement number so far."""
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:
         """Run one statement on every engine. Return a verdict if the case ends here, or None to continue.
 
-        A statement with host_only is run on the specification only. An exception of a call becomes a verdict. An
-        exception from making or comparing arrays is raised.
+        - Make: make the array or recipe on every engine. Return None.
+        - ProgramCall: make the call. Return a verdict if it raises an exception, or if the results of two engines
+          differ.
+        - Same: return the verdict "broken" if the two values differ on an engine.
+
+        A statement with host_only is run on the specification only. An exception from making or comparing arrays is
+        raised.
         """
         if isinstance(statement, Make):
             for run in self.runs:
@@ -259,7 +264,10 @@ class RunsInStep:
         return None
 
     def written(self) -> Verdict | None:
-        """Return a Verdict "written" if a call wrote to an input that it may not change, otherwise None."""
+        """Return a Verdict "written" if any call so far wrote to an input that it may not change, otherwise None.
+
+        Memory around and between the elements of the input counts too.
+        """
         for run in self.runs:
             name = run.place.written()
             if name:

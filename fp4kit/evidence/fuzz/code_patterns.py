@@ -48,9 +48,9 @@ class Codes(NamedTuple):
 
 @cache
 def codes_of(dtype: np.dtype) -> Codes:
-    """Return the Codes of a float dtype of NumPy or ml_dtypes.
+    """Return the Codes (notable codes, such as that of 1) of a float dtype of NumPy or ml_dtypes.
 
-    The dtype must have a sign bit and at most 16 bits, which is not checked.
+    The dtype must have a sign bit and at most 16 bits, which is not checked. The result is cached.
     """
     info = ml_dtypes.finfo(dtype)
     every = np.arange(1 << info.bits).astype(f"u{dtype.itemsize}")
@@ -65,17 +65,20 @@ def _signs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def near_one(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of values from 1/4 to 4 of either sign, limited to the nonzero finite values of the format.
+    """Return integer codes of values from 1/4 to 4 of either sign, limited to nonzero finite values of the format.
 
     shape: the shape of the result.
-    c: the codes of the format.
+    c: the notable codes of the format.
     """
     codes = rng.integers(c.one - 2 * c.binade, c.one + 2 * c.binade + 1, shape)
     return np.clip(codes, 1, c.largest) | _signs(rng, shape, c)
 
 
 def any_code(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes drawn from all codes, special ones included, in an array of the given shape."""
+    """Return integers drawn from all codes of the format, special ones included, in an array of the given shape.
+
+    c: the notable codes of the format.
+    """
     return rng.integers(0, 2 * c.sign, shape)
 
 
@@ -92,10 +95,11 @@ def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes near 1 and one largest finite value per row, so that alignment to it drops bits of other terms.
+    """Return codes of near_one, with one code per row replaced by that of the largest finite value, of either sign.
 
-    In half of the draws, this value is in the first or the last column of all rows. The largest values of two operands
-    may then be multiplied. An empty array stays empty.
+    A sum of products then aligns the other terms to a very large one, so that their low bits are dropped. In half of
+    the draws, the large values are in the first or the last column of all rows, otherwise in a random column per row.
+    The largest values of two operands may then be multiplied. An empty array stays empty.
     """
     codes = near_one(rng, shape, c)
     if codes.size:
@@ -106,14 +110,20 @@ def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def zero_runs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes near 1, with zeros of either sign in about half of the groups of 16 and in a third of the rows."""
+    """Return codes of near_one in which about half of the groups of 16 elements, and a third of the rows, are zeros.
+
+    The zeros have either sign, if the format has -0.
+    """
     runs = rng.random((*shape[:-1], -(-shape[-1] // 16))) < 0.5
     zero = np.repeat(runs, 16, axis=-1)[..., : shape[-1]] | (rng.random((*shape[:-1], 1)) < 1 / 3)
     return np.where(zero, rng.choice(c.zeros, shape), near_one(rng, shape, c))
 
 
 def with_special(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return random finite codes, a few of which are replaced by special codes if the format has any."""
+    """Return random finite codes, a few of which are replaced by special codes (infinities and NaN).
+
+    If the format has no special codes, nothing is replaced.
+    """
     codes = finite(rng, shape, c)
     if not c.special.size:
         return codes
@@ -124,8 +134,9 @@ def paired(rng: Rng, shape: Shape, c: Codes, *, distance: int, opposed: bool) ->
     """Return finite codes in pairs ``distance`` elements apart; the two codes of a pair are equal or differ in sign.
 
     If one operand has pairs of equal sign and the other has pairs of opposite sign, their products cancel. Small terms
-    and C then decide the sum. Zeros keep the sign +.
+    and C (the matrix to which products are added) then decide the sum. Zeros keep the sign +.
 
+    distance: the number of elements from the first element of a pair to the second, along the last axis.
     opposed: True to give the second element of each pair the other sign, False to give it the same sign.
     """
     codes = (finite if rng.random() < 0.5 else near_one)(rng, shape, c)
@@ -148,9 +159,11 @@ PATTERNS: dict[str, Callable[[Rng, Shape, Codes], np.ndarray]] = {
 
 
 def drawn_floats(pattern: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return values of a float dtype of 16 bits whose codes follow a pattern, a key of PATTERNS.
+    """Return values of a float dtype whose codes follow a pattern.
 
-    For float32 and float64, values are drawn in bfloat16 and converted.
+    For float32 and float64, the values are drawn in bfloat16 and converted.
+
+    pattern: a key of PATTERNS, such as "near 1".
     """
     if dtype.itemsize > 2:
         return drawn_floats(pattern, rng, shape, np.dtype(ml_dtypes.bfloat16)).astype(dtype)
@@ -168,9 +181,9 @@ def drawn_codes(pattern: str, name: str, rng: Rng, shape: Shape, dtype: np.dtype
 
 
 def drawn_scales(low: int, high: int, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return block scales: bytes from ``low`` to ``high`` - 1.
+    """Return random block scales: bytes from ``low`` to ``high`` - 1.
 
-    In a third of the draws, rare scales are zero or any byte.
+    In a third of the draws, about 2 % of the scales are replaced by 0 or by a random byte.
 
     dtype: uint8.
     """

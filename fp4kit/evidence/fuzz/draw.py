@@ -182,7 +182,11 @@ class Draw(Picks):
         return self.variant("requantize")
 
     def options(self, operation: str, r: Recipe) -> DrawnOptions:
-        """Return random options that the operation and the recipe support."""
+        """Return random options that the operation and the recipe support. Other options keep their defaults.
+
+        operation: a name in pool.OPERATIONS.
+        r: the recipe.
+        """
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
         coded, fake = (
             operation in _CODES,
@@ -221,7 +225,7 @@ class Draw(Picks):
         return self.search(found, r) if operation == "search_scales" else found
 
     def search(self, options: DrawnOptions, r: Recipe) -> DrawnOptions:
-        """Return the options with random options of search_scales added. A Hessian is drawn only for E4M3 scales."""
+        """Return a copy of the options with random options of search_scales set. Only E4M3 scales get a Hessian."""
         by_hessian = r.scale == E4M3 and self.chance(0.3)
         objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
@@ -297,7 +301,10 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    """Return True if a recipe supports an operation, a name in pool.OPERATIONS."""
+    """Return True if a recipe supports an operation, so that fuzz cases with both are drawn.
+
+    operation: a name in pool.OPERATIONS.
+    """
     if r.fake_only and operation not in VALUES_ONLY:
         return False
     if operation in FLATTENED:

@@ -43,7 +43,7 @@ def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, in
         work: the work of each process.
         seed: seed of the first process.
         processes: number of processes, at least 1.
-        progress: called regularly with the numbers of calls and failures since its previous call.
+        progress: called every 0.2 s with the numbers of calls and failures since its previous call.
     """
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 2)
@@ -64,7 +64,7 @@ def _start(counters: Any) -> None:
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
-    """Call ``progress`` regularly with the increase of the shared counters, until all processes have ended.
+    """Call ``progress`` every 0.2 s with the increase of the shared counters, until all processes have ended.
 
     running: the pending results, one per process.
     counters: the shared numbers [calls, failures].

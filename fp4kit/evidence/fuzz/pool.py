@@ -87,7 +87,7 @@ class Pool:
 
 
 class Picks:
-    """A source of random choices. Sources with equal seeds and pools make equal choices.
+    """A source of random choices for fuzz cases. Sources with equal seeds and pools make equal choices.
 
     Attributes:
         rng: the random generator.

@@ -67,10 +67,10 @@ def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> 
 
 
 def _imports(text: str, module: str | None) -> list[str]:
-    """Return the import lines that a program's text needs.
+    """Return the import statements that a printed program needs, as lines: those of the names that occur in its text.
 
-    ``module`` is the name of the engine's array library, such as "cupy", or None if the case was run on the
-    specification alone.
+    module: the name of the engine's array library, such as "cupy", which is imported too; or None if the case was run
+        on the specification alone.
     """
     used = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = [line for name, line in _IMPORTS if name in used]
@@ -85,7 +85,7 @@ def _imports(text: str, module: str | None) -> list[str]:
 def needed(statements: list[Statement]) -> list[Statement]:
     """Return the last statement and the statements on which it depends, in order. ``statements`` must not be empty.
 
-    Other statements are not needed to reproduce a failure of the last one.
+    Other statements, and all earlier Same statements, are not needed to reproduce a failure of the last one.
     """
     needed_statements = [statements[-1]]
     names = _names(statements[-1])
@@ -100,9 +100,11 @@ def needed(statements: list[Statement]) -> list[Statement]:
 
 
 def _names(statement: Any) -> set[str]:
-    """Return the names of the results that a statement or an argument refers to; set() for a number, a string or None.
+    """Return the names of the earlier results that a statement or an argument refers to.
 
-    For a ProgramCall, the first part of the function's name is among them, such as "plan" in "plan.quantize".
+    - For a ProgramCall, the first part of the function's name is among them, such as "plan" in "plan.quantize".
+    - A list gives the names of all its entries.
+    - A Make statement, a number, a string or None gives set().
     """
     if isinstance(statement, Ref):
         return {statement.name}
@@ -153,7 +155,8 @@ def _made(statement: Make, writable: set[str]) -> str:
 def _values(a: DrawnArray) -> str:
     """Return the Python call that makes the elements of an array.
 
-    It is drawn(...), or given(...) for an array with given bits.
+    It is given(...) for an array with given bits, with the nonzero elements if they are few and otherwise with all
+    bytes. For any other array it is drawn(...).
     """
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"

@@ -134,7 +134,7 @@ class _Kind(NamedTuple):
 
 
 def _operand_kind(kind: Variant | str) -> _Kind:
-    """Return the _Kind of an operand given by its recipe or by its dtype."""
+    """Return the _Kind of an operand, which is given by its recipe (a Quantized) or by its dtype (an array)."""
     if isinstance(kind, str):
         return _Kind(kind)
     r = kind.recipe
@@ -153,7 +153,11 @@ def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
 
 
 def _empty(kind: _Kind) -> Operand | None:
-    """Return an operand without arrays, or None if no matrix unit multiplies such operands."""
+    """Return an Operand of the given kind without arrays, to ask which matrix units multiply such operands.
+
+    Return None if only the unit "dequantized" does: for integer elements, for element formats that no unit has, and for
+    one tensor scale per block.
+    """
     if kind.element is None:
         return Operand(None, ARRAYS[kind.dtype] or kind.dtype, None, None, 1, None, 0)
     if kind.per_block or kind.element.is_integer or kind.element.name not in FORMATS:
@@ -171,10 +175,11 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
 
 
 def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the matrix units ``ids``. In about a quarter of the draws, return a variant of the unit instead.
+    """Return one of the matrix units with the given ids, at random. In about a quarter of the draws, return a variant.
 
-    A variant has changed steps (the groups of products that one addition sums), a changed ``promote``, or both. If the
-    unit has an order of addition, or if the pool allows no changes, the unit itself is returned.
+    A variant has changed steps (the groups of products that one addition sums), a changed ``promote`` (the length of
+    the chains of steps), or both. If the unit has an order of addition instead of steps, or if the pool allows no
+    changes, the unit itself is returned.
     """
     u = UNITS[d.pick(ids)]
     if u.order is not None or not d.pool.changes or not d.chance(0.35):
@@ -199,10 +204,11 @@ def _other_step(d: Picks, step: Any) -> Any:
 
 
 def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
-    """Return a random matrix product. If operand ``a`` is a Quantized, it has this recipe.
+    """Return a random matrix product. If operand ``a`` is a Quantized, it has the given recipe.
 
-    A few products have a random matrix unit that may not support the operands, so that the call may have to be
-    rejected.
+    The matrix unit is one of the pool that supports both operands. There are two exceptions, in which it is any unit of
+    the pool, so that the call may have to be rejected: no unit of the pool supports the operands of 20 draws, or the
+    pool allows faults, in 3 % of the draws.
     """
     for _ in range(20):
         kinds = _kinds(d, recipe)
@@ -251,7 +257,10 @@ def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
 
 
 def draw_patterns(d: Picks) -> tuple[str, str]:
-    """Return the names of code patterns for two operands. In a quarter of the draws, the operands' products cancel."""
+    """Return the names of code patterns (keys of PATTERNS) for two operands, as a pair.
+
+    In a quarter of the draws, the patterns are chosen so that products of the two operands cancel.
+    """
     if d.chance(0.25):
         return d.pick(_PAIRS)
     return d.pick(tuple(PATTERNS)), d.pick(tuple(PATTERNS))
@@ -262,8 +271,8 @@ def _shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the shapes (..., rows, K) of two operands, and the leading axes of their product (all but the last two).
 
-    K is a multiple of both block sizes. In some draws one or both operands are stacks, and in a few draws a length is
-    0.
+    K is a multiple of the length that each recipe requires. In some draws one or both operands are stacks. If one
+    is, its leading axes are those of the product. In a few draws M, N or K is 0.
 
     kinds: the dtype or the recipe of each operand. u: the matrix unit, whose step determines the choice of K.
     """
@@ -331,5 +340,5 @@ def _array(d: Picks, kind: str, dtype: str, shape: tuple[int, ...], view: View |
 
 
 def _first_sums(d: Picks, shape: tuple[int, ...]) -> DrawnArray:
-    """Return a random argument c of the shape of a result."""
+    """Return a random argument c of matmul, to which the products are added: an array of the given shape."""
     return _array(d, d.pick(C_KINDS), d.pick(d.pool.dtypes), shape, d.view(len(shape), flat=False))

@@ -15,7 +15,12 @@ from fp4kit.evidence.fuzz.recipes import Variant
 
 @dataclass(frozen=True, repr=False)
 class Ref:
-    """A reference to an earlier statement's result, or to a part of it by ``path`` (attributes, indices, slices)."""
+    """A reference to the result of an earlier statement, or to a part of the result.
+
+    Attributes:
+        name: the name of the result.
+        path: how to get the part: attribute names, indices and slices, applied in order. () stands for the whole.
+    """
 
     name: str
     path: tuple[Any, ...] = ()
@@ -101,18 +106,18 @@ class Program:
         return Ref(target)
 
     def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
-        """Append the statement target = function(...). Return a reference to the result.
+        """Append the statement target = function(*arguments, **options). Return a reference to the result.
 
-        Options that are None are left out.
+        Options that are None are left out; positional arguments that are None are kept.
         """
         given = {name: value for name, value in options.items() if value is not None}
         self.statements.append(ProgramCall(target, function, arguments, given))
         return Ref(target)
 
     def mark(self, **fields: Any) -> None:
-        """Set fields of the last statement, such as host_only."""
+        """Replace fields of the last statement by the given values, such as host_only=True."""
         self.statements[-1] = self.statements[-1]._replace(**fields)
 
     def same(self, a: Any, b: Any) -> None:
-        """Append a Same statement: a and b must agree bit for bit."""
+        """Append a Same statement: a and b (references, numbers or lists of them) must agree bit for bit."""
         self.statements.append(Same(a, b))

@@ -35,7 +35,10 @@ from fp4kit.recipes.schema import faking
 
 
 def program(case: DrawnCase) -> list[Statement]:
-    """Return the program of a case, as a list of statements. Equal cases give equal programs."""
+    """Return the program of a fuzz case: its calls and required equalities, as a list of statements.
+
+    Equal cases give equal programs. Nothing is called yet.
+    """
     p = Program()
     if case.product is not None:
         matmul(p, case)
@@ -51,8 +54,11 @@ def program(case: DrawnCase) -> list[Statement]:
 def _quantize(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize and decode x.
 
-    Further calls quantize a contiguous copy of a strided x, quantize into preallocated outputs, and quantize single
-    experts. Their results must equal the result of the first call, or the expert's part of it.
+    Some cases get further calls. Their results must equal the result of the first call, or the expert's part of it:
+
+    - If x is strided, a contiguous copy of x is quantized.
+    - If the case has the option ``out``, x is quantized twice into a preallocated output.
+    - If the case has an amax per expert, up to three experts are quantized separately (see _experts).
     """
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
@@ -90,8 +96,8 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 def _quantize_both(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize along both axes: one call of quantize_both, and two calls of quantize.
 
-    The results must be equal. As in quantize_both, only the call along columns has the Hadamard transform, and its seed
-    is larger by 1.
+    The results must be equal. As in quantize_both, only the call of quantize along columns has the Hadamard transform,
+    and its seed is larger by 1 than that of the call along rows.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case)
@@ -108,9 +114,10 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Append calls that decode random codes under random block scales.
+    """Append calls that decode random codes under random block scales (if the recipe has any).
 
-    Padding in swizzled scales holds random bytes too.
+    Padding in swizzled scales holds random bytes too. If the case has the option ``out``, decoding into a preallocated
+    output must give the same values.
     """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -129,7 +136,8 @@ def _decode(p: Program, case: DrawnCase) -> None:
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
     """Append calls that fake-quantize x.
 
-    If the recipe has no fake rule, and decodes alike in fake_quantize, the result must equal dequantize(quantize(x)).
+    The result must equal dequantize(quantize(x)), unless the recipe has a fake rule, has no codes, or decodes by
+    another rule in fake_quantize.
     """
     x, r = p.make("x", case.x), case.r
     options = {
@@ -145,9 +153,10 @@ def _fake_quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
-    """Append the arrays of a group. Return (argument xs of a grouped function, references to the arrays).
+    """Append the statements that make the arrays of a group. Return (argument xs of a grouped function, references).
 
-    The argument is one stacked array or a list of arrays.
+    The argument is one stacked array, or a list of arrays. There is one reference per array of the group; for a stacked
+    array, it refers to a part of it.
     """
     if case.options.stacked:
         x = p.make("x", case.x)
@@ -157,14 +166,14 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 
 
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
-    """Return a list with one argument per array of a group, or None if the case does not pass this argument.
+    """Return a list with one argument per array of a group, such as its amax, for a grouped function.
 
-    An empty group gives None, too.
+    Return None if the case does not pass this argument, or if the group is empty.
 
     Args:
         p: the program.
         case: the case.
-        make: the function tensor_amax or block_amax, which is called for each array.
+        make: the function tensor_amax or block_amax of arguments.py, which is called for each array.
         name: the beginning of the arguments' names.
         count: number of arrays.
     """
@@ -173,9 +182,9 @@ def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize or fake-quantize a group of arrays at once, and each array by itself.
+    """Append a call that quantizes or fake-quantizes a group of arrays at once, and a call for each array by itself.
 
-    The results must be equal.
+    The results must be equal. The case's operation says whether the calls fake-quantize.
     """
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
@@ -192,7 +201,7 @@ def _grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _at(values: list[Any] | None, i: int) -> Any:
-    """Return values[i], or None if ``values`` is None."""
+    """Return values[i], the argument of array i of a group, or None if ``values`` is None."""
     return None if values is None else values[i]
 
 
@@ -243,9 +252,9 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Append calls that overwrite the arrays of a group in place with new random values.
+    """Append calls that overwrite the arrays of a group in place with new random values, of normal distribution.
 
-    members: references to the arrays, as _members returns them.
+    The calls are marked as writing to the arrays. members: references to the arrays, as _members returns them.
     """
     for i, x in enumerate(members):
         stacked = case.options.stacked
@@ -256,7 +265,11 @@ def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
 
 
 def _requantize(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize with one recipe, requantize to another recipe, and decode the result."""
+    """Append calls that quantize with one recipe, requantize to another recipe, and decode the result.
+
+    If the case has no target recipe, its own recipe is the target. The program requires no equal results by itself; the
+    results are compared between engines.
+    """
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -280,9 +293,9 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute the gradients of a group of arrays at once, and of each array by itself.
+    """Append a call that computes the gradients of fake_quantize for a group at once, and a call for each array.
 
-    The results must be equal.
+    The results must be equal. The incoming gradients are random bits, which may be NaN and infinities.
     """
     xs, members = _members(p, case)
     o = case.options
@@ -319,9 +332,10 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
-    """Append calls that convert the block scales to the layout ``target_layout``, and back to the layout ``layout``.
+    """Append calls that convert the block scales of a Quantized to the layout ``target_layout``, and back.
 
-    The last result must equal the first, and decoded values must not change.
+    Three equalities are required. Both unswizzled results are equal: of the Quantized and of its converted form. The
+    layout ``layout`` gives the first Quantized again. Decoded values do not change.
     """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -347,9 +361,9 @@ def _pack(p: Program, case: DrawnCase) -> None:
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute the amax of x and, if x is strided, of a contiguous copy of x.
+    """Append a call that computes the amax of x and, if x is strided, one for a contiguous copy of x.
 
-    The results must be equal.
+    The two results must be equal.
     """
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
@@ -396,16 +410,17 @@ def _partial(p: Program, case: DrawnCase) -> None:
 def _scales_by_finite(case: DrawnCase) -> bool:
     """Return True if the tensor scale comes from an amax without infinities while the block amaxes contain infinities.
 
-    This happens if x has infinities and the recipe's amax ignores them for the tensor scale.
+    This happens if x has infinities, and the recipe has one tensor scale per tensor and amax_nan "lanes". Then its
+    tensor amax leaves out infinities.
     """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Append calls that cast master weights in one process, and quantize each matrix by itself.
+    """Append a call that casts several weights by cast_master_weights in one process, and one quantize per weight.
 
-    The results must be equal.
+    The results must be equal. With the option ``columnwise``, for square blocks, the transposes are compared too.
     """
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []

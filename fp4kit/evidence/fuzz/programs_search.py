@@ -38,9 +38,11 @@ def search_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _candidates(case: DrawnCase) -> Any:
-    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's candidates.
+    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's search.
 
-    It is never "near" for recipes whose search tries a grid of multiples, which do not accept it.
+    - The option "" gives None.
+    - The option "near" gives "near", or None for recipes whose search tries a grid of multiples of the amax.
+    - The option "some" gives a tuple of limits: of multiples, of powers of two, or of E4M3 codes.
     """
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):

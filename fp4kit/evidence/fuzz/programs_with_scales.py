@@ -59,7 +59,7 @@ def with_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _scales_of(r: Recipe) -> dict[str, bool]:
-    """Return {"block_scale": bool, "tensor_scale": bool}, True for the scales that the recipe has."""
+    """Return {"block_scale": b, "tensor_scale": t}, where b and t say whether the recipe has such scales."""
     return {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
 
 

@@ -47,14 +47,17 @@ class Variant:
 
     @lazy_property
     def recipe(self) -> Recipe:
-        """Return the Recipe with the changes applied. Raises ValueError or TypeError if Recipe rejects the changes."""
+        """Return the Recipe with the changes applied, or the recipe of the table itself if there are none.
+
+        Raises ValueError or TypeError if Recipe rejects the changes. The result is cached.
+        """
         base = RECIPES[self.id]
         return replace(base, **dict(self.changes)) if self.changes else base
 
     def simpler(self) -> Iterator[Variant]:
         """Yield variants with fewer changes: first without any, then without one of them.
 
-        A variant without changes yields none.
+        A variant with one change yields only the unchanged recipe, and a variant without changes yields none.
         """
         if len(self.changes) > 1:
             yield Variant(self.id)
@@ -79,23 +82,23 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """Return an object with the fields of a recipe after the changes.
+    """Return an object with the fields of the recipe ``r``, of which ``changes`` replaces some.
 
-    Unlike a Recipe, the object may be invalid until further changes are made.
+    Unlike a Recipe, the object is not checked, so it may be invalid until further changes are made.
     """
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 
 
 def _pick(rng: Rng, choices: Any) -> Any:
-    """Return one of the choices, a nonempty sequence, at random."""
+    """Return one entry of a nonempty sequence at random, all with equal probability."""
     return choices[rng.integers(len(choices))]
 
 
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random block shape as {field: value}, or {} if the recipe has no blocks.
+    """Return a random block shape as {"block": (rows, columns)}, or {} if the recipe has no blocks.
 
-    Blocks of several rows need one factor for all their rows: no tensor scale per row, no fake rule, no search, and no
-    random scales.
+    Blocks of several rows need one factor for all their rows. So the block has one row if the recipe has a tensor scale
+    per row, a fake rule, a search or random scales. Otherwise it has one row in half of the draws.
     """
     if r.block is None:
         return {}
@@ -106,10 +109,10 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random element format as {field: value}: an integer format for integers, else a float format.
+    """Return a random element format as {"element": format}: an integer format for integers, else a float format.
 
-    Return {} for recipes with E4M3 scales, with a nonzero code for NaN, with fouroversix's rounding ("rnw"), or with
-    stochastic rounding for E2M1 alone.
+    Return {} for float recipes with E4M3 scales, with a nonzero code for NaN, with fouroversix's rounding ("rnw"), or
+    with stochastic rounding for E2M1 alone.
     """
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
@@ -134,8 +137,9 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random value of Recipe.rounding, how scaled elements are rounded to codes, as {field: value}.
 
-    Under 4over6, the value is "rn" or "rnw". Return {} if the recipe compares elements with thresholds, or has
-    fast_error.
+    - Under 4over6, the value is "rn" or "rnw". With fast_error, {} is returned.
+    - If the recipe compares elements with scaled values (apply "compare"), {} is returned.
+    - The rounding "first" comes with "nan_code": 0, because it determines the code of NaN.
     """
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
@@ -146,7 +150,7 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.sign as {field: value}, or {} for a recipe with integer elements.
+    """Return a random value of Recipe.sign, a key of rules.SIGNS, as {"sign": value}; {} for integer elements.
 
     The field says which elements get the sign bit.
     """
@@ -164,9 +168,9 @@ def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.amax_nan as {field: value}. Recipes without blocks never get "lanes".
+    """Return a random value of Recipe.amax_nan, which says how NaN elements affect an amax, as {"amax_nan": value}.
 
-    The field says how NaN elements affect an amax.
+    The value is "ignore", "propagate" or, for recipes with blocks, "lanes".
     """
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
@@ -211,12 +215,18 @@ def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return {"apply": "multiply" or "divide"} at random; {} if the recipe has a block rule, which fixes the field."""
+    """Return {"apply": "multiply"} or {"apply": "divide"} at random; {} if the recipe has a block rule, which fixes it.
+
+    The field says whether elements are multiplied or divided by the factor.
+    """
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random decode rule for the recipe's scale format as {field: value}. It is never {}."""
+    """Return a random decode rule that fits the recipe's scale format, as {"decode_rule": name}. It is never {}.
+
+    Rules that read the tensor amax are drawn only for E4M3 scales with a tensor scale.
+    """
     if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
@@ -226,7 +236,9 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random block rule, and the fields that depend on it, as {field: value}.
+    """Return a random block rule for the recipe's scale format, and the fields that depend on it, as {field: value}.
+
+    These are apply and, for rules that compare elements with scaled values, rounding and nan_code.
 
     Return {} for recipes without block scales. Also return {} for recipes with FlashInfer's rules or 4over6, because
     other fields of these recipes depend on the rule.
@@ -260,7 +272,10 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random kind of stochastic rounding as {field: value}, or {} for integer elements and for MS-EDEN."""
+    """Return a random kind of stochastic rounding as {"stochastic": name}; {} for integer elements and for MS-EDEN.
+
+    ComfyUI's kinds are drawn only for E2M1, and "mslk" only for E2M1 with E8M0 scales in blocks of one row.
+    """
     if r.element.is_integer or r.stochastic == "ms_eden":
         return {}
     is_e2m1 = r.element == E2M1

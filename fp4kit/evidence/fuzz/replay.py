@@ -25,9 +25,11 @@ Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class EngineArrays:
-    """A maker of arrays for a reproduction (the printed program of a failure) on one engine.
+    """The maker of arrays for a reproduction (the printed program of a failure) on one engine.
 
-    ``host`` is True for the specification, which makes calls that other engines reject by design.
+    Attributes:
+        engine: the engine.
+        host: True for the specification. Only there, the program makes calls that other engines reject by design.
     """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
@@ -35,7 +37,7 @@ class EngineArrays:
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return the values as a view in the engine's library, to which calls must not write.
+        """Return a new array in the engine's library with the given values, to which calls must not write.
 
         written() finds such writes.
 
@@ -56,9 +58,9 @@ class EngineArrays:
         return cut(self.engine.module.asarray(flat))
 
     def written(self) -> str:
-        """Return the name of the first array from array() that a call has changed, or "" if no array has changed.
+        """Return the name of the first array made by array() that has been changed, or "" if none has been.
 
-        Memory between and around the elements counts, too.
+        Memory between and around the elements counts, too. Arrays made by writable() are not checked.
         """
         for name, moved, before in self._fixed:
             now = np.ascontiguousarray(self.engine.get(moved))
@@ -68,7 +70,11 @@ class EngineArrays:
 
 
 def same(a: Any, b: Any) -> None:
-    """Raise AssertionError unless two results of a reproduction agree bit for bit. Any NaN equals any other NaN."""
+    """Raise AssertionError unless two results of a reproduction agree bit for bit.
+
+    The results are arrays, numbers, Quantized objects, or lists of them. Any NaN equals any other NaN, except in dtypes
+    of one byte.
+    """
     get = ComparedEngine(np).get
     outcome = compare(get(a), get(b), "result")
     assert not outcome.differing, f"broken: {outcome.first}"
@@ -108,7 +114,7 @@ def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules
 
 
 def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
-    """Return what a program yields next, None at its end, or the exception that it raises.
+    """Run a program up to its next ``yield``. Return what it yields, None at its end, or the exception that it raises.
 
     An AssertionError is not returned but raised, because it means that a check in the program failed.
 
@@ -125,7 +131,7 @@ def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
 
 
 def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
-    """Raise AssertionError unless the results of one step are equal on all engines.
+    """Raise AssertionError unless the results of one step of a program are equal, bit for bit, on all engines.
 
     steps: what the program yielded, (name, result), per engine.
     places: the engines in the same order. The first one gives the expected result.
@@ -141,11 +147,11 @@ def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
 def ended(raised: list[Exception | None]) -> Ended:
     """Return (kind, text) of the verdict for a call that raised an exception on at least one engine.
 
-    check.Verdict uses these kinds too:
+    The first condition that holds decides the kind, which is one of those of check.Verdict:
 
-    - "warning" or "raised": the exception is not a ValueError, TypeError or NotImplementedError; or the second engine
-      raises an error and the specification does not.
+    - "warning" or "raised": an exception is not a ValueError, TypeError or NotImplementedError.
     - "declined": an engine raises NotImplementedError.
+    - "raised": the second engine rejects the call, and the specification does not.
     - "not refused": only the specification rejects the call.
     - "message": both engines reject the call, with different messages or types.
     - "refused": both engines reject the call with equal messages and types, or only one engine runs.
@@ -171,5 +177,5 @@ def ended(raised: list[Exception | None]) -> Ended:
 
 
 def _text(error: Exception | None) -> str:
-    """Return the type and the message of an exception as one text, "<type>: <message>"."""
+    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe"."""
     return f"{type(error).__name__}: {error}"

@@ -82,11 +82,14 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """Return the sum of a count, one of COUNTED, over all operations; 0 if no case was counted."""
+        """Return the sum of a count over all operations; 0 if no case was counted.
+
+        name: one of COUNTED, such as "cases" or "failed".
+        """
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
-        """Add a case and its verdict to the counts.
+        """Add a case and its verdict to the counts of the report. A failure is counted, but not added to ``failures``.
 
         refused: the number of variants that Recipe rejected while the case was drawn.
         """
@@ -102,8 +105,8 @@ class Report:
     def add(self, other: Report) -> None:
         """Add the report of another process to this report, in place.
 
-        Counts are added, and ``seconds`` becomes the longer running time. Failures are added as long as `wants` accepts
-        them.
+        Counts are added, and ``seconds`` becomes the longer running time. Each failure that `wants` accepts is appended
+        to ``failures``.
         """
         for operation, counts in other.operations.items():
             self.operations.setdefault(operation, Counter()).update(counts)
@@ -116,9 +119,10 @@ class Report:
                 self.failures.append(failure)
 
     def wants(self, failure: Failure | Verdict) -> bool:
-        """Return True if a failure is to be reported.
+        """Return True if a failure should be added to the report.
 
-        That is so if fewer than MAX_FAILURES are reported, and none with its kind and function.
+        That is so if the report has failures of fewer than MAX_FAILURES kinds and functions, and none with the kind and
+        function of this one.
         """
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported
@@ -186,7 +190,7 @@ def run_case(
 ) -> Report:
     """Draw one fuzz case from the integer ``number``, check it, and return the Report.
 
-    If the case fails, the report has its reproduction.
+    If the case fails, the report holds the failure with a program that reproduces it. No exception is raised for it.
 
     Args:
         engine: the engine to compare with the specification, or None to run the specification alone.
@@ -240,9 +244,10 @@ def reproduced(
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Check ``cases`` cases on an engine and return the counts as an Outcome, for `fp4kit selftest`.
+    """Draw and check ``cases`` cases on an engine, and return the counts as an Outcome, for `fp4kit selftest`.
 
     Each failing case counts as at least one differing value. Cases that the engine declines are listed as skipped.
+    Failures are not shrunk.
 
     pool: what the cases are drawn from.
     seed: case i is drawn from seed * CASES_PER_SEED + i.
@@ -257,7 +262,10 @@ def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcom
 
 
 def device_engine() -> tuple[ComparedEngine | None, str]:
-    """Return (engine of the current GPU, its name), or (None, reason) if no GPU can be used. No exception is raised."""
+    """Return (engine of the current GPU, description), where the description is text like "NVIDIA H200, CuPy 14.0.1".
+
+    If no GPU can be used, for example because CuPy is not installed, return (None, reason). No exception is raised.
+    """
     try:
         cupy = imports.cupy()
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()

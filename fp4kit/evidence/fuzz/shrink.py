@@ -67,7 +67,11 @@ def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None
 
 
 def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases that are simpler in one respect, the largest simplifications first."""
+    """Yield cases that are simpler in one respect, the largest simplifications first.
+
+    The order is: fewer arrays, a recipe with fewer changes, default options, smaller arrays, fewer axes, simpler
+    values. For a matrix product, only the product is simplified (see simpler_products). A case may be invalid.
+    """
     if case.product is not None:
         yield from (replace(case, product=product) for product in simpler_products(case.product))
         return
@@ -86,12 +90,12 @@ def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _with_array(case: DrawnCase, i: int, a: DrawnArray) -> DrawnCase:
-    """Return the case with array ``i`` replaced by ``a``."""
+    """Return a copy of the case in which ``a`` replaces array ``i``."""
     return replace(case, arrays=(*case.arrays[:i], a, *case.arrays[i + 1 :]))
 
 
 def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one array left out. A case with a single array yields none."""
+    """Yield copies of the case with one of its arrays left out, each array in turn. A single array yields none."""
     if len(case.arrays) > 1:
         for i in range(len(case.arrays)):
             yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])
@@ -116,7 +120,11 @@ def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
 def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArray]:
     """Yield simpler forms of `a`, which is array ``i`` of the case.
 
-    They have a simpler memory layout, fewer elements, or float32 elements.
+    They come in this order:
+
+    - with a simpler memory layout, if the array is not contiguous
+    - with fewer elements along one axis; the quantized axis keeps whole blocks
+    - converted to float32, if the dtype is float16 or bfloat16
     """
     if not a.view.is_plain:
         yield replace(a, view=View.plain(a.ndim))
@@ -158,7 +166,10 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
 
 
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases without one of the axes of length 1. The quantized axis is kept. The case has a single array."""
+    """Yield cases without one of the axes of length 1 of the case's only array. The quantized axis is kept.
+
+    The array becomes contiguous, and ``axis`` becomes negative.
+    """
     a, along = case.x, case.axis % case.x.ndim
     for axis in range(a.ndim):
         if a.shape[axis] == 1 and axis != along and a.ndim > 1:

@@ -16,8 +16,8 @@ MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are
 def parts(n: int, unit: int) -> Iterator[slice]:
     """Yield slices of an axis of length ``n`` to keep: the first unit, each half, all but the last or first unit.
 
-    A unit is ``unit`` elements. If ``n`` is above 16, multiples of the unit and of 16 are tried too. Slices that are
-    empty or keep the whole axis are left out.
+    A unit is ``unit`` elements, and the halves are divided at a multiple of the unit. If ``n`` is above 16, the slices
+    for the least common multiple of ``unit`` and 16 follow. Slices that are empty or keep the whole axis are left out.
     """
     for step in sorted({unit, lcm(unit, 16) if n > 16 else unit}):
         half = n // 2 // step * step
@@ -29,8 +29,8 @@ def parts(n: int, unit: int) -> Iterator[slice]:
 def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
     """Yield arrays with more zeros: first without nonzero elements, then with ever smaller groups of elements set to 0.
 
-    If at most MAX_ONE_BY_ONE elements are nonzero, also yield arrays in which one of them is set to 1. An array of
-    zeros yields none. The bits of -0 count as nonzero.
+    If at most MAX_ONE_BY_ONE (24) elements are nonzero, also yield arrays in which one of them is set to 1. An array of
+    +0 yields none; -0 counts as nonzero.
     """
     values = a.values()
     bits = bit_patterns(values).reshape(-1)

@@ -18,7 +18,10 @@ _WHOLE = slice(None)
 
 
 def simpler_products(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield products that are simpler in one respect, the largest simplifications first."""
+    """Yield products that are simpler in one respect, the largest simplifications first.
+
+    The order is: default arguments, single matrices, fewer rows, a shorter K, simpler operands, simpler values of c.
+    """
     yield from _simpler_calls(product)
     yield from _one_matrix(product)
     yield from _fewer_rows(product)
@@ -54,7 +57,10 @@ def _cut(a: DrawnArray | None, *index: slice | int) -> DrawnArray | None:
 
 
 def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
-    """Return the operand with codes and scales cut by ``index``, which covers axes before K."""
+    """Return the part of an operand (codes, block scales and tensor scales) that ``index`` selects, for shrinking.
+
+    index: a slice or an int per axis, for the last axes before K. An int removes its axis.
+    """
     codes = _cut(x.codes, *index, _WHOLE)
     assert codes is not None
     tensor = x.tensor_scale
@@ -78,7 +84,7 @@ def _one_matrix(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _fewer_rows(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield products with fewer rows of a, or of b."""
+    """Yield products with fewer rows of a, and then products with fewer rows of b. The array c is cut to match."""
     for part in parts(product.a.codes.shape[-2], 1):
         yield replace(product, a=_cut_operand(product.a, part), c=_cut(product.c, part, _WHOLE))
     for part in parts(product.b.codes.shape[-2], 1):
@@ -92,7 +98,7 @@ def _shorter(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _along_k(x: DrawnOperand, part: slice) -> DrawnOperand:
-    """Return the operand with only some of its elements along K, and the scales of these elements.
+    """Return the operand with only those elements along K (the summed axis) that ``part`` selects, and their scales.
 
     part: a slice of the elements along K. Its bounds must be multiples of x.multiple, so that it contains whole blocks.
     """
