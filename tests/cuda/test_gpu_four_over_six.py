@@ -52,6 +52,11 @@ def test_layouts_and_a_given_amax(name, layout) -> None:
     check(x, name, scale_layout=layout, tensor_amax=2.0**-50)
 
 
+def with_row_amax(x: np.ndarray, amax: float) -> np.ndarray:
+    """Return rows of one block with a second block, whose first element is the amax of the row."""
+    return np.concatenate([x, np.eye(1, 16, dtype=x.dtype).repeat(len(x), 0) * x.dtype.type(amax)], axis=1)
+
+
 def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
     """Return blocks for which both scales of 4over6 have nearly equal errors.
 
@@ -68,6 +73,8 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
 
     def choices(bits: np.ndarray) -> np.ndarray:
         x[:, 15] = bits.view(np.float32)
+        if RECIPES[name].tensor_scaling == "row":
+            return fp4kit.quantize(with_row_amax(x, tensor_amax), name).block_scale[:, 0].copy()
         return fp4kit.quantize(x, name, tensor_amax=tensor_amax).block_scale[:, 0].copy()
 
     first = choices(low)
@@ -92,3 +99,39 @@ def test_errors_that_are_nearly_equal(name) -> None:
         x = nearly_equal_errors(name, tensor_amax)
         assert len(x) > 1000
         check(x, name, tensor_amax=tensor_amax)
+
+
+# ---- one tensor scale per row ----
+
+BY_ROW = [r.id for r in RECIPES.values() if r.four_over_six and r.tensor_scaling == "row"]
+
+
+def rows(dtype: np.dtype, columns: int) -> np.ndarray:
+    """Return rows of very different magnitudes, and rows with zeros, few values, NaN, infinity or tiny values."""
+    rng = np.random.default_rng(columns)
+    x = rng.standard_normal((48, columns)) * np.exp(rng.uniform(-5, 5, (48, 1)) + rng.uniform(-6, 0, (1, columns)))
+    x[1], x[2], x[3, :16], x[4, ::5] = 0, -0.0, 0, -0.0
+    x[5:9] = rng.integers(-12, 13, (4, columns)) / 2
+    x[9, :3], x[10, ::7], x[11] = np.inf, np.nan, x[11] * 1e-30
+    x[12:16] *= rng.random((4, columns)) < 0.2
+    x[16, 0] = 1e4  # all other blocks have small scales, or scales of zero
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize("name", all_or_few(BY_ROW, BY_ROW[1:5:2]))
+def test_rows_whose_amaxes_the_kernel_finds(name, dtype) -> None:
+    for columns in (16, 48, 1040, 2096):
+        check(rows(np.dtype(dtype), columns), name)
+    check(rows(np.dtype(dtype), 144), name, scale_layout="swizzled_128x4")
+    check(rows(np.dtype(dtype), 48), name, axis=0)
+
+
+@pytest.mark.parametrize("name", [name for name in BY_ROW if "448" in name])
+def test_errors_that_are_nearly_equal_in_rows(name) -> None:
+    """The fast comparison of quantize_by_units leaves enough room, too."""
+    for amax in (1.3, 3.3):
+        x = nearly_equal_errors(name, amax)
+        assert len(x) > 1000
+        check(with_row_amax(x, amax), name)

@@ -45,6 +45,7 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
+MAX_ROW_WARPS = 2  # warps per thread block of quantize_tile when it finds the amaxes of its rows
 EDEN_RUN = 8  # elements that a thread of fake_ms_eden loads at a time
 NOISE_RUN = 16  # elements that a thread of quantize_stochastic loads at a time
 # quantize_columns processes tiles in bands of at most 2^BAND_SHIFT rows of tiles. With bands, writing codes along rows
@@ -331,12 +332,15 @@ def _takes_rows(request: LaunchRequest) -> bool:
 
 
 def finds_rows(request: LaunchRequest) -> bool:
-    """Return True if each thread block of the kernel quantize computes the amaxes of the rows that it quantizes.
+    """Return True if each thread block computes the amaxes of the rows that it quantizes.
 
-    This is so if the request has finds_amax, the recipe has one tensor scale per row, and the kernel quantize supports
-    the request.
+    This is so if the request has finds_amax, and the recipe has one tensor scale per row and blocks of one row. The
+    kernel is quantize, or quantize_tile for 4over6.
     """
-    return request.finds_amax and request.recipe.tensor_scaling == "row" and _takes_rows(request)
+    by_row = request.finds_amax and request.recipe.tensor_scaling == "row"
+    return by_row and (
+        _takes_rows(request) or (_takes_tile(request) and request.recipe.block_rows == 1 and not request.values)
+    )
 
 
 def needs_search(request: LaunchRequest) -> bool:
@@ -390,6 +394,8 @@ def _table_grid(request: LaunchRequest, device: int) -> int:
 def _tile_grid(request: LaunchRequest, device: int) -> int:
     """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor."""
     rows, columns = request.shape
+    if finds_rows(request):
+        return grid(rows, device, 96)
     tiles_across = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
     return grid(-(-rows // request.recipe.block_rows) * tiles_across, device)
 
@@ -404,6 +410,9 @@ def row_threads(request: LaunchRequest, device: int) -> int:
       multiprocessor is idle.
     - For a longer row, the number of threads is chosen so that they are busy in all steps.
 
+    For 4over6, a thread block takes one row at a time, and has at most MAX_ROW_WARPS warps. Each thread first computes
+    the tensor scale of the row, so several blocks per thread are best.
+
     Speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). If one launch finds the
     amaxes and another one quantizes, it is 0.52 to 0.57:
 
@@ -417,8 +426,16 @@ def row_threads(request: LaunchRequest, device: int) -> int:
         16384 x 2880                                              0.85   0.87
         16384 x 1024 (latency of 21 us)                           0.72   0.71
         4096 x 32768 (a row does not fit into L1)                 0.60   0.74
+
+    With 4over6, 16384 x 4096 and 16384 x 7168 (H100, 2026-11-27; in parentheses with a launch for the amaxes):
+
+        nvfp4-flashinfer-token-4over6-mse-256   0.58 (0.40)   0.58 (0.39)
+        nvfp4-flashinfer-token-4over6-mae-448   0.56 (0.29)   0.52 (0.30)
     """
     rows, columns = request.shape
+    if request.recipe.four_over_six:
+        warps = -(-columns // (WARP * request.recipe.block_size))
+        return WARP * -(-warps // -(-warps // MAX_ROW_WARPS))
     warp = WARP * _bytes_per_thread(request) // request.dtype.itemsize  # elements that a warp loads in one step
     most = THREADS // WARP
     count = max(min(most * warp // columns, rows // grid(rows, device, 4)), 1)

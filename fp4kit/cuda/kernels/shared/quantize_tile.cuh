@@ -61,8 +61,9 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
     approximate_errors<R>(run, six, four, inverse_amax_power(t), errors);
     if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
     const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
-    // If |x| * factor < 7, no clamp is needed; infinity and NaN fail the comparison.
-    const bool is_fast = amax[0] * maximum(six.factor, four.factor) < 6.99f && is_decided<R>(six, four, errors);
+    // If |x| * factor < 7, no clamp is needed; infinity and NaN fail the comparison. Of two equal scales, six wins.
+    const bool is_fast = amax[0] * maximum(six.factor, four.factor) < 6.99f &&
+                         (six_code == four_code || is_decided<R>(six, four, errors));
     const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
     constexpr bool kZerosUnsigned =
         R::kFlush &&
@@ -185,6 +186,21 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
+// Quantize a run of a row, the block `position`, by 4over6 or IF4, for blocks of one row. `x` is the run, from
+// load_row. `table` holds the ApproximateScale of each scale code, or is nullptr.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, BlockRow position, Run<In, R::kBlock>& x, TensorScale t,
+                                const ApproximateScale* table, TileMemory<R>& tile) {
+  if constexpr (!kHasTwoFormats<R>) {
+    const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
+    if (c.chosen) {
+      store_row<R, In, kAligned>(a, position, x, c, t);
+      return;
+    }
+  }
+  quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
+}
+
 // Quantize a matrix by 4over6 or IF4, for blocks of one row. Each thread quantizes whole blocks, one after the other.
 // `table` holds the ApproximateScale of each scale code; if it is nullptr, each is computed when it is needed.
 template <class R, class In, bool kAligned>
@@ -205,14 +221,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
     const BlockRow position = block_row_of(run);
     const TensorScale t = scale_of(position);
     Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
-    if constexpr (!kHasTwoFormats<R>) {
-      const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
-      if (c.chosen) {
-        store_row<R, In, kAligned>(a, position, x, c, t);
-        continue;
-      }
-    }
-    quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
+    quantize_run<R, In, kAligned>(a, position, x, t, table, tile);
   }
 }
 
