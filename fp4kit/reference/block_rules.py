@@ -1,4 +1,6 @@
 """Define block rules, which compute the scale of a block from its amax, and the factor that scales its elements.
+Scale codes are uint8 and factors float32, both in the shape of `amax`, the largest magnitudes of the blocks. `tensor`
+holds the scales of the tensor, and `dtype` is the dtype of the elements. Quantization calls the rule of its recipe.
 
 A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 

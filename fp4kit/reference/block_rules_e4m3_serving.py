@@ -1,8 +1,7 @@
 """Define E4M3 block rules of serving engines, KV caches and quantizers: how they scale the blocks that they quantize.
-
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from their
-amaxes. factor_<rule> makes the float32 factors by which elements are multiplied, or divided where the docstring says
-so.
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
+their largest magnitudes. factor_<rule> makes the float32 factors by which elements are multiplied, or divided where the
+docstring says so. `tensor` holds the scales of the tensor. All results have the shape of `amax`.
 
 The rules are those of vLLM, auto-round, Quark, fouroversix, qwix, FlashInfer, comfy-kitchen, MSLK, Nunchaku, aiter and
 DeepSeek.

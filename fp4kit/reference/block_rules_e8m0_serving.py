@@ -1,8 +1,7 @@
 """Define E8M0 block rules of serving engines and quantizers: how they scale the blocks that they quantize.
-
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from their
-amaxes. factor_<rule> makes the float32 factors by which elements are multiplied, or divided where the docstring says
-so.
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
+their largest magnitudes; a code c stands for 2^(c - 127). factor_<rule> makes the float32 factors by which elements are
+multiplied, or divided where the docstring says so. All results have the shape of `amax`.
 
 The rules are those of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen,
 MSLK, aiter and DeepSeek.

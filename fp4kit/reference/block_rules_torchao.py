@@ -1,7 +1,7 @@
 """Define the E8M0 block rules of torchao 0.18: how its function to_mx scales the blocks that it quantizes.
-
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
-factor_<rule> makes the factors by which elements are multiplied. Source: torchao mx_formats/mx_tensor.py.
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
+their largest magnitudes; a code c stands for 2^(c - 127). factor_<rule> makes the float32 factors by which elements are
+multiplied. Source: torchao mx_formats/mx_tensor.py.
 
 These rules differ from those of torchao's development version, such as e8m0_floor, in three cases:
 

@@ -1,7 +1,8 @@
 """Dequantize one matrix: convert codes and scales to float32 values by the recipe's decode rule.
+A decode rule is a function that multiplies `values` (the values of element codes, float32 (m, blocks, block)) by the
+block scales, given as the codes `scales` (uint8 (m, blocks)), and by the tensor scale.
 
-A decode rule says how the value of an element code is multiplied by its scales. In the docstrings,
-e4m3(scales) are the values of E4M3 scale codes. An E8M0 scale code c stands for 2^(c - 127).
+In the docstrings, e4m3(scales) are the values of E4M3 scale codes. An E8M0 scale code c stands for 2^(c - 127).
 """
 
 from __future__ import annotations

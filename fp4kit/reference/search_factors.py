@@ -1,4 +1,5 @@
 """Search block amaxes: choose the amax of each block among candidates, by the error of quantizing with it.
+The scale of a block is then computed from the chosen amax instead of the block's largest magnitude.
 
 The search "quest" computes the amax from the standard deviation of the block instead.
 

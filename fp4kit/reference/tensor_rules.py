@@ -1,11 +1,12 @@
 """Define tensor rules, which compute the encode scale and the decode scale of a tensor from its amax.
+A rule takes the amaxes (float32, one per tensor, row or block), the recipe and the dtype of the elements. It returns
+two float32 arrays in the shape of the amaxes. `tensor_scale` calls the rule of a recipe.
 
 The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and a Quantized
 stores it as tensor_scale. block_rules.py derives block scales from them.
 
-Every rule takes the tensor amaxes, the recipe and the input dtype, which is the dtype of the elements. It returns
-(encode scales, decode scales) as float32 in the shape of the amaxes. In the docstrings, encode and decode are the
-two scales that a rule returns, and 2688 = 6 * 448 stands for full_range(recipe).
+In the docstrings, encode and decode are the two scales that a rule returns, the input dtype is the dtype of the
+elements, and 2688 = 6 * 448 stands for full_range(recipe).
 
 All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it rounds to
 the input dtype.

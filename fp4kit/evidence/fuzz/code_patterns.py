@@ -1,6 +1,6 @@
 """Draw random codes for matrix operands, in patterns that are hard to sum exactly in a matrix unit's adder.
-
-A *pattern* is a function that draws codes of any float format. A *special* code is the code of an infinity or a NaN.
+A *pattern* is a function (rng, shape, c) that draws codes of a float format as an integer array of the given shape. `c`
+holds notable codes of the format. A *special* code is the code of an infinity or a NaN.
 """
 
 from __future__ import annotations

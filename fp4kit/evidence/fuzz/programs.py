@@ -1,7 +1,9 @@
 """Build the program of each operation: the calls to make, and which of their results must be equal.
+`p` is the program, to which statements are appended, and `case` describes the arrays (x is the first), the recipe and
+the options. A program is run later, on one or two engines; a result that differs between engines is a failure, too.
 
 A Same statement requires that two results are equal. It must hold on every engine, so it checks an engine even if that
-engine runs alone. Each function below appends the statements for one operation to the program ``p``.
+engine runs alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Draw recipes for fuzzing: recipes of the table, and variants of them that the specification defines.
+"""Draw recipes for fuzzing: recipes of the table, and variants of them (with some fields changed).
+Each function in CHANGES takes a random generator and a recipe `r`, and returns new values for one or more fields of the
+recipe as {field: value}. It returns {} if the recipe does not allow the change.
 
-A *variant* is a recipe with some fields changed. The functions in CHANGES know which fields fit together: what each
-rule assumes about factors, subnormals and element formats. Each takes a random generator and a recipe's fields, and
-returns {field: new value}, which is empty if the change does not apply. If Recipe still rejects a variant, draw.py
-draws another one and counts the rejected one.
+The functions know which fields fit together: what each rule assumes about factors, subnormals and element formats. If
+Recipe still rejects a variant, draw.py draws another one and counts the rejected one.
 """
 
 from __future__ import annotations

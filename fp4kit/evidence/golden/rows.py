@@ -1,4 +1,6 @@
-"""List which recorded arrays each recipe must equal. `fp4kit recipes --check` and the tests compare them."""
+"""List which recorded arrays each recipe must equal: one GoldenRow per recipe and variant of a producer's recording.
+`fp4kit recipes --check` and the tests compare them.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Draw input arrays of many kinds from a seed. Each array is reproducible by its number.
-
-A *kind* (KINDS) is a distribution of values, such as "ties" or "near thresholds". It is a function with four arguments:
-
-- rng: the source of random numbers
-- shape: (rows, columns) of the result
-- dtype: the dtype of the result
-- r: the recipe; some kinds depend on its blocks and scales
+A *kind* (KINDS) is a distribution of values, such as "ties" or "near thresholds". It is a function that returns an
+array of the given dtype and shape (rows, columns). `rng` is the source of random numbers. Some kinds depend on the
+blocks and scales of the recipe `r`.
 """
 
 from __future__ import annotations
