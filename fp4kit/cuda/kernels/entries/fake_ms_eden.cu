@@ -62,9 +62,11 @@ FP4KIT_DEVICE void eden_elements(const float (&y)[R::kBlock], float (&q)[R::kBlo
     float_error = i ? float_error + difference * difference : difference * difference;
     integer_error = i ? integer_error + other * other : other * other;
   }
-  if (!R::kHasIntegers || !(integer_error < float_error)) return;
+  if constexpr (R::kHasIntegers) {
+    if (!(integer_error < float_error)) return;
 #pragma unroll
-  for (int i = 0; i < R::kBlock; ++i) q[i] = eden_integer(y[i]);
+    for (int i = 0; i < R::kBlock; ++i) q[i] = eden_integer(y[i]);
+  }
 }
 
 // Fake-quantize unit number `unit` of the matrix a.x, and store its values in a.values, rounded to In. The amax of each
