@@ -56,16 +56,16 @@ static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   }
 }
 
-// Compute the scale codes of `count` blocks by the block rule of R, from the amaxes of the blocks and the tensor scale
-// t, and store them in `codes`.
+// Store the scale code of each of `count` blocks in `codes`. The block rule of the recipe R computes it from the amax
+// of the block and the tensor scale t. Rules with kReadsInput also depend on In, the type of the elements.
 template <class R, class In>
 static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 
-// Compute the factors of `count` blocks by the block rule of R, from their scale codes, their amaxes and the tensor
-// scale t, and store them in `factors`. Elements are multiplied or divided by the factor of their block, as the recipe
-// says.
+// Store the factor of each of `count` blocks in `factors`. The block rule of the recipe R computes it from the block's
+// scale code, its amax and the tensor scale t. Elements of type In are later multiplied or divided by the factor of
+// their block, as the recipe says. A factor may be NaN, infinite or negative; callers check it.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

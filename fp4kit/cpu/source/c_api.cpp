@@ -73,8 +73,8 @@ void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   });
 }
 
-// Return the arguments of a call: a copy of a prototype with the address x of the elements and at most `threads`
-// threads.
+// Return a copy of a prototype in which x is the address of the elements and `threads` the largest number of threads to
+// use. All other fields are those of the prototype.
 EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   EncodeCall call = prototype;
   call.x.data = x;

@@ -74,8 +74,8 @@ constexpr float kFastScaledBelow = 6.9f;
 // to an integer, which is in the last bits of the sum.
 constexpr float kRoundToInteger = 0x1.8p23f;
 
-// Return the bits of the smaller of two positive floats, or the bits of b if a is NaN. Compare as integers where the
-// processor can, because products leave the integer units free.
+// Return the bits of the smaller of two positive floats, or the bits of b if a is a positive NaN. b must not be NaN.
+// Compare as integers where the processor can, because products leave the integer units free.
 static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
   return bits_of(fminf(a, b));
@@ -144,7 +144,9 @@ static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tenso
   return signed_code;
 }
 
-// Return the code of a scaled element y, rounded stochastically with a random byte.
+// Return the code of a scaled element y in the format of the element arithmetic E, rounded stochastically with the
+// random byte `random`. The arithmetic is that of float16 if E::kStochasticFloat16 (see encode_stochastic_float16 and
+// encode_stochastic in codec.cuh).
 template <class E>
 static __forceinline__ u32 stochastic_code(float y, u32 random) {
   if constexpr (E::kStochasticFloat16) return encode_stochastic_float16<typename E::Format>(y, random);
@@ -195,9 +197,12 @@ struct Factors {
   }
 };
 
-// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. For 4-bit codes, `count` must
-// be even. factors: the factors of the runs. tensor_encode: the tensor's encode scale. random: one byte per element for
-// stochastic rounding; not read otherwise.
+// Encode `count` elements of type In by the element arithmetic E and the method kMethod, and store their codes in
+// `out`: 4-bit codes two per byte, the first one in the low half, and 8-bit codes one per byte.
+//   elements       `count` contiguous elements, an even number for 4-bit codes; every 16 of them are a run
+//   factors        the factors of the runs
+//   tensor_encode  the tensor's encode scale, which `scaled` uses if E::kThenEncode
+//   random         one byte per element if kStochastic; otherwise not read
 //
 // Two neighboring elements are computed in one 32-bit lane, and their codes are combined there. Combining the codes of
 // separate lanes would take as long as computing them.
@@ -255,9 +260,10 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
       static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
-// Encode `count` elements by the method that `factors` names, and store their codes, packed, in `out`. For 4-bit codes,
-// `count` must be even. Use the general method if the named one is not compiled for E, and always for stochastic
-// rounding. `random`: one byte per element for stochastic rounding; not read otherwise.
+// Encode `count` elements of type In by the element arithmetic E and the method factors.method, and store their codes
+// in `out`: 4-bit codes two per byte, the first one in the low half, and 8-bit codes one per byte. The arguments are
+// those of encode_runs. The method `general` is used instead if kStochastic, or if factors.method is not compiled for E
+// and In.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

@@ -49,8 +49,9 @@ static void load_magnitudes(const void* elements, i64 first, i64 count, float* _
 // argument. Below the bound, the sum is below 2^25, so that neighboring floats are at most 2 apart.
 constexpr float kUnboundedBelow = 0x1p22f;
 
-// Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured. If codes wrap, values
-// continue beyond the largest value of the format, and a must be below kUnboundedBelow.
+// Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured, ties to even. Values above
+// the largest value of the format saturate. Only if codes wrap (R::kRounding is rnw), values continue beyond the
+// largest one, in steps of 2, and a must be below kUnboundedBelow.
 template <class R>
 static __forceinline__ float rounded_magnitude(float a) {
   using Element = typename R::Element;
@@ -59,8 +60,9 @@ static __forceinline__ float rounded_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Store in `terms` the errors of the elements in one row of kLanes blocks, as [column][lane]. `x` holds their
-// magnitudes in the same order. `scale` and `factor` hold one number per block, and t is the tensor scale.
+// Store in `terms` the error of each element (error_of) in one row of kLanes blocks under one candidate, as
+// [column][lane]. `x` holds the magnitudes of the elements in this order. `scale` and `factor` hold the candidate's
+// block scale and factor for each block, and t is the tensor scale.
 template <class R>
 static void find_error_terms(const float* x, const float* scale, const float* factor, TensorScale t,
                              float* __restrict terms) {
@@ -72,7 +74,8 @@ static void find_error_terms(const float* x, const float* scale, const float* fa
     }
 }
 
-// Store the errors of INT4 codes of IF4 in `terms`, with the arguments of find_error_terms.
+// Store in `terms` the error of each element in one row of kLanes blocks if the elements are encoded as INT4 (for the
+// recipe IF4). The arguments are those of find_error_terms.
 template <class R>
 static void find_integer_terms(const float* x, const float* scale, const float* factor, TensorScale t,
                                float* __restrict terms) {
@@ -197,16 +200,18 @@ static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candid
   }
 }
 
-// Return the function that finds the error terms of the second candidate: the scale that maps the amax to 4 or, for
-// IF4, INT4 codes.
+// Return the function that finds the error terms of the second candidate of a block, for choose_scales. The second
+// candidate is the scale that maps the amax to 4 (find_error_terms). For the recipe IF4 it is INT4 codes under the one
+// scale (find_integer_terms).
 template <class R>
 constexpr ErrorTermsFunction second_terms() {
   if constexpr (kHasTwoFormats<R>) return find_integer_terms<R>;
   return find_error_terms<R>;
 }
 
-// Store the scale codes and factors of all blocks of x, from their amaxes and the tensor scale t. Return false if a
-// block needs the fallback.
+// Store the scale codes and factors of all blocks of x: for each block, those of the candidate with the smaller error,
+// or of the first candidate if the errors are equal. The candidates follow from the amax of the block and the tensor
+// scale t. Return false, and store nothing, if SixAndFour::find returns false, because the fallback is then needed.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
   SixAndFour candidates;

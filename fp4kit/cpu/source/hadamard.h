@@ -24,8 +24,9 @@ static __forceinline__ void sum_and_difference(double* __restrict a, double* __r
   }
 }
 
-// Transform kLanes runs in place; x[i][run] is element i of a run. If bit i of `mask` is set, element i of every run is
-// negated first. All elements of a run become NaN if one of them is not finite.
+// Transform kLanes runs in place: replace element i of a run, x[i][run], by 1/4 of the signed sum. Elements are the
+// bits of numbers of type In. If bit i of `mask` is set, element i of every run is negated first. If one element of a
+// run is NaN or infinite, all elements of this run become NaN.
 template <class In, class Bits>
 static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
   alignas(64) double y[16][kLanes];
@@ -55,8 +56,9 @@ static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits
     for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
 }
 
-// Transform `runs` contiguous runs of 16 elements in place. If bit i of `mask` is set, element i of every run is
-// negated first. All elements of a run become NaN if one of them is not finite.
+// Transform `runs` contiguous runs of 16 elements in place. x holds the bits of numbers of type In. If bit i of `mask`
+// is set, element i of every run is negated first. If one element of a run is NaN or infinite, all elements of this run
+// become NaN.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
   for (i64 first = 0; first < runs; first += kLanes) {

@@ -6,7 +6,8 @@
 
 #include "four_over_six.h"
 
-// Store the packed INT4 codes of one block of finite elements of type In. `factor` is the factor of the block.
+// Encode one block of kBlockColumns finite elements of type In as INT4, and store the codes in `out`, two per byte, the
+// first one in the low half. x holds the bits of the elements. Elements are multiplied by `factor` and then rounded.
 template <class In>
 static void encode_integers(const typename Input<In>::Bits* x, float factor, u8* out) {
   u8 codes[kBlockColumns];

@@ -51,14 +51,14 @@ __forceinline__ u32 piece_of_256(i32 key, const i32* bounds) {
   return piece;
 }
 
-// Return the factor by which elements are multiplied: the reciprocal of the scale, or the reciprocal of kSmallestScale
-// if the magnitude of the scale is smaller.
+// Return the factor by which elements are multiplied: 1 / scale, or 1 / kSmallestScale if |scale| < kSmallestScale. The
+// factor is NaN if the scale is NaN.
 __forceinline__ float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < kSmallestScale ? kSmallestScale : scale);
 }
 
-// Multiply `count` elements by a factor, and store their codes, one per byte. `own` must be a format whose pairs of
-// elements share a bit (has_pairs).
+// Multiply `count` elements by a factor, and store their codes, one per byte. `count` must be even: elements 2 i and
+// 2 i + 1 are a pair, whose codes share a bit. x holds the bits of the elements. `own` must have has_pairs.
 template <class In>
 void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   for (i64 i = 0; i < count; i += 2) {
@@ -73,8 +73,8 @@ void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, co
   }
 }
 
-// Multiply `count` elements by a factor, and store their codes, one per byte, by the tables of `own`. Elements have
-// type In.
+// Multiply `count` elements by a factor, and store their codes by the tables of `own`, one per byte, also if codes have
+// 4 bits. x holds the bits of the elements, which have type In. Products must not be NaN.
 template <class In>
 void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   if (own.has_pairs) {
@@ -177,8 +177,10 @@ struct OwnEncoder {
   }
 };
 
-// Store the values of a block of `count` codes under one scale, by the tables of `own`. Return false if the scale is
-// NaN or infinite, or if a one-byte code stands for NaN or infinity. 4-bit codes are not checked.
+// Store the values of a block of `count` codes in `out`: the value of each code in the tables of `own`, times `scale`,
+// rounded to the type Out. Return true if the stored values are right. Return false in two cases:
+//   - The scale is NaN or infinite. Nothing is stored.
+//   - A one-byte code stands for NaN or infinity. The values are stored all the same. 4-bit codes are not checked.
 template <class Out>
 bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& own, typename Input<Out>::Bits* out) {
   using Value = typename Input<Out>::Bits;
@@ -201,7 +203,8 @@ bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& 
   return is_done;
 }
 
-// Decode a tile by the tables of the format `own`, and store its values. Return false if the tile needs the fallback.
+// Decode a tile by the tables of the format `own`, and store its values in call.out. Return false if decode_block_own
+// returns false for a block; the other blocks are still decoded, and the caller leaves the tile to the fallback.
 template <class Out>
 bool decode_tile_own(const DecodeCall& call, const OwnFormat& own, const Rectangle& tile) {
   bool is_done = true;

@@ -21,8 +21,9 @@ constexpr bool uses_factor_of() {
   return false;
 }
 
-// Return the two functions of the block rule of R for elements of type In. Rules that do not depend on the input type
-// share one function for all types, and rules with the same factors share the function of factors.
+// Return the functions that compute the scale codes and the factors of blocks by the block rule of the recipe R, for
+// elements of type In. If the rule does not depend on the input type, all types get one function. Rules that inherit
+// `factor` from inverse_factor or finite_inverse get one function of factors for all recipes.
 template <class R, class In>
 constexpr BlockScales block_scales() {
   using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
@@ -37,7 +38,7 @@ template <class R>
 constexpr BlockScales kBlockScales[kInputs] = {block_scales<R, Float32>(), block_scales<R, Float16>(),
                                                block_scales<R, Bfloat16>()};
 
-// Return the tensor scale that the tensor rule of R computes from a tensor amax.
+// Return the tensor scale that the tensor rule of the recipe R computes from a tensor amax, for elements of type In.
 template <class R, class In>
 TensorScale tensor_scale(float amax) {
   return R::TensorRule::template scale<R, In>(amax);

@@ -36,8 +36,9 @@ struct SearchFactorsCall {
 
 namespace {
 
-// Store the squared errors of `count` blocks of kBlock elements: the sums of (values - x)^2, in the order of
-// summation_order.cuh. `values` are the decoded values of the elements x.
+// Store the squared error of each of `count` neighboring blocks in `errors`: the sum of (values[i] - x[i])^2 over the
+// kBlock elements of the block, added in the order of summation_order.cuh. x holds the bits of the elements, of type
+// In, and `values` their decoded values.
 template <class In, int kBlock>
 void find_errors(const typename Input<In>::Bits* x, const float* values, i64 count, float* errors) {
   for (i64 b = 0; b < count; ++b) {

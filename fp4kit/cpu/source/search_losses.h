@@ -22,8 +22,9 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// For one row of a block and every candidate, store in `losses` the sum of d^2, or of w d^2 if kWeighted. d is the
-// error of an element, and w is the weight of its column, which is read only if kWeighted.
+// For one row of a block (16 elements), store in losses[c] the loss under candidate c, for every candidate: the sum of
+// d^2, or of w d^2 if kWeighted. d is the rounding error of an element. w is the weight of its column, from `weights`,
+// which is read only if kWeighted.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights,
                                                    const CandidateArrays& candidates, float* __restrict losses) {
@@ -37,10 +38,12 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// For each of kLanes candidate scales, compute the sum of |d|^power over one row of a block, or of w |d|^power if
-// kWeighted, and store it in `losses`. `scales` and `reciprocals` hold the candidate scales and their reciprocals. d is
-// the error of an element, and w is the weight of the element's column. For Objective::largest, store the largest |d|
-// or w |d| instead. For Objective::magnitudes, power is 1.
+// For one row of a block (16 elements), store in losses[c] the loss under candidate scale c, for each of kLanes
+// candidates. d is the rounding error of an element. w is the weight of its column if kWeighted, and otherwise 1.
+//   Objective::powers      the sum of w |d|^power
+//   Objective::magnitudes  the sum of w |d|; `power` is not read
+//   Objective::largest     the largest w |d|; `power` is not read
+// `scales` and `reciprocals` hold the candidate scales and their reciprocals. `weights` is read only if kWeighted.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -67,9 +70,9 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// For each of kLanes candidate scales, compute the loss d^T H d of one row of a block, and store it in `losses`. d is
-// the vector of the errors of the 16 elements, and H is `hessian`, 16 x 16. `scales` and `reciprocals` hold the
-// candidate scales and their reciprocals.
+// For one row of a block (16 elements), store in losses[c] the loss d^T H d under candidate scale c, for each of kLanes
+// candidates. d is the vector of the rounding errors of the 16 elements, with signs, and H is `hessian`, 16 x 16 in
+// row-major order. `scales` and `reciprocals` hold the candidate scales and their reciprocals.
 //
 // Order of operations: e = d^T H with fused multiply-adds; for each pair of columns, fma(d_j, e_j, d_(j+1) * e_(j+1));
 // then these pairs are added as a tree.

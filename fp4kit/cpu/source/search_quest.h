@@ -51,7 +51,7 @@ float quest_amax_of(const typename Input<In>::Bits* x, i64 block, float top) {
   return quest_amax<QuestRecipe>(sum.result(), squares.result(), static_cast<float>(block)) * top;
 }
 
-// Store the amaxes of a tile's blocks.
+// Store QuEST's amax of every block of a tile in call.out. The amax of a block with NaN or infinity is NaN.
 template <class In>
 void search_quest_tile(const SearchQuestCall& call, const Rectangle& tile) {
   const auto x = view<In>(call.x, tile);

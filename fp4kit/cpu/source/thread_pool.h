@@ -64,8 +64,9 @@ void work_off(Pool& p, bool is_owner) {
   }
 }
 
-// Wait actively until a condition is met, for at most 50 microseconds. Waking a thread takes about as long. If a second
-// round or the next call of a loop follows soon, this wait avoids waking threads.
+// Return as soon as is_met() returns true, or after about 50 microseconds if it never does. The thread does not sleep
+// meanwhile. Waking a sleeping thread takes about as long, so this pays if the next round follows soon. The result of
+// the wait is not returned; callers test the condition again.
 template <class Condition>
 void spin_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
@@ -88,7 +89,8 @@ int processor() {
 #endif
 }
 
-// Run a helper thread: join every round that wants helpers. This function never returns.
+// Run one helper thread: sleep until a round wants more helpers than have joined it, join it once, work until no index
+// is left, and repeat. This function never returns.
 void helper_loop(Pool* p) {
   fesetenv(FE_DFL_ENV);  // a thread inherits the floating-point environment of its creator
   std::unique_lock<std::mutex> lock(p->mutex);
@@ -109,7 +111,8 @@ void helper_loop(Pool* p) {
   }
 }
 
-// Start threads until `size` helpers exist, or as many as the system can start.
+// Start helper threads until at least `size` of them exist. If the system cannot start a thread, stop without an error;
+// p.size is the number of helpers that exist.
 void ensure_helpers(Pool& p, int size) {
   try {
     for (; p.size < size; ++p.size) std::thread(helper_loop, &p).detach();
@@ -117,7 +120,8 @@ void ensure_helpers(Pool& p, int size) {
   }
 }
 
-// Give a forked child process a new pool, because the child has none of the threads.
+// Replace the pool by a new one without helpers. A forked child process runs this function first, because it has none
+// of the threads of its parent.
 void reset_after_fork() {
   pool = new Pool;
 }

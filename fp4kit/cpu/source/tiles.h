@@ -10,8 +10,8 @@
 
 namespace {
 
-// Return memory for `count` values of type T that belongs to this thread. The next call with this T may reuse the
-// memory.
+// Return memory for `count` values of type T, which only the calling thread uses. Its contents are whatever an earlier
+// use left there, or zeros. The memory is valid until this thread calls scratch with this T again.
 template <class T>
 T* scratch(size_t count) {
   thread_local std::vector<T> memory;
@@ -46,7 +46,8 @@ void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
 }
 
-// Return true if a tile is marked (1) because it needs the fallback.
+// Return true if any of the marks, one per tile, is 1, which means that this tile needs the fallback. Return false if
+// there are no marks.
 bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
 }
@@ -75,8 +76,8 @@ View<Bits> view(const Source& x, const Rectangle& tile) {
   return {copy, tile.columns};
 }
 
-// Load one element per cache line of a view of `rows` x `columns` elements, row by row, so that they are in the cache.
-// Reading in the order of memory is faster than reading in the order of panels.
+// Bring a view of `rows` x `columns` elements into the cache: load one element per cache line (64 bytes), row by row.
+// Afterwards, panels are read from the cache. This is faster than loading from memory in the order of panels.
 template <class Bits>
 void touch(View<Bits> x, i64 rows, i64 columns) {
   u32 seen = 0;
@@ -85,15 +86,17 @@ void touch(View<Bits> x, i64 rows, i64 columns) {
   asm volatile("" : : "r"(seen));
 }
 
-// Prefetch `count` elements that will be read next. The address may be invalid.
+// Start to load `count` contiguous elements at `data` into the cache, without waiting for them. The function never
+// fails: `data` may also be an address that this process must not read.
 template <class Bits>
 void prefetch(const Bits* data, i64 count) {
   for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
 }
 
-// Call work(panel) for the panels of a tile, in row-major order. A panel has block_rows rows and at most kPanelColumns
-// columns, and consists of whole blocks. Stop at the first call that returns false, and return false. Return true if
-// all calls returned true.
+// Call work(panel) for the panels of a tile, in row-major order. A panel has block_rows rows and as many whole blocks
+// of `block` columns as fit into kPanelColumns columns; at the lower and right edges of the tile it may be smaller. Its
+// rows and columns are counted from the first element of the tile. Stop at the first call that returns false, and
+// return false. Return true if all calls returned true.
 template <class Work>
 bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work) {
   const i64 columns = kPanelColumns / block * block;
@@ -103,8 +106,9 @@ bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work)
   return true;
 }
 
-// Store the amax bits of each block in a row of `blocks` blocks, which have `rows` x `block` elements, in out[0] ...
-// out[blocks - 1]. NaN counts as larger than infinity.
+// Store the amax bits of each of `blocks` neighboring blocks in out[0] ... out[blocks - 1]. x is a view whose first
+// element is that of the first block. A block has `rows` x `block` elements; `block` is 16 or a multiple of 32. If a
+// block has a NaN, its amax bits are those of a NaN, because NaN counts as larger than infinity.
 template <class In, class Bits>
 void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   const i64 segment = segment_of(block), per_block = block / segment, segments = blocks * per_block;
@@ -124,8 +128,8 @@ void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   }
 }
 
-// Return the amax bits of all elements of a view with `rows` rows and `columns` columns. NaN counts as larger than
-// infinity.
+// Return the amax bits of all elements of a view with `rows` rows and `columns` columns, or 0 if it has no elements. If
+// an element is NaN, the result is the bits of a NaN, because NaN counts as larger than infinity.
 template <class In, class Bits>
 Bits amax_bits(View<Bits> x, i64 rows, i64 columns) {
   Bits largest = 0;

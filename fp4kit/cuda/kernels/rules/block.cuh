@@ -90,8 +90,8 @@ struct Factor {
   float value, reciprocal;
 };
 
-// Return the scaled element: the number whose rounding gives the code of element x, in a block with factor f. If
-// R::kNanIsMax, return the largest element value in place of NaN.
+// Return the scaled element of x in a block with the factor f, by the steps of the recipe R. Rounding the scaled
+// element gives the code of x. If R::kNanIsMax, the result is the largest element value instead of NaN.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
@@ -115,7 +115,8 @@ FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
-// Return the code of a scaled element y, by the recipe's rounding and its rules for signs and NaN.
+// Return the code of a scaled element y, by the rounding of the recipe R (R::kRounding) and its rules for signs and
+// NaN: NaN gets the code R::kNanCode. With Rounding::first, y is compared with the values themselves (step 1).
 template <class R>
 FP4KIT_DEVICE u32 encode_element(float y) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(y);

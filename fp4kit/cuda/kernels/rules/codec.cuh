@@ -32,7 +32,7 @@ enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
 //   unsigned_zero  codes of elements whose sign bit is set, except the code of zero
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
-// Return the largest value of a format.
+// Return the largest finite value of the format F, as float32.
 template <class F>
 FP4KIT_DEVICE float max_of() {
   return float_of(F::kMaxBits);
@@ -106,8 +106,9 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   return !(x > 0.0f);
 }
 
-// Return y with its sign bit changed to the sign bit of its code. For unsigned_zero, the sign bit is right only if the
-// code of y is not zero.
+// Return y with the sign bit that its code gets under kSign. Only zeros change: `negative` turns -0 into 0, and
+// `not_positive` turns 0 into -0. For `unsigned_zero`, y is returned unchanged, so a negative y whose code is 0 keeps
+// its sign bit, and the caller must clear the sign bit of the code.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
@@ -115,12 +116,14 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
-// Return the code of x in the format F. Return kNan for NaN, and for infinity if kRounding is rnw.
-//
-// If F is a table of values, return the code of the nearest value. If F has integers, x is rounded to nearest even and
-// clamped to [-max - 1, max], or to [-max, max] if kNarrow. Otherwise, the magnitude of x is encoded by first_of_least
-// for Rounding::first, which alone uses `step`, and by encode_magnitude for other roundings; kSign says whether the
-// code gets a sign bit.
+// Return the code of x in the format F:
+//   - x is NaN, or infinite with the rounding rnw: kNan.
+//   - F is a table of values: the code of the nearest value.
+//   - F has integers: x rounded to nearest even, clamped to [-max - 1, max], or to [-max, max] if kNarrow. max is the
+//     largest value of F. The result is the lowest F::kBits bits of the integer in two's complement.
+//   - Other formats: the code of |x| by encode_magnitude or, if kRounding is `first`, by first_of_least. kSign says
+//     when the code gets a sign bit (has_sign).
+// Tables and integers ignore kRounding, except for rnw, and kSign. Only first_of_least reads `step`.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -180,8 +183,13 @@ FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   return encode_magnitude<F, Rounding::rz>(t) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Return the value of a code, with its sign; NaN codes give a NaN with the sign of the code. The exponent and mantissa
-// bits of the code are moved to their places in a float32, which then is the value times 2^(bias - 127).
+// Return the value of a code of the format F, as float32:
+//   - F is a table: F::value(code).
+//   - F has integers: the lowest F::kBits bits of the code as a signed integer.
+//   - Other formats: the value with its sign. A NaN code gives a NaN with the sign of the code, and an infinity code
+//     gives an infinity.
+// For other formats, the exponent and mantissa bits are moved to their places in a float32, which then is the value
+// times 2^(bias - 127).
 template <class F>
 FP4KIT_DEVICE float decode(u32 code) {
   if constexpr (F::kIsTable) {
@@ -252,19 +260,22 @@ struct Bfloat16 {
   FP4KIT_DEVICE u32 add_zero(u32 pair) { return fma_bf16x2(pair, 0x3F803F80u, 0u); }
 };
 
-// Return x rounded to the type T, as float32.
+// Return x rounded to nearest even in the type T (Float32, Float16 or Bfloat16), as float32.
 template <class T>
 FP4KIT_DEVICE float round_to(float x) {
   return T::widen(T::narrow(x));
 }
 
-// Return log2(x), computed in float64 and rounded to float32.
+// Return log2(x), computed in float64 and rounded to float32: -infinity for 0, and NaN for x below 0.
 FP4KIT_DEVICE float float32_log2(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }
 
-// Return the code of x, rounded stochastically with a random byte by arithmetic in float16. It gives the same results
-// as encode_stochastic_float16 in reference/stochastic.py.
+// Return the code of x in the format F, rounded stochastically with a random byte, by arithmetic in float16:
+//   - NaN gives F::kNanCode.
+//   - Code 0, without a sign bit, if the magnitude rounds to 0 in float16.
+//   - Otherwise the code has the sign of x. Magnitudes above the largest value saturate.
+// The results equal those of encode_stochastic_float16 in reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic_float16(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;
@@ -286,7 +297,8 @@ FP4KIT_DEVICE float round_to_odd(double x) {
   return float_of(bits_of(toward_zero) | (static_cast<double>(toward_zero) != x));
 }
 
-// Return x rounded once to the type T, as float32.
+// Return a float64 number x, rounded to nearest even in the type T, as float32. x is rounded only once, not first to
+// float32 and then to T.
 template <class T>
 FP4KIT_DEVICE float round_double_to(double x) {
   if constexpr (sizeof(typename T::Bits) == 4) return static_cast<float>(x);

@@ -10,7 +10,8 @@
 
 constexpr int kTableSize = 128;  // entries of a table of factors, one per scale code without sign
 
-// Return the Factor of a block from its scale code, its amax and the tensor scale t.
+// Return the Factor of a block (block.cuh) from its scale code, its amax and the tensor scale t, by the block rule of
+// the recipe R. In is the type of the elements.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   const float factor = R::BlockRule::template factor<R, In>(code, amax, t);
@@ -26,8 +27,9 @@ FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
   return factor_of<R, In>(code, 1.0f, t);
 }
 
-// Return the scale code of a block, and store the Factor of the block in f. If R::kHasTable, the Factor is looked up in
-// `table`, and its field `value` is adapted to the amax of the block. Otherwise it is computed, and `table` is not
+// Return the scale code of a block with the given amax in a tensor with the scale t, and store the Factor of the block
+// in f. If R::kHasTable, f is the entry of the code without its sign bit in `table`, which has kTableSize Factors
+// (factor_of_code), and f.value is then adapted to the amax. Otherwise f is computed by factor_of, and `table` is not
 // read.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
@@ -48,8 +50,8 @@ FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
 }
 
-// Return the amax of a block of `rows` rows, loaded kCount elements at a time. load(i, j, x) loads elements of row i,
-// starting at column j, into x.
+// Return the amax of a block of `rows` rows and R::kBlock columns, or 0 if `rows` is 0. R::kAmaxNan says what NaN
+// elements do to the amax. load(i, j, x) loads the kCount elements of row i from column j on into x.
 template <class R, int kCount, class Load>
 FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   float largest = 0.0f;
@@ -87,8 +89,9 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   return encode<E, Rounding::rn, Sign::signbit, kNan>(quotient);
 }
 
-// Return the code of element x in a block with factor f. `byte` is the element's random byte, which is read only if
-// rounding is stochastic.
+// Return the code of element x in a block with the Factor f, by all steps of the recipe R: x is scaled, rounded and, if
+// R::kRepacked, encoded again (repacked). If R::kCompare without stochastic rounding, x is compared with the values
+// times f.value instead. `byte` is the element's random byte, which is read only if R::kStochastic.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
@@ -111,7 +114,8 @@ FP4KIT_DEVICE u32 exact_code_beside(float x, const Partner& partner, Factor f, u
   }
 }
 
-// Return the value to which a code decodes in a block with the given Scale.
+// Return the value of an element with this code in a block with the given Scale, as float32: the value of the code, to
+// which the decode rule of the recipe R applies the Scale.
 template <class R>
 FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
   return R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale);
@@ -121,7 +125,8 @@ FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
 template <class R, int kRun>
 constexpr int kCodeWords = (kRun * R::Element::kStoredBits + 31) / 32;
 
-// Return the code of element i of a run from the words of the run's codes.
+// Return the code of element i of a run. `words` holds the run's codes, the first one in the lowest bits. A 4-bit code
+// takes half a byte, any other code one byte.
 template <class R>
 FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;

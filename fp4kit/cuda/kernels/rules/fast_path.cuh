@@ -106,16 +106,17 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   return y;
 }
 
-// Return y = scaled_finite(x) with its sign bit changed to the sign bit of the code of x. If R divides, the sign is
-// taken from x, because the fused multiply-add of quotient_by turns -0 into 0.
+// Return y with the sign bit of the code of x under R::kSign. y must be scaled_finite of the element x. If R::kDivide
+// and kSign is `signbit`, the sign is taken from x, because quotient_by turns -0 into 0. Otherwise with_code_sign finds
+// it.
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
   return with_code_sign<R::kSign>(y);
 }
 
-// Return a pair of 16-bit elements whose sign bits are replaced by those of their codes. Factors are positive here, so
-// a code has the sign of its element. Only the signs of zeros are changed, as R::kSign requires.
+// Return a pair of 16-bit elements with the sign bits of their codes. Factors are positive here, so a code has the sign
+// of its element, and only zeros change: -0 to 0 if R::kSign is `negative`, and 0 to -0 if it is `not_positive`.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);
@@ -186,8 +187,9 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
   }
 }
 
-// Return the value of the format F nearest to a >= 0, ties to even, saturated. Let e be the exponent of a, at least
-// emin. Adding and subtracting 2^(e + 23 - M) rounds a to the grid of a format with M mantissa bits.
+// Return the value of the format F nearest to a >= 0, ties to even, as float32. If a is above the largest value, return
+// the largest value. a must not be NaN. Let e be the exponent of a, at least emin. Adding and subtracting 2^(e + 23 -
+// M) rounds a to the grid of a format with M mantissa bits.
 template <class F>
 FP4KIT_DEVICE float round_magnitude(float a) {
   a = fminf(a, max_of<F>());

@@ -31,7 +31,8 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
     four = encode_scale<R>(multiply<R>(base, 1.5f));
 }
 
-// Return the factor of a candidate: the number by which elements are multiplied if the block gets this scale.
+// Return the factor of a candidate: the number by which elements are multiplied if the block gets the scale `scale`. t
+// is the tensor scale.
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);

@@ -23,7 +23,8 @@
 
 #include "runs.cuh"
 
-// Transform y in place: y_j = 1/4 sum_i s_i H_ij y_i, adding neighbors first. Bit i of kSignMask is set if s_i is -1.
+// Replace the 16 elements of y by their transform: y_j = 1/4 sum_i s_i H_ij y_i. s_i is -1 if bit i of kSignMask is
+// set, and otherwise 1. T is float or double, the type of the sums. Neighbors are added first.
 template <u32 kSignMask, class T>
 FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 #pragma unroll
@@ -45,7 +46,8 @@ FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
   }
 }
 
-// Return the transform of any 16 elements, with sums in float64.
+// Return the Hadamard transform of the 16 elements x, rounded to their type In. Sums are in float64, so the result
+// always has the right bits. kSignMask holds the signs (quarter_sums).
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   double sums[16];

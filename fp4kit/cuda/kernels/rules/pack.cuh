@@ -45,7 +45,9 @@ FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   return kClamp ? minimum(code, bits_of(8388615.0f)) : code;
 }
 
-// Return the word of the E2M1 codes of the eight magnitudes at a, with signs. `signs` is a word or NibbleSigns.
+// Return a word with the E2M1 codes of the eight magnitudes at a, the first code in the lowest bits. Magnitudes are
+// rounded to nearest even. They must be in [0, 7), or at least 0 if kClamp; then they saturate. `signs` gives the sign
+// bits of the codes: NibbleSigns, or a word with the sign of value i at bit 4 i + 3.
 template <bool kClamp, class Signs>
 FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   u32 c[8];
@@ -63,8 +65,9 @@ FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
   return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));
 }
 
-// Return the word of E2M1 codes of the eight magnitudes 8 x[i], with signs. Each magnitude is rounded up or down by its
-// random byte; `random` holds four bytes per word.
+// Return a word with the E2M1 codes of the eight magnitudes 8 x[i], the first code in the lowest bits. x[i] must be in
+// [0, 1]. The codes get the given signs. Each magnitude is rounded up or down by its random byte: byte i % 4, from the
+// low end, of random[i / 4].
 //
 // The code is the fractional code (see code_256ths_e2m1) plus byte / 256, rounded toward zero. Dropping less than 1/256
 // before the addition changes nothing. If a = 8 x has at most 11 bits, the code equals that of encode_stochastic:
@@ -89,8 +92,9 @@ FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
   return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
 }
 
-// Multiply four bfloat16 pairs by a power of two, and return the word of the E2M1 codes of the eight products. The
-// codes get the sign bits of the four pairs at `signs`. `factor` holds the power of two as bfloat16 in both halves.
+// Multiply the magnitudes of four bfloat16 pairs by a power of two, and return a word with the E2M1 codes of the eight
+// products, the first code in the lowest bits. Products are rounded to nearest even and saturate. The codes get the
+// sign bits of the four pairs at `signs`. `factor` holds the power of two as bfloat16 in both halves.
 FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
   u32 bytes[2];
 #pragma unroll
@@ -102,8 +106,9 @@ FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 fa
   return prmt(bytes[0], bytes[1], 0x6420u);
 }
 
-// Return the word of the codes of the four finite values at v, with their signs, for a format F with one code per byte.
-// Values are rounded to nearest even and saturate.
+// Return a word with the codes of the four finite values at v in a format F with one code per byte, the first code in
+// the lowest byte. Values are rounded to nearest even and saturate; codes have the sign bits of the values, also for
+// -0.
 template <class F>
 FP4KIT_DEVICE u32 encode_x4(const float* v) {
 #if FP4KIT_HAS_CVT_FP8
@@ -116,8 +121,9 @@ FP4KIT_DEVICE u32 encode_x4(const float* v) {
          encode_finite_rn<F>(v[3]) << 24;
 }
 
-// Return the word of the codes of the finite values at v, with their signs: eight 4-bit codes, or four codes of one
-// byte each. Values are rounded to nearest even and saturate.
+// Return a word with the codes of the finite values at v in the format F, the first code in the lowest bits: eight
+// 4-bit codes, or four codes of one byte each. Values are rounded to nearest even and saturate; codes have the sign
+// bits of the values, also for -0.
 template <class F>
 FP4KIT_DEVICE u32 encode_word(const float* v) {
 #if FP4KIT_HAS_CVT_E2M1

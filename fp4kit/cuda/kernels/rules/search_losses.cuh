@@ -17,7 +17,8 @@ struct Candidate {
   float scale, reciprocal;
 };
 
-// Return the block amax whose scale has this code. `amax` is the tensor's amax.
+// Return the block amax that belongs to the scale code `code` of the recipe R: the tensor's amax `amax` times the value
+// of the code, divided by the largest scale.
 template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
   return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
@@ -54,7 +55,8 @@ struct SearchBlock {
   float a[kSearchBlockSize], w[kWeighted ? kSearchBlockSize : 1];
 };
 
-// Return sum + d^2, or sum + w d^2 if kWeighted. w is the weight of element i.
+// Return sum + d^2 for the residual d of element i of a block, or sum + w d^2 if kWeighted. w is the weight of element
+// i.
 template <bool kWeighted>
 FP4KIT_DEVICE float add_square(const SearchBlock<kWeighted>& block, int i, float d, float sum) {
   if constexpr (kWeighted) return fma_rn(block.w[i] * d, d, sum);
@@ -112,8 +114,8 @@ FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, con
   }
 }
 
-// Return the sum of (w) d^2 of a block for candidate c, where d are the residuals. The order of additions is that of
-// Triton: four threads sum four elements each, and then the four sums are added. kAny and `scaling` are described at
+// Return the loss of a block for candidate c: the sum of (w) d^2 over its residuals d. The order of additions is that
+// of Triton: four threads sum four elements each, and then the four sums are added. kAny and `scaling` are described at
 // the function `residual`.
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, float scaling) {

@@ -71,8 +71,8 @@ FP4KIT_DEVICE u32 high_product(u32 a, u32 b) {
   return static_cast<u32>((static_cast<u64>(a) * b) >> 32);
 }
 
-// Return floor(i / n) for 0 <= i < count and 0 < n < 2^32. The division has 32 bits if `count` allows it, which is
-// several times faster.
+// Return floor(i / n) for 0 <= i < count and 0 < n < 2^32. If count < 2^31, the function divides 32-bit integers, which
+// is several times faster; `count` has no other effect.
 FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
   if (n == 1) return i;
   return count <= 0x7FFFFFFF ? static_cast<i64>(static_cast<u32>(i) / static_cast<u32>(n)) : i / n;
