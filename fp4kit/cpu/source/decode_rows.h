@@ -11,8 +11,9 @@ struct DecodeTables {
   bool needs_fallback[256];
 };
 
-// Store the value tables of `count` scale codes under the tensor scale t. The table of codes[i] is stored at planes + i
-// * kTableBytes. Set needs_fallback[i] to true if values under codes[i] need the fallback, and otherwise to false.
+// Store the value tables of `count` scale codes under the tensor scale t: the table of codes[i] at planes + i *
+// kTableBytes. Also set needs_fallback[i]: to true if elements under codes[i] need the fallback (Decoder::is_supported
+// is false), and otherwise to false. R is the recipe, and Out the type of the values.
 template <class R, class Out>
 static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* planes, bool* needs_fallback) {
   for (i64 i = 0; i < count; ++i) {

@@ -10,7 +10,8 @@ struct by_amax {
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 
-// Return the E8M0 code of 2^exponent, after clamping the exponent to [-127, 127]. Return 0 if the exponent is NaN.
+// Return the E8M0 code of 2^exponent: the exponent, clamped to [-127, 127] and truncated to an integer, plus 127.
+// Return 0 if the exponent is NaN.
 FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
 }
@@ -47,7 +48,8 @@ struct block_e8m0_quark_even : by_amax {
   }
 };
 
-// Return the exponent field of x >= 0, plus 1 if any mantissa bit is set. NaN gives 256.
+// Return the exponent field (bits 23 to 30) of the float32 x, plus 1 if any mantissa bit is set. For x > 0 this is the
+// biased exponent of x rounded up to a power of two. Infinity gives 255, and NaN gives 256.
 FP4KIT_DEVICE u32 exponent_up(float x) {
   return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u);
 }

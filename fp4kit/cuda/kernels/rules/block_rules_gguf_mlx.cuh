@@ -53,8 +53,9 @@ struct block_e8m0_gguf : by_code {
   }
 };
 
-// Return the E4M3 code of the scale `scaled`, saturated. Return the code of 448 if the amax is NaN. Return the code of
-// -448 if `scaled` is NaN for another reason, which is 0 * inf.
+// Return the E4M3 code of a block scale `scaled`, rounded to nearest even; larger scales get the code of 448. `amax` is
+// the block's amax. If the amax is NaN, return the code of 448. If only `scaled` is NaN, because it was computed as 0 *
+// infinity, return the code of -448.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale_saturated(float scaled, float amax) {
   if (is_nan(amax)) return R::Scale::kMaxCode;

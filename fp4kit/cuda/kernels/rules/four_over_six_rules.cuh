@@ -17,9 +17,10 @@ FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Store the codes of a block's two candidate scales in `six` (amax becomes 6) and `four` (amax becomes 4). `sixth` is a
-// sixth of the block's amax. For IF4, both codes stand for one scale: `six` selects E2M1 elements, and `four` selects
-// INT4 elements.
+// Store the codes of a block's two candidate scales: in `six` that of the scale that maps the amax to 6, and in `four`
+// that of the scale that maps it to 4. `sixth` is a sixth of the block's amax, and t is the tensor scale. For the
+// recipe IF4, both codes stand for one scale: `six` for E2M1 elements, and `four`, which has bit If4::kIntegerBit set,
+// for INT4 elements.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -40,24 +41,27 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// Return the decoded element: `scaled`, a code's value times the block scale, multiplied by the tensor scale (t.decode,
-// or t.amax / full_range).
+// Return the decoded element. `scaled` is the value of its code times the block scale. The result is scaled * t.decode
+// if R::kFlush or R::kFastError, and otherwise scaled * t.amax / full_range, where t is the tensor scale.
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
   return scaled * t.amax / full_range<R>();
 }
 
-// Return the number with which an element is compared to get its error: the decoded element or, if R::kFastError, the
-// value of its code times the block scale.
+// Return the number with which error_of compares an element. `value` is the value of the element's code, `scale` the
+// block scale and t the tensor scale. The result is the decoded element (function `decoded`) or, if R::kFastError,
+// value * scale without the tensor scale.
 template <class R>
 FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   const float scaled = value * scale;
   return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 holds its six bits, from 2^-10 to 2688
 }
 
-// Return the error that element x adds to its block. `compared` is the result of the function `compared` for the
-// element's code.
+// Return the error that element x adds to its block: the square of the difference of x and `compared` if
+// R::kSquaredError, and otherwise its magnitude. `compared` is the result of the function `compared` for the code of x.
+// If R::kFastError, x is first multiplied by t.encode, where t is the tensor scale. If R::kFlush, a subnormal
+// difference counts as 0.
 template <class R>
 FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);
@@ -65,8 +69,8 @@ FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   return R::kSquaredError ? difference * difference : fabsf(difference);
 }
 
-// Return the error that element x adds to its block if x is encoded as INT4, one of the two element types of IF4.
-// `scaled` is the element times the factor of the block, and `scale` the block scale.
+// Return the error (error_of) that element x adds to its block if x is encoded as INT4, one of the two element types of
+// the recipe IF4. `scaled` is x times the factor of the block, `scale` the block scale, and t the tensor scale.
 template <class R>
 FP4KIT_DEVICE float integer_error_of(float x, float scaled, float scale, TensorScale t) {
   return error_of<R>(x, nearest_int4(scaled) * scale * t.amax * If4::kIntegerStep / full_range<R>(), t);

@@ -32,27 +32,29 @@ struct If4 {
   static constexpr float kMaxInteger = 7.0f, kIntegerStep = 6.0f / 7.0f, kIntegerFactor = 7.0f / 6.0f;
 };
 
-// Return the E4M3 code in a scale code of R, which is the scale code itself unless R is a recipe of IF4.
+// Return the E4M3 code of the block scale from a scale code of the recipe R. For a recipe of IF4, that is the scale
+// code with bit 7 cleared; for other recipes, it is the scale code itself.
 template <class R>
 FP4KIT_DEVICE constexpr u32 e4m3_of(u32 scale_code) {
   return kHasTwoFormats<R> ? scale_code & ~If4::kIntegerBit : scale_code;
 }
 
-// Return the integer nearest to an element in units of INT4 codes, ties to even, from -7 to 7. `scaled` is the element
-// times the factor of its block. NaN gives NaN.
+// Return the integer, as float32, to which IF4 rounds an element: the integer nearest to scaled * 7/6, ties to even,
+// clamped to -7 ... 7. `scaled` is the element times the factor of its block. NaN gives NaN.
 FP4KIT_DEVICE float nearest_int4(float scaled) {
   const float magic = 0x1.8p23f;  // floats from here on are integers
   const float limited = fminf(fmaxf(scaled * If4::kIntegerFactor, -If4::kMaxInteger), If4::kMaxInteger);
   return is_nan(scaled) ? scaled : (limited + magic) - magic;
 }
 
-// Return the INT4 code of an element. nearest_int4 describes `scaled`. NaN gives 0.
+// Return the INT4 code of an element, in the lowest four bits: nearest_int4(scaled) in two's complement, or 0 if
+// `scaled` is NaN. `scaled` is the element times the factor of its block.
 FP4KIT_DEVICE u32 int4_code(float scaled) {
   const float value = nearest_int4(scaled);
   return is_nan(value) ? 0u : static_cast<u32>(static_cast<i32>(value)) & 15u;
 }
 
-// Return the value of an E2M1 code.
+// Return the value of an E2M1 code, with its sign, as float32. Bits of `code` above the lowest four are ignored.
 FP4KIT_DEVICE float e2m1_value(u32 code) {
   const u32 index = code & 7u, sign = (code & 8u) << 28;
   const float magnitude =

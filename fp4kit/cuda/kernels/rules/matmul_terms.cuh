@@ -54,7 +54,7 @@ FP4KIT_DEVICE double sum_power(double sum, double zero_power) {
   return sum == 0.0 ? zero_power : term_power(sum, 0x1p-126);
 }
 
-// Return 2^shift / power, where `power` is a power of two. The result must be a normal number.
+// Return 2^shift / power. `power` must be a positive power of two and a normal double, and so must the result.
 FP4KIT_DEVICE double over(i64 shift, double power) {
   return double_of((static_cast<u64>(2046 + shift) << 52) - double_bits_of(power));
 }

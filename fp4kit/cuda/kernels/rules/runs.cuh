@@ -21,7 +21,8 @@ struct Run {
   u32 w[kWords];
 };
 
-// Load the run at address x. If kAligned, x must be a multiple of 16 bytes, or of the run's size if the run is smaller.
+// Return the kCount elements at address x as a run. If kAligned, x must be a multiple of 16 bytes, or of the run's size
+// if the run is smaller. Otherwise elements are loaded one by one, and x may have any alignment of their type.
 template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;
@@ -57,14 +58,14 @@ FP4KIT_DEVICE float element(const Run<In, kCount>& run, int i) {
   return In::widen(static_cast<u16>(run.w[i / 2] >> (16 * (i % 2))));
 }
 
-// Convert all elements of a run to float32.
+// Store all elements of a run in `values`, as float32. This is exact.
 template <class In, int kCount>
 FP4KIT_DEVICE void widen_run(const Run<In, kCount>& run, float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = element(run, i);
 }
 
-// Return a run of the given values, each rounded to In.
+// Return a run of the given values, each rounded to nearest even in the type In.
 template <class In, int kCount>
 FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   Run<In, kCount> run;
@@ -95,8 +96,8 @@ FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   }
 }
 
-// Return the float32 bits of the largest magnitude of a run. If an element is NaN, the result is above the bits of
-// infinity. 16-bit elements are compared two at a time.
+// Return the float32 bits of the largest magnitude among the elements of a run. If an element is NaN, the result is the
+// bits of a NaN, which are above those of infinity. 16-bit elements are compared two at a time.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   if constexpr (sizeof(typename In::Bits) == 4) {
@@ -114,7 +115,8 @@ FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   }
 }
 
-// Return the float32 bits of the smallest magnitude of a run of 16-bit elements. No element may be NaN.
+// Return the float32 bits of the smallest magnitude, zeros included, among the elements of a run of 16-bit elements. No
+// element may be NaN.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
   u32 smallest = In::min_magnitude(run.w[0], run.w[1]);

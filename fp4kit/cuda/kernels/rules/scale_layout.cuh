@@ -30,7 +30,8 @@ FP4KIT_DEVICE u32 divide(u32 i, IntegerDivisor divisor) {
   return estimate + (i - estimate * divisor.n >= divisor.n);
 }
 
-// Return the number of bytes of a scale tile: 512 for swizzled_128x4, 32 for the other layouts.
+// Return the number of bytes of a scale tile: 512 for swizzled_128x4, and 32 for swizzled_8x4. For the linear layout,
+// which has no tiles, the result is 32 too.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE constexpr int tile_bytes() {
   return kLayout == ScaleLayout::swizzled_128x4 ? 512 : 32;
@@ -51,8 +52,8 @@ FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, IntegerDivisor tiles)
   return {down * 8 + byte / 4, column};
 }
 
-// Return the distance in bytes from a scale to the scale below it. Both rows must be among eight rows that begin at a
-// multiple of eight.
+// Return the distance in bytes from a scale to the scale in the next row, in a matrix with `columns` scales per row.
+// Both rows must be among eight rows that begin at a multiple of eight.
 template <ScaleLayout kLayout, class Index>
 FP4KIT_DEVICE Index scale_row_step(Index columns) {
   return kLayout == ScaleLayout::linear ? columns : kLayout == ScaleLayout::swizzled_128x4 ? 16 : 4;

@@ -16,8 +16,9 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
   return bits;
 }
 
-// Return the float32 bits of the largest magnitude among the elements of a run that count according to kInput. If
-// Transform::kHadamard, the run is transformed first.
+// Return the float32 bits of the largest magnitude among the elements of a run that count according to kInput
+// (AmaxInput), or 0 if none counts. If Transform::kHadamard, the elements are those of the transformed run; the
+// caller's run does not change.
 template <class Transform, class In, AmaxInput kInput, int kCount>
 FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   u32 largest;
@@ -33,8 +34,8 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   return largest;
 }
 
-// Return the largest `own` among all threads of a thread block. All threads must call this function, and each gets the
-// result.
+// Return the largest `own` among all threads of a thread block, which has kThreads threads (a power of two). All
+// threads must call this function, and all get the result.
 template <int kThreads>
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
@@ -87,8 +88,9 @@ constexpr int kFinders = 1;
 #endif
 
 // Return the float32 bits of the largest magnitude in this thread's share of the `count` elements at x, among those
-// that count according to kInput. kLanes threads share the elements, and `lane` is the index of this thread. Unlike
-// largest_bits, each thread keeps loads of 256 bytes in flight, because nothing else hides their latency here.
+// that count according to kInput (AmaxInput). Return 0 if none counts. kLanes threads share the elements, and `lane` is
+// the index of this thread. If kAligned, the address x must be a multiple of 16 bytes. Unlike largest_bits, each thread
+// keeps loads of 256 bytes in flight, because nothing else hides their latency here.
 template <class In, AmaxInput kInput, bool kAligned, int kLanes>
 FP4KIT_DEVICE u32 largest_of_lane(const typename In::Bits* x, i64 count, int lane) {
   constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits));
@@ -108,16 +110,17 @@ FP4KIT_DEVICE u32 largest_of_lane(const typename In::Bits* x, i64 count, int lan
                  largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
-// Tell the other threads of the cluster that this thread has come so far, without waiting for them; wait_for_cluster
-// waits. All threads of the cluster must call this function. What a thread writes before this call is visible to the
-// others after their wait. Do nothing without clusters.
+// Report to the cluster that this thread has reached this point, and return without waiting for the other threads.
+// Each call must be followed by a call of wait_for_cluster. All threads of the cluster must call this function. What a
+// thread writes before this call is visible to the others after their wait. Without clusters, do nothing.
 FP4KIT_DEVICE void arrive_in_cluster() {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
-// Wait until all threads of the cluster have called arrive_in_cluster. Without clusters, wait for the thread block.
+// Wait until all threads of the cluster have called arrive_in_cluster. Without clusters, wait until all threads of the
+// thread block have called this function.
 FP4KIT_DEVICE void wait_for_cluster() {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -126,8 +129,9 @@ FP4KIT_DEVICE void wait_for_cluster() {
 #endif
 }
 
-// Return the largest `own_largest` among the thread blocks of a cluster. All threads of the cluster must call this
-// function, each with the result of largest_of_block, and must have called arrive_in_cluster before.
+// Return the largest `own_largest` among the thread blocks of a cluster, to all threads. Without clusters, return
+// `own_largest`. All threads of the cluster must call this function, each with the result of largest_of_block for its
+// thread block, and must have called arrive_in_cluster before.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
@@ -149,8 +153,10 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
   return own_largest;
 }
 
-// Store the amax of each row of a.x at the address a.tensor_amax. All threads of the cluster must call this function.
-// A warp takes one row at a time. Each cluster stores all amaxes, so that it need not wait for other clusters.
+// Store the amax of row i of a.x in a.tensor_amax[i], for all rows. If NaN propagates in the recipe R, the amax of a
+// row with NaN is NaN; otherwise NaN elements do not count, and the amax of a row of only NaN is 0. All threads of the
+// cluster must call this function, and may read all amaxes when it returns. A warp takes one row at a time. Each
+// cluster stores all amaxes, so that it need not wait for other clusters.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
   constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;

@@ -16,9 +16,9 @@
 
 // ---- functions for the exact path
 
-// Call visit(x) for the elements of a run (one row of a block), in order. If kUnrolled is false, the machine code is
-// kept small, because rarely used instructions must first be read from memory. Registers cannot be indexed by a
-// variable, so the run is rotated by one word per iteration. After the last iteration, the run is unchanged.
+// Call visit(x) for each element of a run (one row of a block), in order, with x as float32. The run is unchanged
+// afterwards. If kUnrolled is false, the machine code is kept small, because rarely used instructions must first be
+// read from memory. Registers cannot be indexed by a variable, so the run is then rotated by one word per iteration.
 template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   if constexpr (kUnrolled) {
@@ -37,8 +37,9 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// Return the value, with its sign, to which a scaled element is rounded when errors are measured. For Rounding::rnw,
-// values above the element format's largest value are not clamped.
+// Return the value, with its sign, to which a scaled element is rounded when errors are measured: the value of its code
+// (encode_element), so that magnitudes above the format's largest value saturate. Only for Rounding::rnw, values
+// continue beyond the largest one.
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
   if constexpr (R::kRounding == Rounding::rnw)
@@ -46,9 +47,9 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Return the error of the element x of IF4 under the scale with code scale_code, whose value is `scale`. The element is
-// rounded to INT4 if the code's bit If4::kIntegerBit is set, and otherwise to E2M1. `scaled` is x times the factor of
-// the block.
+// Return the error (error_of) that element x adds to its block in the recipe IF4, under the block scale with the code
+// scale_code and the value `scale`. x is rounded to INT4 if the bit If4::kIntegerBit of scale_code is set, and
+// otherwise to E2M1. `scaled` is x times the factor of the block, and t is the tensor scale.
 template <class R>
 FP4KIT_DEVICE float error_in_format(float x, float scaled, u32 scale_code, float scale, TensorScale t) {
   using Floats = FloatsOf<R>;
@@ -56,8 +57,9 @@ FP4KIT_DEVICE float error_in_format(float x, float scaled, u32 scale_code, float
                                        : error_of<Floats>(x, compared<Floats>(rounded<Floats>(scaled), scale, t), t);
 }
 
-// Return the error of a run (one row of a block) for the scale with code scale_code: the sum of the errors of the
-// elements or, if R::kLargestError, the largest error. Errors are summed in the order that the recipe specifies.
+// Return the error of a run (one row of a block) under the scale code scale_code and the tensor scale t: the sum of the
+// errors of its elements (error_of), added in the order that the recipe specifies. If R::kLargestError, return the
+// largest magnitude of these errors instead, or NaN if one is NaN. The run is unchanged afterwards.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(e4m3_of<R>(scale_code)), factor = candidate_factor<R>(scale, t);
@@ -81,15 +83,16 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
-// Return the 4-bit code of a scaled element of IF4: an INT4 code if the bit If4::kIntegerBit of scale_code is set, and
-// otherwise an E2M1 code.
+// Return the 4-bit code of a scaled element (the element times the factor of its block) in the recipe IF4: an INT4 code
+// if the bit If4::kIntegerBit of the block's scale code is set, and otherwise an E2M1 code.
 template <class R>
 FP4KIT_DEVICE u32 code_in_format(float scaled, u32 scale_code) {
   return scale_code & If4::kIntegerBit ? int4_code(scaled) : encode_element<FloatsOf<R>>(scaled);
 }
 
-// Return the 4-bit codes of a run for the chosen scale, with the first code in the lowest bits. `amax` is the amax of
-// the block; if R::kFlush and it is below 2^-126, all codes are 0.
+// Return the 4-bit codes of a run (16 elements) under the chosen scale code and the tensor scale t, with the first code
+// in the lowest bits. `amax` is the amax of the block. If R::kFlush and amax < 2^-126, all codes are 0, without signs.
+// The run is unchanged afterwards.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros
@@ -104,8 +107,9 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
   return codes;
 }
 
-// Store the codes of a run that begins at element `first`, or, if R::kFake, the values to which the codes decode.
-// scale_code is the code of the block scale, and t is the tensor scale.
+// Store the codes of a run that begins at element `first` in a.packed or, if R::kFake, the values to which the codes
+// decode in a.values. `codes` is the result of encode_chosen. scale_code is the code of the block scale, and t is the
+// tensor scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
   const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
@@ -135,7 +139,8 @@ struct alignas(16) ApproximateScale {
   float slack;   // the part of the sums' combined error that depends on the larger u of the two scales
 };
 
-// Return true if all blocks share one tensor scale, so that a table of all block scales is worthwhile.
+// Return true if all blocks of the recipe R have one tensor scale, which includes recipes without tensor scales. A
+// table of all block scales is then worthwhile.
 template <class R>
 FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
@@ -172,9 +177,9 @@ FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   return {factor, factor * amax_power(t) * 0x1p-126f, u * 0x1p126f, slack};
 }
 
-// Return approximately the sum of the errors of one row of a block, in units of amax_power(t), or of its square if
-// R::kSquaredError. `a` holds the magnitudes of the elements in units of amax_power(t); `small` and `unit` are fields
-// of ApproximateScale.
+// Return approximately the sum of the errors of one row of a block: of |error| in units of amax_power(t) or, if
+// R::kSquaredError, of error^2 in units of amax_power(t)^2. `a` holds the magnitudes of the elements in units of
+// amax_power(t). `small` and `unit` are fields of the ApproximateScale of the block's scale.
 //
 // Let y be the magnitude of an element divided by the block's scale, so that E2M1 holds y rounded. `small` is chosen so
 // that a * small is y * 2^-126. Near 2^-126, float32 has the steps of E2M1, divided by 2^22: a y in [1, 2) has the
@@ -192,8 +197,8 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Store in `errors` the approximate sums of errors of a finite run: errors[0] for the scale `six`, errors[1] for the
-// scale `four`. `inverse` is the inverse_amax_power of the tensor scale.
+// Store in `errors` the approximate sums of errors (approximate_error) of a run of finite elements: errors[0] for the
+// scale `six`, and errors[1] for the scale `four`. `inverse` is inverse_amax_power of the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
                                       const ApproximateScale& four, float inverse, float (&errors)[2]) {
@@ -207,7 +212,9 @@ FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const Appro
   errors[1] = approximate_error<R>(a, four.small, four.unit);
 }
 
-// Return true if `errors`, the approximate sums of errors for the scales `six` and `four`, prove which scale is better.
+// Return true if `errors`, the approximate sums of a block's errors for the scales `six` and `four`, prove which scale
+// has the smaller error: if they differ by more than their uncertainty. Return false if a sum is NaN. The scale of
+// `four` must be at least that of `six`.
 template <class R>
 FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
   const float slack = four.slack;  // the larger slack of the two, because four's scale is at least six's

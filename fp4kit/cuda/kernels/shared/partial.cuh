@@ -23,7 +23,7 @@ struct Shard {
 };
 
 // Return the Shard that consists of elements [start, end) of a flattened matrix. `values` is the address of element
-// `start`.
+// `start`, at any alignment of its type. Nothing is loaded.
 template <class In>
 FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   using Bits = typename In::Bits;
@@ -32,8 +32,9 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// Copy a run out of w, the words that were loaded from an address up to 15 bytes before the run. The run begins at word
-// kWords of w, or one 16-bit element later if bit 1 of `shift` is set.
+// Store in `run` the run that lies inside w, the words that were loaded from an address up to 15 bytes before the run.
+// The run begins at word kWords of w or, if elements have 16 bits and bit 1 of `shift` is set, at the upper half of
+// this word.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll
@@ -108,14 +109,15 @@ FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
   return {static_cast<u32>(begin), static_cast<u32>(maximum<i64>(end - begin, 0))};
 }
 
-// Return a mask of the lowest n bits, for 0 <= n <= 32.
+// Return a mask whose lowest n bits are 1 and whose other bits are 0, for 0 <= n <= 32.
 FP4KIT_DEVICE u32 low_bits(int n) {
   return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u;
 }
 
-// Store codes `from` ... `to` - 1 of a run at `out`, and change no other bit. Both numbers are clamped to the run
-// first. Words are changed only by atomic operations on the bits of these codes. So the process that owns the other
-// codes of a word may store them at the same time.
+// Store codes `from` ... `to` - 1 of a run, and change no other bit at `out`, the address of the run's codes. `words`
+// holds the codes of the whole run, the first one in the lowest bits. `from` and `to` are clamped to the run, and
+// nothing is stored if no code is left. Words are changed only by atomic operations on the bits of these codes. So the
+// process that owns the other codes of a word may store them at the same time.
 template <int kWords>
 FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i64 to) {
   constexpr int kPerWord = kRun / kWords, kBits = 32 / kPerWord;

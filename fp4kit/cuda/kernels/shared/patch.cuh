@@ -57,13 +57,13 @@ struct Tile {
   i32 row, column;
 };
 
-// Return p + a * b, with the product of the 32-bit factors computed in 64 bits.
+// Return the address of element a * b of the array at p. The product is computed in 64 bits, so that it does not wrap.
 template <class T>
 FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) {
   return p + static_cast<u64>(a) * b;
 }
 
-// Return the number of bytes of a row of codes.
+// Return the number of bytes that the codes of one row of the matrix take. a.columns must be a multiple of 8.
 template <class P>
 FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) {
   return static_cast<u32>(a.columns) / 8 * P::kBits;
@@ -107,13 +107,13 @@ struct TileOrder {
   }
 };
 
-// Return how many rows of the matrix there are from the first row of a patch to the end. The result is 0 or less if the
-// patch is outside of the matrix.
+// Return how many rows the matrix has from the first row of a patch on, which may be more than the patch has. The
+// result is 0 if the first column of the patch is outside of the matrix, and 0 or less if its first row is.
 FP4KIT_DEVICE int rows_inside(const PatchArguments& a, const PatchPosition& s) {
   return s.column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - s.row : 0;
 }
 
-// Return the address of the first element of a patch.
+// Return the address in a.x of the first element of a patch, whose position is s.
 template <class In>
 FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, const PatchPosition& s) {
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
@@ -148,8 +148,8 @@ FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
   return largest;
 }
 
-// Return the amax of a block by the recipe's rule for NaN (R::kAmaxNan). The block has `rows` rows of R::kBlock
-// elements, and element (i, j) of the block is x[i * row_step + j * step].
+// Return the amax of a block, computed by the exact path. R::kAmaxNan says what NaN elements do to the amax. The block
+// has `rows` rows of R::kBlock elements, and its element (i, j) is x[i * row_step + j * step].
 template <class R, class In>
 FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_step, i64 step) {
   return exact_amax<R, 2>(rows, [=](int i, int j, float (&pair)[2]) {
@@ -159,8 +159,8 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
   });
 }
 
-// Encode kRun elements by the exact path, and pack their codes into words. The elements begin at x and are `step`
-// apart.
+// Encode kRun elements x[0], x[step], x[2 step], ... by the exact path, and pack their codes into `words`, the first
+// code in the lowest bits. f is the factor of their block.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);

@@ -26,17 +26,19 @@ struct Staging {
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Return where column `column` of the tile is stored in the words 4 quad ... 4 quad + 3 of the staging buffer. Columns
-// are permuted to avoid bank conflicts between lanes that store neighboring patches, and between lanes that load the
-// quads of a few columns. Four columns that begin at a multiple of four stay contiguous.
+// Return the index at which column `column` of the tile is stored in each of staging.words[4 quad] ...
+// staging.words[4 quad + 3]. Columns are permuted to avoid bank conflicts between lanes that store neighboring patches,
+// and between lanes that load the quads of a few columns. Four columns that begin at a multiple of four stay
+// contiguous.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);
   return P::kPatchColumns == 8 ? moved ^ (column >> 3 & 4) : moved;
 }
 
-// Store the words of column j of a patch in the staging buffer. This is used for the rare columns that take the exact
-// path.
+// Store the codes of column j of a patch in the staging buffer. `words` holds the column's codes from top to bottom,
+// the first one in the lowest bits of words[0]. `s` is the position of the patch. Callers use this function for the
+// rare columns that take the exact path.
 template <class P>
 FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int j, const u32 (&words)[P::kWords]) {
 #pragma unroll
@@ -46,7 +48,9 @@ FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int
   }
 }
 
-// Store word w of each column of a patch in the staging buffer.
+// Store one word of codes of each column of a patch in the staging buffer: words[j] is word w of column j. Word w of a
+// column holds the codes of P::kPerWord rows, from row w * P::kPerWord of the patch on. `s` is the position of the
+// patch.
 template <class P>
 FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int w,
                                const u32 (&words)[P::kPatchColumns]) {
@@ -72,7 +76,8 @@ FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPo
     store_words(elements.rows[s.tile_row + i][elements.place(i, half / 2)].w + half % 2 * 2, x[i].w);
 }
 
-// Return 16 neighboring elements of row `row` of the tile, beginning at column `column`, which is a multiple of 16.
+// Return 16 neighboring elements of row `row` of the tile, from column `column` on, which must be a multiple of 16.
+// They are read from the tile's elements in shared memory (store_patch_elements).
 template <class In, class P>
 FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int column) {
   constexpr int kChunks = sizeof(typename In::Bits);

@@ -24,8 +24,8 @@ struct QuantizeArguments {
   i64 rows, columns;
 };
 
-// Store the tensor scale t (the decode scale) at index i and, if a.amax_out is not nullptr, a copy of the amax that it
-// was computed from.
+// Store the decode scale of t in a.tensor_scale[i]. If a.amax_out is not nullptr, also store in a.amax_out[i] the
+// tensor amax from which t was computed. The calling thread stores both.
 FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
@@ -54,7 +54,8 @@ FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&byt
   }
 }
 
-// Return the random bytes of elements first ... first + 15, four per word. `first` must be a multiple of 16.
+// Return the random bytes of elements first ... first + 15 of the array, four per word, the first one in the lowest
+// bits: from a.random if it is given, otherwise generated from a.seed. `first` must be a multiple of 16.
 FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
@@ -69,15 +70,16 @@ FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   return words;
 }
 
-// Return the random byte of the element with number `index` in the array.
+// Return the random byte, 0 to 255, of element `index` of the array: from a.random if it is given, otherwise generated
+// from a.seed. It equals the byte that random_bytes and random_words give for this element.
 FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
   if (a.random) return a.random[index];
   const Words words = stream_words(a.seed, a.counter + static_cast<u64>(index) / 16);
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 
-// Store the packed codes of a run that begins at element `first`. If R::kFake, store the decoded values instead,
-// computed with the scale code of the block and the tensor scale t.
+// Store the packed codes `words` of a run that begins at element `first` of the array, in a.packed. If R::kFake, decode
+// them with the scale code of the block and the tensor scale t, and store the values in a.values instead.
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
                                 u32 scale_code, TensorScale t) {
@@ -105,10 +107,12 @@ FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const floa
   store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
-// Encode a run of finite elements by the fast path, and store its codes or, if R::kFake, the decoded values.
-// takes_fast_path must have returned true for its block. `first` is the number of the run's first element in the array,
-// and f is the factor of the block. `random` holds the random bytes of the run if rounding is stochastic. scale_code
-// and t (the block's scale code and tensor scale) are read only if R::kFake.
+// Encode a run of finite elements by the fast path, and store its codes in a.packed or, if R::kFake, the decoded values
+// in a.values. takes_fast_path must have returned true for its block.
+//   first          the index of the run's first element in the array
+//   f              the factor of the block
+//   scale_code, t  the scale code of the block and the tensor scale; read only if R::kFake
+//   random         the random bytes of the run, four per word; read only if R::kStochastic
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t, const Words& random) {
@@ -127,9 +131,12 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   }
 }
 
-// Encode a run of finite elements by the fast path, and store its codes or, if R::kFake, the decoded values. The
-// arguments are those of the overload above; takes_fast_path must have returned true for the block. If rounding is
-// stochastic, this function loads or generates the random bytes of the run.
+// Encode a run of finite elements by the fast path, and store its codes in a.packed or, if R::kFake, the decoded values
+// in a.values. takes_fast_path must have returned true for its block. This overload has no argument `random`: if
+// R::kStochastic, it loads or generates the random bytes itself (random_words), and `first` must be a multiple of 16.
+//   first          the index of the run's first element in the array
+//   f              the factor of the block
+//   scale_code, t  the scale code of the block and the tensor scale; read only if R::kFake
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t) {
@@ -138,9 +145,10 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }
 
-// Quantize `count` elements at address x by the exact path, for recipes without block scales, and store their codes or,
-// if R::kFake, the decoded values. `first` is the number of the first of them in the array. For 4-bit codes, `first`
-// and `count` must be even.
+// Quantize `count` elements at address x by the exact path, for recipes without block scales. Store their codes in
+// a.packed or, if R::kFake, the decoded values in a.values. `first` is the index of the first element in the array. For
+// 4-bit codes, `first` and `count` must be even. f is the factor of all elements, and t the tensor scale. Kernels call
+// this function for elements that do not fill a run.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {
@@ -168,9 +176,10 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
   return elements;
 }
 
-// Quantize a whole run for a recipe without block scales, and store its codes or, if R::kFake, the decoded values. The
-// run takes the fast path if takes_fast_path allows it, and otherwise the exact path. `first` is the number of its
-// first element in the array.
+// Quantize a whole run x for a recipe without block scales. Store its codes in a.packed or, if R::kFake, the decoded
+// values in a.values. If R has a fast path and takes_fast_path returns true for the run, the fast path encodes it,
+// otherwise the exact path. `first` is the index of the run's first element in the array, f the factor of its elements,
+// and t the tensor scale.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,
                                 TensorScale t) {
