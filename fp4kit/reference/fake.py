@@ -35,7 +35,7 @@ FP_QUANT_GLOBAL = np.float32(3)  # the global scale that FP-Quant sets for NVFP4
 
 
 def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarray:
-    """Return the given block amaxes, or those of x if amax is None."""
+    """Return the block amaxes: `amax` if it is given, or those of x if amax is None. The trace shows them."""
     return show("block amax", block_amax(x, recipe) if amax is None else amax)
 
 
@@ -146,10 +146,12 @@ def int_modelopt(
 ) -> np.ndarray:
     """Fake-quantize x to integers as Model-Optimizer does: y = clip(rint(x * e), low, M) / e, e = M / tensor_amax.
 
-    M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. If
-    tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. If the recipe has one scale per block, y is
-    then 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN. An
-    infinite or NaN tensor_amax makes everything that it covers NaN. amax and dtype are not used.
+    M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. amax and
+    dtype are not used.
+
+    - If tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. But if the recipe has one scale per
+      block, y is 0 * x, as in its PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN.
+    - If tensor_amax is infinite or NaN, all elements that it covers (of a tensor, row or block) become NaN.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])

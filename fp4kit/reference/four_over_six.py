@@ -105,7 +105,10 @@ def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarra
 
 
 def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the E2M1 codes, uint8, of elements that are already multiplied by the factors of their blocks."""
+    """Return the E2M1 codes, uint8, of elements that are already multiplied by the factors of their blocks.
+
+    The recipe decides the rounding, the sign of zeros and the code of NaN.
+    """
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 

@@ -47,14 +47,14 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
+    """Compare the scales that amaxes give with `scale`: return -1 if a scale is smaller, 0 if equal, 1 if larger.
 
-    The binary search of _first_bits needs scales that grow with the amax. There is one exception: a rule may replace a
-    small amax by a much larger number, so that the scale is at least JUMP (4096) times as large as `scale`. Such an
-    amax counts as smaller. No amax within FAR (2^20) steps above the right amax gives so large a scale.
+    The binary search of _first_bits needs scales that grow with the amax. But a rule may replace a small amax by a much
+    larger number. So a scale that is at least JUMP (4096) times as large as `scale` counts as smaller. No amax within
+    FAR (2^20) steps above the right amax gives so large a scale.
 
-    bits: the bits of the amax as integers.
-    scale: the scale to compare with, float32.
+    bits: the bits of the amaxes, as integers.
+    scale: the scales to compare with, float32, one per amax.
     """
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))

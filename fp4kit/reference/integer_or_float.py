@@ -31,9 +31,9 @@ class _Codes(NamedTuple):
 
 
 def _scaled(blocks: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return elements (m, blocks, block) multiplied by the factors of their blocks, from E4M3 scale codes (m, blocks).
+    """Return elements (m, blocks, block), multiplied by the factors that factor_fouroversix makes from scale codes.
 
-    factor_fouroversix computes the factors.
+    blocks: the elements. scales: the E4M3 scale codes (m, blocks), without bit 7. tensor: the tensor scale.
     """
     factor = show("factor to multiply by", factor_fouroversix(scales, tensor.amax, tensor, recipe, blocks.dtype))
     return show("element * factor", blocks * factor[..., None])

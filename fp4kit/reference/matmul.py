@@ -51,7 +51,7 @@ class Factor(NamedTuple):
 
 
 def as_terms(values: np.ndarray, least: int) -> Terms:
-    """Return numbers as Terms with 1 <= |significand| < 2.
+    """Return numbers as Terms (value = significand * 2^exponent) with 1 <= |significand| < 2, in the shape of values.
 
     Numbers with a magnitude below 2^least, zero included, get the exponent `least` and a smaller significand. The
     significand of infinity is infinite, and the significand of NaN is NaN.
@@ -147,7 +147,7 @@ def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
 
 
 def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Add the products of one step to C, and return the result: float32 (M, N).
+    """Return C plus the products of one step of a matrix unit: float32 (M, N). c is not changed.
 
     A DotAdd adds as truncated_sum does. A C of zero has the exponent step.zero_exponent.
 

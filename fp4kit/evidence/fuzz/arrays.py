@@ -181,7 +181,7 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
     """Return rounding ties (finite values midway between two representable values), and the floats next to ties.
 
     The ties are those of one random element format. Each group of 8 consecutive elements is scaled by one power of two.
-    In most groups the first element is the largest and has one of a few chosen mantissas.
+    In most groups the first element is the largest value of the format, or slightly larger. All values are finite.
     """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
@@ -232,7 +232,10 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary with some NaNs or infinities, all of one sign, and rarely a few more NaNs."""
+    """Return values of _ordinary, some of which are replaced by one special value: NaN, +inf or -inf.
+
+    Then about 0.2 % of all elements are replaced by NaN.
+    """
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
     return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
@@ -246,7 +249,7 @@ def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return uniformly distributed bytes, uint8. dtype has no effect."""
+    """Return uniformly distributed bytes: uint8, in the given shape. dtype has no effect."""
     return rng.integers(0, 256, shape, np.uint8)
 
 

@@ -172,8 +172,10 @@ def drawn_floats(pattern: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.nd
 
 
 def drawn_codes(pattern: str, name: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return codes of the format ``name``, a key of FORMATS, one per byte, in a pattern, a key of PATTERNS.
+    """Return random codes of a float format, one per byte, that follow a pattern.
 
+    pattern: a key of PATTERNS, such as "near 1".
+    name: the name of the format, a key of FORMATS.
     dtype: uint8.
     """
     codes: np.ndarray = PATTERNS[pattern](rng, shape, codes_of(np.dtype(FORMATS[name]))).astype(dtype)

@@ -98,7 +98,7 @@ class DrawnCase:
 
     @property
     def x(self) -> DrawnArray:
-        """Return the first array, which is the only one for most operations."""
+        """Return the first array, which is the only one for most operations. A "matmul" has none: IndexError."""
         return self.arrays[0]
 
     def changed_options(self) -> list[str]:
@@ -335,7 +335,7 @@ def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
 
 
 def draw(seed: int, pool: Pool) -> tuple[DrawnCase, int]:
-    """Return (case drawn from the integer ``seed``, number of variants that Recipe rejected while drawing it).
+    """Return a fuzz case drawn from the integer ``seed``, and the number of recipe variants rejected meanwhile.
 
     Equal arguments give equal cases. Raises ValueError if no recipe of the pool supports any operation of the pool.
     """

@@ -58,7 +58,7 @@ def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, in
 
 
 def _start(counters: Any) -> None:
-    """Store the shared counters [calls, failures] in a module variable. Every new process calls this first."""
+    """Store the shared counters [calls, failures] in a module variable. Each new process calls this function first."""
     global _counters
     _counters = counters
 
@@ -78,9 +78,10 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
-    """Run the fuzzer in this process with the seed `seed`, and return the report.
+    """Run the fuzzer in this process with the given seed, and return its report.
 
-    Raises OSError if the work is for a GPU and this process finds none.
+    Calls and failures are added to the shared counters on the way. Raises OSError if the work is for a GPU and this
+    process finds none.
 
     work: the engine, limits and pool, which are the same for all processes.
     """

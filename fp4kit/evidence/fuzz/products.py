@@ -143,9 +143,9 @@ def _operand_kind(kind: Variant | str) -> _Kind:
 
 @cache
 def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    """Return the ids of the matrix units that can multiply operands of two kinds, in the order of UNITS.
+    """Return the ids of the matrix units that can multiply operands of the kinds a and b, in the order of UNITS.
 
-    The unit "dequantized" multiplies operands of all kinds, so it is always included.
+    The unit "dequantized" multiplies operands of all kinds, so it is always included. The result is cached.
     """
     x, y = (_empty(kind) for kind in (a, b))
     # "dequantized" decodes both operands first, so it takes every recipe.
@@ -232,9 +232,11 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
 
 
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
-    """Return the kinds of two operands, each a dtype of an array or a recipe.
+    """Return the kinds of two operands, as a pair. A kind is the dtype of an array, or the recipe of a Quantized.
 
-    For most pairs there is a matrix unit that can multiply them.
+    In 30 % of the draws, both kinds are dtypes: equal ones, or two of one float8 family. Otherwise, both are recipes:
+    the first is `recipe`, and the second is `recipe` too, or one with which a matrix unit of real hardware can multiply
+    it.
     """
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))

@@ -66,10 +66,10 @@ class Variant:
 
 
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
-    """Return a variant of recipe ``id`` with up to ``changes`` random changes.
+    """Return a variant of recipe ``id``, to which up to ``changes`` different functions of CHANGES were applied.
 
-    A change that does not apply to the recipe is left out, so the variant may have fewer changes or none. Recipe may
-    reject the variant.
+    A change that does not apply to the recipe, or that gives the recipe's own value, is left out. So the variant may
+    have fewer changes or none. Recipe may still reject the variant.
     """
     r: Any = RECIPES[id]
     found: dict[str, Any] = {}
@@ -207,9 +207,9 @@ def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.scale_max, 448 or 256, as {field: value}; {} unless block scales are E4M3.
+    """Return {"scale_max": 448} or {"scale_max": 256} at random; {} unless the block scales are E4M3.
 
-    The tensor scale is computed from this largest block scale.
+    The field is the largest block scale, from which the tensor scale is computed.
     """
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 

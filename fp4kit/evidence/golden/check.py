@@ -97,7 +97,7 @@ def _skip_nan_value(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks that contain inf or NaN.
+    """Return a mask that excuses all elements of blocks that contain inf or NaN.
 
     The producer casts such values to uint8, which is undefined in C.
     """
@@ -105,9 +105,9 @@ def _skip_nonfinite_block(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_group(case: RecordedCase) -> Mask:
-    """Return a mask that excuses groups of 32 elements that contain inf or NaN.
+    """Return a mask that excuses all elements in groups of 32 elements of a row that contain inf or NaN.
 
-    FP-Quant multiplies such a group by an identity matrix, where inf * 0 makes other elements NaN.
+    FP-Quant multiplies each group by an identity matrix. There, inf * 0 makes other elements of the group NaN.
     """
     groups = np.abs(case.x.astype(np.float32)).reshape(len(case.x), -1, 32)
     return np.repeat(~np.isfinite(groups.max(axis=-1)), 32, axis=1)

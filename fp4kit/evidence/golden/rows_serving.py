@@ -22,7 +22,7 @@ def serving_rows(row: Callable[..., Any]) -> GoldenRows:
 
 
 def _vllm(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of vLLM. ``row`` is the class GoldenRow."""
+    """Yield the GoldenRow objects for recorded outputs of vLLM, on CPU and GPU. ``row`` is the class GoldenRow."""
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
     yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")

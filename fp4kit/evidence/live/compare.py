@@ -74,9 +74,9 @@ class ProducerComparison:
 
 
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> ProducerComparison:
-    """Compare every array that a producer returns for x with fp4kit's, and return the differences and counts.
+    """Compare every array that a producer returns for x with fp4kit's array, and return a ProducerComparison.
 
-    Errors of the producer and of fp4kit are not caught.
+    It holds the differences, and how often exceptions excused one. Errors of the producer and of fp4kit are not caught.
 
     Args:
         id: id of the recipe.
@@ -111,7 +111,7 @@ def _mask(
 ) -> np.ndarray:
     """Return a mask of the elements of a part in which a difference is excused by an exception of the call.
 
-    The mask is all False if the two arrays are equal or differ in shape.
+    The mask is all False if the call has no exceptions, or if the two arrays are equal or differ in shape.
 
     Args:
         part: the name of the part, a key of PARTS.

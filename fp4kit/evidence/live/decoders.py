@@ -47,17 +47,21 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
 
 
 def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
-    """Return a Quantized with the given codes (one per byte), block scales and tensor scale, which may be None."""
+    """Return a Quantized with the given codes (one per byte), block scales and tensor scale, in the linear layout.
+
+    tensor: the tensor scale, or None if the recipe has none.
+    dtype: the dtype to which the Quantized decodes.
+    """
     packed = fp4kit.pack(codes) if r.is_packed else codes
     tensor = None if tensor is None else np.asarray(tensor)
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparison:
-    """Decode q with the producer and with fp4kit, and compare the values.
+    """Decode q with the producer and with fp4kit, compare the values, and return a ProducerComparison.
 
-    Return a ProducerComparison. Its ``differences`` are empty or hold one difference, of the part "decoded". Errors of
-    the producer are not caught. ``call.decode`` must not be None.
+    Its ``differences`` are empty or hold one difference, of the part "decoded". Errors of the producer are not caught.
+    ``call.decode`` must not be None.
     """
     assert call.decode is not None
     with np.errstate(all="ignore"):

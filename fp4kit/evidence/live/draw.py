@@ -89,7 +89,7 @@ def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _weights(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values with the magnitude of a model's weights: a standard deviation of 0.02."""
+    """Return normally distributed values with a standard deviation of 0.02, as the weights of a model may have."""
     return (rng.standard_normal(shape, np.float32) * np.float32(0.02)).astype(dtype)
 
 
@@ -99,7 +99,10 @@ def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return bfloat16 or float16 values, cast to ``dtype``, so that they have few mantissa bits."""
+    """Return normally distributed values rounded to bfloat16 or float16 and then cast to ``dtype``.
+
+    So they have few mantissa bits. The magnitude varies from row to row.
+    """
     narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
     return arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
 
@@ -214,7 +217,7 @@ def _per_element(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.nd
 def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
     """Return floats at random distances of at most ULPS bit patterns from `numbers`, which must be nonnegative.
 
-    The result is clipped to the range from +0 to the dtype's largest value.
+    The result has the dtype of `numbers`. It is clipped to the range from +0 to the dtype's largest value.
     """
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))

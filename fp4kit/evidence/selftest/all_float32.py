@@ -146,7 +146,7 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """Find by bisection the bit patterns at which the specification's code rises; return them as int64, ascending.
+    """Return the bit patterns at which the specification's code rises, found by bisection: int64, ascending.
 
     There is one entry per code c that is larger than the code of bit pattern 1 and at most the code of ``last``. The
     entry is the smallest bit pattern whose code is at least c. The code must not decrease as the bit pattern grows.

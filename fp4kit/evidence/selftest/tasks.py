@@ -86,9 +86,9 @@ class Finished(NamedTuple):
 
 
 def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return normally distributed values of the given dtype and shape, determined by ``seed``.
+    """Return normally distributed values of the given dtype and shape. Equal seeds give equal arrays.
 
-    Each row is multiplied by a power of two from 2^-6 to 2^6.
+    Each row is multiplied by a random power of two from 2^-6 to 2^6.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape, np.float32)
@@ -147,11 +147,14 @@ def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
 
 
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
-    """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``.
+    """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``; return the Outcome.
 
-    Both functions are called on the arrays that the function ``inputs`` yields for each dtype. If ``quick`` is True,
-    each result is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and fake_quantize is
-    compared too. If the engine has no kernel for a call, the call is listed in ``Outcome.skipped``.
+    The arrays that the function ``inputs`` yields are quantized, for each dtype.
+
+    - If ``quick`` is True, each result is decoded to the input's dtype only.
+    - Otherwise it is decoded to all dtypes, and fake_quantize of the arrays is compared too.
+
+    If the engine has no kernel for a call, the call is listed in ``Outcome.skipped``.
     """
     total = Outcome()
     for dtype in FLOATS:

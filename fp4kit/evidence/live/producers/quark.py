@@ -107,7 +107,10 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the ProducerCall for an MX format of Quark. Elements that may use Quark's smallest scale are not compared.
+    """Return the ProducerCall for an MX format of Quark.
+
+    Differences are excused in elements whose stored scale is 2^-126 or less, because Quark may have divided them by
+    2^-127.
 
     Args:
         spec: the format: "FP4", "FP6E2M3", "FP6E3M2" or "FP8E4M3".

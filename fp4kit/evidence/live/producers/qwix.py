@@ -12,7 +12,7 @@ from fp4kit.rounding import exponent_field
 
 
 def _prepare() -> None:
-    """Import qwix. Raise ImportError if that fails, and RuntimeError if JAX has no CPU device."""
+    """Import JAX and qwix. Raise ImportError if that fails, and RuntimeError if JAX has no CPU device."""
     import jax
     import qwix._src.core.qarray  # noqa: F401
 
