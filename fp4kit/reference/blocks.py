@@ -18,7 +18,7 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
     """Yield (rows, columns), pairs of slices that divide a matrix into tiles of at most about 2^15 elements.
 
     Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix. They come row
-    by row, from left to right. An empty matrix gives none. A block with more than 2^15 elements is a tile by itself.
+    by row, from left to right. An empty matrix gives none. If one block has more than 2^15 elements, tiles have more.
 
     shape: the shape of the matrix.
     block: (rows, columns) of a block, or None if there are no blocks.

@@ -203,9 +203,14 @@ def encode_stochastic_float16(x: np.ndarray, fmt: ElementFormat, random: np.ndar
         n = floor(H((a - p) / step + random / 256)), with p = 2^e, or p = 0 if floor(H(log2(a))) is below emin
         value = min(p + n * step, max), step = 2^(e - mantissa bits)
 
-    H rounds to float16. The codes equal those of encode_stochastic, with two exceptions. If a is just below a large
-    power of two, H(log2(a)) may be the exponent of that power, so that n is -1 or 0. If the value is subnormal, H may
-    round up a number just below an integer. If a is 0, the code is 0 without sign. NaN becomes the format's nan_code.
+    H rounds to float16. max, emin and mantissa bits are those of fmt, e is the exponent of a, step is the distance of
+    neighboring values, and n counts steps from p. If a is 0, the code is 0 without sign. Infinities saturate, and NaN
+    becomes the format's nan_code.
+
+    The codes equal those of encode_stochastic, with two exceptions:
+
+    - If a is just below a large power of two, H(log2(a)) may be the exponent of that power, so that n is -1 or 0.
+    - If the value is subnormal, H may round up a number just below an integer.
 
     fmt: E4M3 or E5M2.
     random: uint8, one byte per element.

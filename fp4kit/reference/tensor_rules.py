@@ -219,8 +219,9 @@ def tensor_fp8_transformers(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -
         encode = (1 / amax) * 448, or 1 if amax is 0 or NaN
         decode = 1 / encode
 
-    The quotient and the product are rounded one after the other, as PyTorch computes 448 / amax. An infinite amax gives
-    encode = 0 and decode = inf. dtype is not used. Source: transformers integrations/finegrained_fp8.py Fp8Quantize.
+    The quotient and the product are rounded one after the other, as PyTorch computes 448 / amax. If one of them
+    overflows, encode is inf and decode is 0. An infinite amax gives encode = 0 and decode = inf. dtype is not used.
+    Source: transformers integrations/finegrained_fp8.py Fp8Quantize.
     """
     encode_scale = np.where(amax > 0, ONE / np.where(amax > 0, amax, ONE) * recipe.element.max, ONE)
     return encode_scale, ONE / encode_scale

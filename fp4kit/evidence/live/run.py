@@ -224,7 +224,8 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
 def _between(first: str, version: str, last: str) -> bool:
     """Return True if a version is from ``first`` to ``last``, both included; "" stands for no limit.
 
-    The version "unknown" is accepted. Versions are compared by their leading numbers (see _key).
+    The version "unknown" is accepted. Versions are compared by their leading numbers (see _key), so "0.19.0" is above
+    "0.19".
     """
     if version == "unknown":
         return True
