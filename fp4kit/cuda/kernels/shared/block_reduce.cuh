@@ -21,7 +21,8 @@ struct TileMemory<R, true> {
   float parts[3][kTileWarps][kColumns];
 };
 
-// An operation for reduce_rows: it returns the larger of two magnitudes, with NaN above all numbers.
+// An operation for reduce_rows: `combine` returns the larger of two magnitudes. NaN, without a sign, counts as larger
+// than all numbers.
 struct LargerOf {
   FP4KIT_DEVICE float combine(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
 };
@@ -30,10 +31,10 @@ struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
-// Combine each of kCount values over all rows of a block by Operation, in any order. Each thread passes the values of
-// its row in `values`, and gets the results for its block there. `column` is the index of the block in the tile. All
-// threads of the thread block must call this function. It overwrites tile.parts[kPart] and the following kCount - 1
-// parts.
+// Combine each of kCount values over all rows of a block by Operation (LargerOf or SumOf), in any order. Each thread
+// passes the values of its row in `values`, where the results for its block replace them. `column` is the index of the
+// block in the tile. All threads of the thread block must call this function. It overwrites tile.parts[kPart] and the
+// following kCount - 1 parts.
 //
 // A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one row.
 template <class R, class Operation, int kPart, int kCount>
@@ -58,8 +59,10 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   }
 }
 
-// Return the amax of a block to all threads that handle its rows. `amax` is the amax of this thread's row, which is row
-// `row` of block `column` of the tile. All threads of the thread block must call this function.
+// Return the amax of a block, to each thread that handles a row of the block. `amax` is the amax of this thread's row,
+// which is row `row` of block `column` of the tile. A NaN amax of a row makes the result NaN only if NaN propagates in
+// the recipe (larger_of_rows). If blocks have one row, return `amax`. Otherwise all threads of the thread block must
+// call this function.
 template <class R>
 FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {

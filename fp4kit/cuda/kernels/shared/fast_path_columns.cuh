@@ -4,9 +4,9 @@
 
 #include "fast_path.cuh"
 
-// Collect the sign bits of eight rows of two columns. The signs of the left column go to signs[0], and those of the
-// right column to signs[1]. The sign of row i is bit 4 i + 3, where a 4-bit code has its sign. All other bits are
-// undefined.
+// Store the sign bits of eight rows of two columns: those of the left column in signs[0], and those of the right column
+// in signs[1]. rows[i] holds the two 16-bit elements of row i, the left one in the low half. The sign of row i is at
+// bit 4 i + 3, where a 4-bit code has its sign. All other bits are undefined.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   u32 four[2];  // of rows 0 2 and of rows 1 3; two bytes of the left column, two of the right one
 #pragma unroll
@@ -18,9 +18,12 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   signs[1] = prmt(four[0], four[1], 0x7632u);
 }
 
-// Multiply eight rows of two bfloat16 columns by a power of two per column, and encode them as E2M1. Store the codes of
-// the left column in words[0] and the codes of the right column in words[1]. `factors` holds the two powers of two as
-// bfloat16, the left column's in the low half. The codes get the sign bits of `signs`, which holds one pair per row.
+// Multiply the magnitudes of eight rows of two bfloat16 columns by a power of two per column, and encode them as E2M1,
+// rounded to nearest even and saturated. Store the codes of the left column in words[0] and those of the right column
+// in words[1], row i at bit 4 i.
+//   rows     rows[i] holds the two elements of row i, the left one in the low half
+//   signs    signs[i] holds, in the sign bits of its halves, the signs of the codes of row i
+//   factors  the two powers of two as bfloat16, the left column's in the low half
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
   u32 four[2];  // of rows 0 to 3 and of rows 4 to 7; bytes: left, right, left, right
 #pragma unroll
@@ -37,9 +40,9 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
   words[1] = prmt(four[0], four[1], 0x7531u);
 }
 
-// Encode two columns of finite elements, whose factors are f[0] and f[1]. Pack the codes of column j into words[j], the
-// first code in the lowest bits. They equal the codes of exact_codes if takes_fast_path is true for the column, and
-// have no meaning otherwise.
+// Encode two columns of 16-bit elements, and pack the codes of column j into words[j], the first code in the lowest
+// bits. rows[i] holds the two elements of row i, the left one in the low half. f[j] is the factor of column j. If
+// takes_fast_path is true for a column, its codes equal those of exact_codes; otherwise they have no meaning.
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
                                   u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {

@@ -150,7 +150,7 @@ FP4KIT_DEVICE constexpr bool has_one_scale() {
 FP4KIT_DEVICE float amax_power(TensorScale t) {
   return float_of(bits_of(t.amax) & kInfinityBits);
 }
-// Return 1 / amax_power(t).
+// Return 1 / amax_power(t), which is exact. The tensor's amax must be a positive normal number below 2^126.
 FP4KIT_DEVICE float inverse_amax_power(TensorScale t) {
   return float_of(0x7F000000u - bits_of(amax_power(t)));
 }
@@ -162,8 +162,8 @@ FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
   return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Return the ApproximateScale of a scale code with the tensor scale t. Its factor is infinite if the fast path must not
-// be used with this scale.
+// Return the ApproximateScale of a scale code of the recipe R with the tensor scale t. If the fast path must not be
+// used with this scale, its factor is infinity and its other fields are 0.
 template <class R, class In>
 FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);

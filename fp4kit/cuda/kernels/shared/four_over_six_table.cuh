@@ -70,20 +70,21 @@ struct alignas(16) PairTable {
   u32 entries[kPairs * kEntries];
 };
 
-// Return the key of a pair of scales, which is its index in PairTable::offsets. `six` and `four` are the scale codes of
-// the two scales; `four` is at least `six`.
+// Return the key of a pair of scales, which is the index of their PairOffset in PairTable::offsets. `six` and `four`
+// are the scale codes of the two scales; `four` must be `six` to `six` + 7.
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }
 
-// Return true if the table is valid for this tensor scale, for blocks whose amax is at most the tensor's amax.
-// is_in_table checks a block.
+// Return true if the table may be used for blocks with this tensor scale: if the tensor's amax is between 2^-40 and
+// 2^60, and both scales of t are finite. Each block must then be checked by is_in_table.
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
   return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Fill `pairs` and `offsets` of the table, from which the entries are computed. All threads of a thread block must call
-// this function, and may read both when it returns.
+// Fill table.pairs, from which fill_table computes the entries, and table.offsets, for the tensor scale t. Offsets of
+// keys that belong to no pair are not set. All threads of a thread block must call this function, and may read both
+// when it returns.
 template <class R>
 FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   constexpr u32 kOne = 7u << 3;  // the code of scale 1
@@ -113,7 +114,9 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return the table entry of the bfloat16 with these bits, for a pair of scales and the tensor scale t.
+// Return the table entry of the bfloat16 with the bits `bits`, which must not be negative, for a pair of scales and the
+// tensor scale t. The entry holds the difference of the errors, four's minus six's, in its upper 24 bits, six's code in
+// bits 0 to 2, and four's code in bits 4 to 6.
 template <class R>
 FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   const float x = float_of(bits << 16);
@@ -128,8 +131,8 @@ FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   return (static_cast<u32>(difference) << 8) + codes[1] * 16u + codes[0];
 }
 
-// Fill the whole table for the tensor scale t. All threads of a thread block must call this function, and may read the
-// table when it returns.
+// Fill `table` for the tensor scale t: its pairs, offsets and entries. All threads of a thread block must call this
+// function, and may read the table when it returns.
 template <class R>
 FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   fill_pairs<R>(table, t);
@@ -140,16 +143,17 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return true if the table is valid for a block: if its amax is at most the tensor's amax, and `base` is at least 2^-6
-// (so that its code is normal) or the amax is 0. `base` is the first scale of the block before it is rounded to E4M3.
-// If the amax is NaN, the result is false. has_table_for(t) must be true.
+// Return true if the table may be used for a block: if its amax is at most t.amax (the tensor's amax), and `base` is at
+// least 2^-6 (so that its code is normal) or the amax is 0. `base` is the first scale of the block before it is rounded
+// to E4M3. If the amax is NaN, the result is false. has_table_for(t) must be true.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }
 
-// Look up the table entries of a run of elements, for the scales with codes `six` and `four`. Store the entries in
-// `entries`, and return their sum, a signed integer whose upper 24 bits are positive if six has the smaller error. If
-// both scales are equal, return a positive sum instead, so that six is chosen.
+// Look up the table entries of a run of elements, for the scales with codes `six` and `four`. Store the entry of
+// element i in entries[i], and return the sum of all entries, to be read as a signed integer. Its upper 24 bits are
+// positive if six has the smaller error, and negative if four has. If both codes are equal, return a positive number
+// instead of the sum, so that six is chosen. is_in_table must be true for the block.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
   const PairOffset offset = table.offsets[key_of(six, four)];
@@ -167,8 +171,9 @@ FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 
   return six == four ? 1u << 16 : sum;
 }
 
-// Return the codes of eight elements without signs, four bits each, from the elements' table entries. If `shift` is 0,
-// these are the codes for the scale amax / 6; if it is 4, the codes for the scale amax / 4.
+// Return a word with the codes of eight elements, without signs and four bits each, from the elements' table entries.
+// The code of element i is at bit 4 i. If `shift` is 0, the codes are those for the scale amax / 6; if it is 4, those
+// for the scale amax / 4.
 FP4KIT_DEVICE u32 codes_of_entries(const u32* entries, u32 shift) {
   const u32 even = prmt(prmt(entries[0], entries[2], 0x0040u), prmt(entries[4], entries[6], 0x0040u), 0x5410u);
   const u32 odd = prmt(prmt(entries[1], entries[3], 0x0040u), prmt(entries[5], entries[7], 0x0040u), 0x5410u);

@@ -72,21 +72,23 @@ struct ProductTile {
   i64 matrix, row, column;
 };
 
-// Return the number of tiles of kTile x kTile results in all matrices.
+// Return the number of tiles of kTile x kTile results in all matrices of a product. Tiles at the right and lower edges
+// of a matrix count too, although they have fewer results.
 template <int kTile>
 FP4KIT_DEVICE i64 tile_count(const ProductArguments& a) {
   return a.batch * ((a.a.rows + kTile - 1) / kTile) * ((a.b.rows + kTile - 1) / kTile);
 }
 
-// Return tile number `index` of kTile x kTile results. Tiles are numbered along rows of tiles.
+// Return the tile of kTile x kTile results with the number `index`, from 0 to tile_count - 1. Tiles are numbered matrix
+// by matrix, and in a matrix along rows of tiles.
 template <int kTile>
 FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
   const i64 rows = (a.a.rows + kTile - 1) / kTile, columns = (a.b.rows + kTile - 1) / kTile;
   return {index / columns / rows, index / columns % rows * kTile, index % columns * kTile};
 }
 
-// Call body(a, tile) for each tile of the product that this thread block computes. All threads of a thread block get
-// the same calls.
+// Call body(a, tile) for each tile of the product `a` that this thread block computes: the thread blocks of the grid
+// take turns. All threads of a thread block get the same calls.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductArguments& a, Body body) {
   const i64 tiles = tile_count<kTile>(a);
@@ -115,13 +117,14 @@ FP4KIT_DEVICE void for_each_tile(const ProductGroup& group, Body body) {
   }
 }
 
-// Return the index of row `row` of matrix `matrix` among all rows of an operand. If the operand is no stack, `matrix`
-// is ignored.
+// Return the index of row `row` of matrix number `matrix` among all rows of an operand. If x.is_stack is 0, the operand
+// has only one matrix, and `matrix` is ignored.
 FP4KIT_DEVICE i64 row_index(const ProductOperand& x, i64 matrix, i64 row) {
   return (x.is_stack ? matrix * x.rows : 0) + row;
 }
 
-// Return the exact value of element k of a row, not multiplied by its block scale. `row` is a result of row_index.
+// Return the value of element k of a row as float32, which is exact. Neither the block scale nor the tensor scale is
+// applied. `row` is a result of row_index.
 FP4KIT_DEVICE float element_at(const ProductOperand& x, i64 row, i64 k) {
   const u8* codes = x.codes + row * x.row_bytes;
   switch (static_cast<CodeKind>(x.kind)) {
@@ -136,13 +139,14 @@ FP4KIT_DEVICE float element_at(const ProductOperand& x, i64 row, i64 k) {
   }
 }
 
-// Return true if (row, column) is inside of the matrices of results.
+// Return true if the matrices of results have an element (row, column). Neither index may be negative.
 FP4KIT_DEVICE bool is_inside(const ProductArguments& a, i64 row, i64 column) {
   return row < a.a.rows && column < a.b.rows;
 }
 
-// Multiply a sum by the tensor scales of its row and column, and store it as an Out, rounded to nearest even. NaN is
-// 0x7FFFFFFF, or 0x7FFF in 16 bits. Do nothing outside of the matrix.
+// Multiply a sum by the tensor scales of its row of a and its row of b, if there are any, and store it in a.out as
+// result (row, column) of matrix number `matrix`, rounded to nearest even in the type Out. NaN is stored as 0x7FFFFFFF,
+// or as 0x7FFF in 16 bits. Do nothing if (row, column) is outside of the matrix.
 template <class Out>
 FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row, i64 column, float sum) {
   if (!is_inside(a, row, column)) return;

@@ -7,8 +7,10 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Store in `largest` the float32 bits of the block's largest magnitude, for each column of a patch. The threads that
-// hold the patches of one block combine their maxima. All threads of the warp must call this function.
+// For each column j of a patch, store in largest[j] the float32 bits of the largest magnitude of the whole block in
+// that column, also of its parts in other patches. If an element of the block is NaN, these are the bits of a NaN. The
+// threads that hold the patches of one block combine their maxima, and all get the result. All threads of the warp must
+// call this function.
 template <class In, class P>
 FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                  u32 (&largest)[P::kPatchColumns]) {
@@ -61,7 +63,8 @@ FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows
   return inconclusive;
 }
 
-// Store the Hadamard transform of 16 elements in y. The elements begin at x and are `step` apart.
+// Store in y the Hadamard transform of the 16 elements x[0], x[step], x[2 step], ..., by the signs of R::kSignMask. The
+// result is always right, unlike that of transform_columns. x is not changed.
 template <class R, class In>
 FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
   typename In::Bits column[16];
@@ -73,8 +76,9 @@ FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typena
   for (int i = 0; i < 16; ++i) y[i] = In::narrow(element(run, i));
 }
 
-// Encode all columns of a patch by the fast path, and store their codes in `words`. The codes of columns that must not
-// take the fast path are wrong, and the caller replaces them.
+// Encode all columns of a patch by the fast path, and store the codes of column j in words[j], from top to bottom, the
+// first code in the lowest bits. f[j] is the factor of its block. The codes of columns that must not take the fast path
+// are wrong, and the caller replaces them.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                         const Factor (&f)[P::kPatchColumns],
@@ -102,9 +106,13 @@ FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::
   }
 }
 
-// Encode one column of a patch by the exact path into `words`, and return the scale code of its block. The column
-// begins at x, `above` rows below the first row of its block; neighboring rows are `step` elements apart. The loops are
-// not unrolled, because this case is rare.
+// Encode one column of a patch by the exact path: store its codes in `words`, and return the scale code of its block.
+//   x      the first element of the column in the input, `above` rows below the first row of its block
+//   step   the distance of neighboring rows in elements
+//   t      the tensor scale
+//   table  the Factors by scale code, for scale_block
+// If R::kHadamard, the elements are transformed first; the input is not changed. The loops are not unrolled, because
+// this case is rare.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 step, TensorScale t, const Factor* table,
                                     u32 (&words)[P::kWords]) {
@@ -122,9 +130,11 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
   }
 }
 
-// Quantize a patch of blocks in columns, and store the codes and scales in the staging buffer. x holds the elements of
-// the patch, and is overwritten if R::kHadamard. Columns that must not take the fast path are then loaded again and
-// encoded by the exact path. All threads of the warp must call this function.
+// Quantize a patch at position s whose blocks lie in columns, and store the codes and scales in the staging buffer. A
+// block's scale is stored by the thread with the first rows of the block. x holds the elements of the patch; if
+// R::kHadamard, their transform replaces them. t is the tensor scale, and `table` holds the Factors by scale code, for
+// scale_block. Columns that must not take the fast path are loaded again and encoded by the exact path. All threads of
+// the warp must call this function.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPosition& s,
                                           Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

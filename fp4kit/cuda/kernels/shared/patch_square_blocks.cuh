@@ -5,7 +5,8 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Return the address in a.packed of the codes of the first row of a patch.
+// Return the address in a.packed of the code of the first element of a patch, whose position is s. Codes of the patch's
+// next row begin row_bytes later.
 template <class P>
 FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
@@ -24,8 +25,9 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
     if (first + i < inside) *out = static_cast<u8>(code);
 }
 
-// Fake-quantize a patch: store the values to which its codes decode. `is_fast` says whether its block takes the fast
-// path, and `scale` decodes the codes of the block.
+// Fake-quantize a patch at position s: store in a.values the values to which its codes decode. Rows outside of the
+// matrix are left out. x holds the elements of the patch. If is_fast, the fast path rounds them; otherwise the exact
+// path loads them again from a.x. f is the factor of the block, and `scale` decodes its codes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,
@@ -49,9 +51,9 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Encode a patch by the exact path: load its elements again, and encode them by rows and then by columns. Codes along
-// rows are stored in memory, codes along columns in the staging buffer. A direction whose output is nullptr (a.packed
-// or a.column_packed) is left out.
+// Encode a patch at position s by the exact path: load its elements again, and encode them by rows and then by columns.
+// f is the factor of the block. Codes along rows are stored in a.packed, and codes along columns in the staging buffer.
+// A direction whose output is nullptr (a.packed or a.column_packed) is left out.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s, Factor f, Staging<P>& staging) {
   const typename In::Bits* x = first_element<In>(a, s);
@@ -69,7 +71,8 @@ FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Transpose the codes of a patch, which are packed along rows, and store them in the staging buffer along columns.
+// Transpose the codes of a patch at position s, and store them in the staging buffer along columns. codes[i] holds the
+// codes of row i of the patch, the first one in the lowest bits; it is not changed.
 template <class P>
 FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
                                     const u32 (&codes)[P::kPatchRows][P::kRowWords]) {
@@ -89,7 +92,7 @@ FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
   }
 }
 
-// Return the elements of several rows of a patch as one run.
+// Return the elements of all rows of a patch as one run, row after row.
 template <class In, int kPatchColumns, int kPatchRows>
 FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPatchColumns> (&x)[kPatchRows]) {
   constexpr int kWords = Run<In, kPatchColumns>::kWords;
@@ -99,9 +102,11 @@ FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPa
   return all;
 }
 
-// Quantize a patch of a square block, along rows and along columns, or fake-quantize it if R::kFake. A direction whose
-// output is nullptr (a.packed or a.column_packed) is left out. Codes along columns are stored in the staging buffer.
-// All threads of a warp must call this function.
+// Quantize a patch of a square block at position s. x holds its elements, and t is the tensor scale.
+//   along rows     codes are stored in a.packed, and scales in a.scales, unless a.packed is nullptr
+//   along columns  codes and scales are stored in the staging buffer, unless a.column_packed is nullptr
+//   R::kFake       only the values are stored, in a.values
+// Do nothing if the patch is outside of the matrix. All threads of a warp must call this function.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const PatchPosition& s,
                                    const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

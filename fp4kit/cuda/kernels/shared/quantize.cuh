@@ -31,8 +31,8 @@ FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorS
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
 }
 
-// Store the random byte of each element of a run in `bytes`: from a.random if it is given, otherwise generated from
-// a.seed. The run begins at element `first` of the array; `first` is a multiple of the run's length.
+// Store the random byte, 0 to 255, of each of the kRun elements of a run in `bytes`: from a.random if it is given,
+// otherwise generated from a.seed. The run begins at element `first` of the array, which must be a multiple of kRun.
 template <class R, int kRun>
 FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&bytes)[kRun]) {
   if (a.random) {

@@ -17,9 +17,11 @@ struct BlockRow {
   i64 row, block, blocks;
 };
 
-// Store the scale code of a block for the row that this thread handles. The thread with the first block of the tensor
-// also stores the tensor scale t, or the thread with the first block of each row if rows have their own tensor scales.
-// If R::kFake, no scale code is stored.
+// Store the scale code of a block in a.scales, for the row of the block that this thread handles: each row of a block
+// has its own copy. If R::kFake, no scale code is stored.
+//
+// The tensor scale t is stored too, unless R has none or a.tensor_scale is nullptr: by the thread with the first block
+// of the tensor or, if rows have their own tensor scales, by the thread with the first block of each row.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u32 code, TensorScale t) {
   if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = code;
@@ -37,10 +39,14 @@ struct Choice {
   Factor factor;
 };
 
-// Choose the scale of a block by the fast path. `run` is the row of this thread. `table` holds the ApproximateScale of
-// each scale code, or is nullptr to compute it here. `column` is the number of the block in the tile. If the result's
-// `chosen` is false for any row of a block, the block must take the exact path. If kBlockRows > 1, all threads of the
-// thread block must call this function, which leaves intermediate results in `tile`.
+// Return the scale that the fast path chooses for a block (Choice). If `chosen` is false in the result of any thread
+// that handles a row of the block, the whole block must take the exact path.
+//   run     the row of the block that this thread handles
+//   t       the tensor scale
+//   table   the ApproximateScale of each scale code, or nullptr to compute it here; not read without 4over6
+//   tile    receives intermediate results if blocks have several rows
+//   column  the index of the block in the tile
+// If R::kBlockRows > 1, all threads of the thread block must call this function.
 template <class R, class In>
 FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const ApproximateScale* table,
                                   TileMemory<R>& tile, int column) {
@@ -75,7 +81,8 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   }
 }
 
-// Load the row of a block that begins at element `first`. If R::kHadamard, transform it.
+// Return the row of a block that begins at element `first` of a.x. If R::kHadamard, return its Hadamard transform
+// instead.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first) {
   Run<In, R::kBlock> x = read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -83,8 +90,10 @@ FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first)
   return x;
 }
 
-// Encode and store a row of a block that takes the fast path, with the scale that choose_scale has chosen (c). The row
-// is stored in runs of 16, because random bytes are generated for 16 elements at a time.
+// Encode a row of a block by the fast path, with the scale c that choose_scale has chosen, and store it: its codes and
+// its scale code or, if R::kFake, only its values. `position` is the row's place in the matrix, and t the tensor scale,
+// which store_scales may store too. The row is stored in runs of 16, because random bytes are generated for 16 elements
+// at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, const Run<In, R::kBlock>& run, Choice c,
                              TensorScale t) {
@@ -100,9 +109,15 @@ FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, cons
   store_scales<R, In>(a, position, c.code, t);
 }
 
-// Quantize a row of a block with 4over6 by the exact path. `run` holds its elements, from load_row. tile_row and
-// `column` are the row of this thread in the tile and the number of its block. `inside` is false if the row is outside
-// of the matrix. If kBlockRows > 1, all threads of the thread block must call this function.
+// Quantize a row of a block by 4over6 or IF4 by the exact path, and store it: its codes and its scale code or, if
+// R::kFake, only its values.
+//   position  the row's place in the matrix
+//   inside    false if the row is outside of the matrix; then nothing is stored
+//   run       the elements of the row, from load_row; zeros if the row is outside
+//   tile_row  the row of this thread in the tile
+//   column    the index of its block in the tile
+// If both scales have the same error, or an error is NaN, the scale that maps the amax to 6 is used. If R::kBlockRows >
+// 1, all threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockRow position, bool inside,
                                               Run<In, R::kBlock>& run, TensorScale t, TileMemory<R>& tile, int tile_row,
@@ -126,9 +141,11 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockR
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Quantize a row of a block by the exact path, for recipes other than 4over6. tile_row and `column` are the row of this
-// thread in the tile and the number of its block. `inside` is false if the row is outside of the matrix. If kBlockRows
-// > 1, all threads of the thread block must call this function.
+// Quantize a row of a block by the exact path, for recipes without 4over6, and store it: its codes and its scale code
+// or, if R::kFake, only its values. The row is loaded here. `position` is its place in the matrix; tile_row and
+// `column` are the row of this thread in the tile and the index of its block there. If `inside` is false, the row is
+// outside of the matrix, and nothing is stored. If R::kBlockRows > 1, all threads of the thread block must call this
+// function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, bool inside, TensorScale t,
                                 TileMemory<R>& tile, int tile_row, int column) {
@@ -143,8 +160,9 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, b
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Fill the table of ApproximateScale, indexed by scale code, for recipes with one tensor scale. All threads of the
-// thread block must call this function, and may read the table when it returns.
+// Store the ApproximateScale of each of the kTableSize scale codes in `table`, indexed by code. The tensor scale
+// follows from a.tensor_amax, so has_one_scale<R>() must be true. All threads of the thread block must call this
+// function, and may read the table when it returns.
 template <class R, class In>
 FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale* table) {
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
@@ -152,8 +170,10 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Quantize a matrix whose blocks have several rows. Each thread block quantizes whole tiles, one after the other.
-// `table` holds the ApproximateScale of each scale code; if it is nullptr, each is computed when it is needed.
+// Quantize the tiles of a.x that this thread block of `grid` takes, one after the other, for blocks of several rows.
+// Store codes and scales or, if R::kFake, only values. `table` holds the ApproximateScale of each scale code; if it is
+// nullptr, each is computed when it is used. All threads of the thread block must call this function, which exchange
+// amaxes and errors in `tile`.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -186,8 +206,10 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a run of a row, the block `position`, by 4over6 or IF4, for blocks of one row. `x` is the run, from
-// load_row. `table` holds the ApproximateScale of each scale code, or is nullptr.
+// Quantize one block of one row by 4over6 or IF4, and store its codes and its scale code or, if R::kFake, only its
+// values. `position` is its place in the matrix, x holds its elements (from load_row), and t is the tensor scale.
+// `table` holds the ApproximateScale of each scale code, or is nullptr to compute it here. The block takes the fast
+// path if choose_scale chooses a scale, and otherwise, and always for IF4, the exact path.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, BlockRow position, Run<In, R::kBlock>& x, TensorScale t,
                                 const ApproximateScale* table, TileMemory<R>& tile) {
@@ -201,8 +223,9 @@ FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, BlockRow position, R
   quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
 }
 
-// Quantize a matrix by 4over6 or IF4, for blocks of one row. Each thread quantizes whole blocks, one after the other.
-// `table` holds the ApproximateScale of each scale code; if it is nullptr, each is computed when it is needed.
+// Quantize the blocks of a.x that this thread of `grid` takes, one after the other, by 4over6 or IF4, for blocks of one
+// row. Store codes and scales or, if R::kFake, only values. `table` holds the ApproximateScale of each scale code; if
+// it is nullptr, each is computed when it is used. `tile` is not used.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
@@ -225,7 +248,9 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
   }
 }
 
-// Quantize a matrix, or one piece of a tensor in a group. This thread block processes the part that `grid` names.
+// Quantize the part of a.x that this thread block of `grid` takes, and store codes and scales or, if R::kFake, only
+// values. `grid` is whole_grid() for one matrix; for a tensor in a group, it names one piece of the tensor. All threads
+// of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;

@@ -51,8 +51,9 @@ struct Candidates {
   bool ordinary;            // true if the scales are in the range for which the bounds are proven
 };
 
-// Compute the candidates (codes 1 ... kLastCandidate) for a tensor amax, and store them in `shared`. All threads of a
-// thread block must call this function, and may read them when it returns.
+// Fill `shared` for the tensor amax `amax`: the candidates with the codes 1 ... kLastCandidate, and the other fields of
+// Candidates. Entries of other codes are not set. All threads of a thread block must call this function, and may read
+// `shared` when it returns.
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) {
@@ -72,8 +73,9 @@ struct CandidateRange {
   u32 low, high;
 };
 
-// Return the candidates of a block with this amax: c + a.lower ... c + a.upper, clamped to 1 ... kLastCandidate, where
-// c is the code of this amax. If a.lower is at most -126 and a.upper at least 126, all codes are candidates.
+// Return the candidates of a block with this amax: the codes c + a.lower ... c + a.upper, clamped to 1 ...
+// kLastCandidate. c is the scale code that the block rule block_modelopt_static gives for the amax and the tensor scale
+// t. If a.lower is at most -126 and a.upper at least 126, all codes 1 ... kLastCandidate are candidates.
 template <class R>
 FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
@@ -92,11 +94,12 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Find the scale code with the smallest loss for a block with a finite amax > 0. Return true if the code in `best` is
-// proven to be the best of all candidates. If the result is false, `best` may be wrong.
+// Find the scale code with the smallest loss for a block with a finite amax > 0, and store the code and its loss in
+// `best`. Return true if this code is proven to be the best of all candidates in `range` (the first one in case of
+// ties). If the result is false, `best` may be wrong, and the caller tries all candidates.
 //
-// The caller initializes `best` with range.low and an infinite loss. The search tries the upward codes first, and then
-// lower codes.
+// The caller initializes `best` with range.low and an infinite loss, and shared.ordinary must be true. The search tries
+// the upward codes first, and then lower codes.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

@@ -125,7 +125,7 @@ struct ScalePowers {
   }
 };
 
-// Store in d the residuals (rounding errors) of the sixteen elements of a run for the candidate `trial` of a set.
+// Store in d the residuals (rounding errors) of the sixteen elements run.a for the candidate `trial` of a set.
 template <class Set, bool kWeighted>
 FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
                                  float (&d)[kSearchBlockSize]) {
@@ -143,8 +143,9 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
   }
 }
 
-// Return the loss of a row of a block for the candidate `trial` of a set. load(j, run) loads 16 elements with their
-// weights, starting at column j. First, four neighbors are combined at a time (loss_of_four). Then the second half of
+// Return the loss of a row of a block for the candidate `trial` of a set, by the objective kObjective (see Objective),
+// with p = a.power. load(j, run) loads the 16 elements from column j on, and their weights if kWeighted, into `run`.
+// First, four neighbors are combined at a time (loss_of_four). Then the second half of
 // the results is combined with the first half (combined_loss), until one result is left. If the number of results is
 // odd, the middle result is kept for the next round.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
@@ -173,9 +174,10 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// Return the loss of one row of a block for the candidate `trial`. `block` is the index of the block in its row of
-// blocks. loss_of_row describes `load`. If the objective is `hessian`, the loss is computed from the Hessian of the
-// block's columns. Otherwise, loss_of_row computes the loss.
+// Return the loss of one row of a block for the candidate `trial` of a set. load(j, run) loads the 16 elements from
+// column j on, and their weights if kWeighted. If the objective is `hessian`, the loss is d^T H d, where d are the
+// residuals of the 16 elements and H is the Hessian number `block` in a.column_weights. `block` is the index of the
+// block in its row of blocks. For other objectives, loss_of_row computes the loss.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
@@ -190,9 +192,11 @@ FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const 
   }
 }
 
-// Return the candidate with the smallest loss for a block (the first one in case of ties). If no loss is below
-// infinity, return the first candidate of all, with an infinite loss. kLanes neighboring threads share the work. The
-// block has `rows` rows, and x is the address of its first element.
+// Return the candidate with the smallest loss for a block (the first one in case of ties) and its loss. If no loss is
+// below infinity, for example because an element is NaN, return set.first with an infinite loss. The loss of a block
+// with several rows is the combined_loss of its rows. `rows` is the number of its rows, x the address of its first
+// element, and `block` its index in its row of blocks. set.begin is called, which changes `set`. Set::kLanes
+// neighboring threads share the work, and all get the result. All threads of the warp must call this function.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
 FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set, i64 block, const typename In::Bits* x,
                                           int rows) {

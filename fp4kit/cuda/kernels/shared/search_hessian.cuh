@@ -19,8 +19,8 @@ struct Hessian {
   alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
-// Return the Candidate of a scale code with the scale that will be stored: the E4M3 value times the tensor scale.
-// `amax` is the tensor's amax.
+// Return the Candidate of a scale code with the scale as it will be stored: the E4M3 value of the rounded block scale
+// times the tensor scale, or 1 if that is 0. `amax` is the tensor's amax.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
@@ -51,8 +51,9 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   return true;
 }
 
-// Return true if no square that may decide the result underflows or overflows, for the diagonal of H and the scales of
-// all candidates.
+// Return true if no squared residual that may decide the result underflows or overflows, whatever the elements are. The
+// function checks the diagonal of the Hessian h with the smallest and the largest scale of the candidates. Zeros on the
+// diagonal are accepted; NaN gives false.
 FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   const float low = shared.by_code[1].scale, high = 7.0f * shared.by_code[kLastCandidate].scale;
   for (int i = 0; i < kSearchBlockSize; ++i) {
@@ -64,8 +65,8 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// Store in d the residuals (rounding errors) of a row's 16 elements for a candidate, with the signs of the elements.
-// kAny and `scaling` are passed to the function `residual`, which describes them.
+// Store in d the residuals (rounding errors) of a row's 16 elements x for the candidate c: each element minus its
+// value, with its sign. kAny and `scaling` are passed to the function `residual`, which describes them.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
                                  float (&d)[kSearchBlockSize]) {
@@ -97,7 +98,8 @@ FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hes
   return sums[0];
 }
 
-// Return the sum of h_ii d_i^2, added in any order.
+// Return the sum of h_ii d_i^2 for the residuals d of a row and the Hessian h. It serves for bounds, so the order of
+// additions does not matter.
 FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sum = 0.0f;
 #pragma unroll
@@ -105,8 +107,9 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
   return sum;
 }
 
-// Return the scale code with the smallest loss for a block with amax > 0 (the first one in case of ties). `margin` is
-// defined at the head of this file. If it is not above 0, every candidate in `range` is tried. If no loss is below
+// Return the scale code in `range` with the smallest loss d^T H d, and that loss, for a block with the 16 elements x
+// and the amax `amax` > 0 (the first code in case of ties). `margin` is defined at the head of this file. If it is not
+// above 0, every candidate in `range` is tried; otherwise codes that provably lose are skipped. If no loss is below
 // infinity, return range.low with an infinite loss.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {

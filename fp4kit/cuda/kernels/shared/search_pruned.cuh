@@ -54,8 +54,8 @@ struct PruningTables {
 template <>
 struct PruningTables<true> {};
 
-// Fill the tables that the pruned search reads. All threads of a thread block must call this function, and then
-// synchronize before they read the tables.
+// Fill the tables that the pruned search reads, or do nothing if kWeighted. All threads of a thread block must call
+// this function, and then synchronize before they read the tables.
 template <class R, bool kWeighted>
 FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
@@ -80,10 +80,11 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
   return value >= 0x1p-6f && first <= range.high ? first : 0u;
 }
 
-// Compute the loss of the code with the smallest bound for a block. Return the state of the block's search, which
-// includes the set of other codes that may still win. `first` is the result of normal_first, and must not be 0. The
-// lowest `unsure` of the seven codes below `first` may be no candidates. If one of them may still win, least.second is
-// 0, so that no code is proven best.
+// Begin the search of a block: compute the loss of the upward code with the smallest bound. Return the state of the
+// block's search, which holds the rank of this code and, in `open`, the other codes that may still win. `first` is the
+// result of normal_first, and must not be 0. The lowest `unsure` of the seven codes below `first` may be no candidates.
+// If one of them may still win, least.second is 0, so that no code is proven best; otherwise it is the bits of
+// infinity.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
@@ -101,8 +102,9 @@ FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, Candi
   return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
-// Compute the losses of all open codes of a warp's blocks, one code per thread at a time, and update the ranks of each
-// block. All threads of the warp must call this function.
+// Compute the losses of all open codes of a warp's blocks, one code per thread at a time. Store in s.least the two
+// smallest ranks of this thread's block, those that s.least held before included. `block` and s belong to this thread,
+// and open_codes to the warp. s.open is not changed. All threads of the warp must call this function.
 FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, const Candidates& shared,
                                   OpenCodes& open_codes) {
   const u32 lane = threadIdx.x % 32u;
@@ -139,8 +141,9 @@ FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, 
   s.least = open_codes.least[lane];
 }
 
-// Return true if the code with the smallest rank is proven to be the result. Its rank must be below the rank of every
-// other tried code by at least kMinRankGap, and no code from s.end upward may be able to win.
+// Return true if the code s.best() is proven to be the best candidate of a block. Two conditions must hold: its rank is
+// below the rank of every other tried code by at least kMinRankGap, and no code from s.end upward can win. Call this
+// function after try_open_codes; if it returns false, the block needs a full search.
 FP4KIT_DEVICE bool is_proven(const SearchBlock<false>& block, const Screened& s, CandidateRange range,
                              const Candidates& shared) {
   const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kMinRankGap;

@@ -9,8 +9,9 @@
 #include "runs.cuh"
 #include "transpose_square.cuh"
 
-// Load the first `count` of the 16 bytes at `from`, and set the remaining bytes to zero. If kAligned, `count` must be
-// 16 or at most 0, and the address a multiple of 16.
+// Return a chunk with the first `count` of the 16 bytes at `from`, and zeros in place of the other bytes, which are not
+// read. If `count` is 0 or less, all bytes are zero. If kAligned, `count` must be 16 or at most 0, and the address a
+// multiple of 16.
 template <bool kAligned>
 FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   Chunk chunk{};
@@ -24,8 +25,8 @@ FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   return chunk;
 }
 
-// Store the first `count` bytes of a chunk at `to`. If kAligned, `count` must be 16 or at most 0, and the address a
-// multiple of 16.
+// Store the first `count` of the 16 bytes of a chunk at `to`; nothing if `count` is 0 or less. If kAligned, `count`
+// must be 16 or at most 0, and the address a multiple of 16.
 template <bool kAligned>
 FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
   if constexpr (kAligned) {
@@ -60,8 +61,10 @@ struct CodeTile {
   }
 };
 
-// Load the codes of the tile at (row, column) of the input, transpose them, and store them in `tile`, which is in
-// shared memory. The 256 threads of a thread block share the work. They must synchronize before they read the tile.
+// Load the codes of the tile at (row, column) of a.in, transpose them, and store them in `tile`, which is in shared
+// memory. `row` and `column` are counted in codes. Places outside of the matrix get zeros. The 256 threads of a thread
+// block share the work, and must synchronize before they read the tile. If kAligned, rows of codes have whole chunks of
+// 16 bytes and begin at multiples of 16 bytes.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
@@ -89,8 +92,9 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
   }
 }
 
-// Store the transposed codes of `tile` at (row, column) of the output. Codes outside of the output are left out. The
-// threads of a thread block share the work, and must synchronize after read_tile.
+// Store the transposed codes of `tile` at (row, column) of a.out, which are counted in codes of the output. Codes
+// outside of the output are left out. The threads of a thread block share the work, and must synchronize after
+// read_tile. If kAligned, rows of a.out have whole chunks of 16 bytes and begin at multiples of 16 bytes.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;

@@ -25,8 +25,9 @@ struct ScaleTile {
   static_assert(kTall % 4 == 0, "blocks of 16, 32 and 64");
 };
 
-// Return the scale that thread number `thread` loads for the tile at (row, column) of the codes, or 0 if that scale is
-// outside of the matrix.
+// Return scale number `thread` of the tile whose first code is at (row, column) of the matrix of codes. Scales of a
+// tile are numbered along its rows. Return 0 if the tile has no scale with this number, or if it is outside of the
+// matrix.
 template <class T>
 FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   const i64 r = row + thread / T::kWide * T::kBlock, c = column / T::kBlock + thread % T::kWide,
@@ -34,16 +35,17 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
-// Store the scale that thread number `thread` loaded (load_scale) in the tile, at its transposed position. Do nothing
-// for threads that loaded no scale of the tile.
+// Store scale number `thread` of a tile, the result of load_scale, at its transposed position in `tile`, which is in
+// shared memory. Do nothing if the tile has no scale with this number.
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
-// Store a transposed tile of scales at row k, column m of a swizzled output, 16 bytes at a time. `threads` threads
-// share the work, and `thread` is the number of this thread. 16 bytes are four columns of four rows. The four rows are
-// 32 apart in 128x4, and neighbors in 8x4.
+// Store a transposed tile of scales, `tile`, at row k, column m of a swizzled a.out, 16 bytes at a time. The padding of
+// scale tiles that have any scale of the matrix is stored too, as zeros; other scale tiles are left out. `threads`
+// threads share the work, and `thread` is the number of this thread. 16 bytes are four columns of four rows. The four
+// rows are 32 apart in 128x4, and neighbors in 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -62,7 +64,8 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
   }
 }
 
-// Store a transposed tile of scales at row k, column m of an output with any layout and alignment, one byte at a time.
+// Store a transposed tile of scales, `tile`, at row k, column m of an a.out with any layout and alignment, one byte at
+// a time. Scales outside of the matrix are left out, except that the padding of swizzled layouts is stored as zeros.
 // `threads` threads share the work, and `thread` is the number of this thread.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
@@ -80,8 +83,9 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
 template <ScaleLayout kLayout, int kBlock>
 using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
-// Load one large tile of scales at (row, column) of the codes, transpose it in shared memory and store it. `thread` is
-// the index of this thread in the thread block. All threads of the thread block must call this function.
+// Load the large tile of scales (LargeScaleTile) whose first code is at (row, column) of the matrix of codes, transpose
+// it in shared memory, and store it in a.out, whose layout must be swizzled (write_scale_chunks). `thread` is the index
+// of this thread in the thread block. All kThreads threads of the thread block must call this function.
 template <class T>
 FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   constexpr int kEach = T::kScales / kThreads;
