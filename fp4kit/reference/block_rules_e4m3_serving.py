@@ -410,9 +410,9 @@ def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     2^k is the product (amax / 4) * tensor.encode, rounded up to a power of two if its significand is above 1.75, and
     otherwise down. tensor.encode is the encode scale of the tensor.
 
-    A product counts as 1 if it is at most 0.75 * 2^-126 (so also for a block of zeros), above 1.75 * 2^127, or NaN.
-    Codes saturate at 448. Other powers below 2^-9 give code 0. recipe and dtype are not used. Source: MSLK
-    quantize_kernels/nvfp4.py.
+    A product that is at most 0.75 * 2^-126 (such as 0, for a block of zeros), above 1.75 * 2^127 or NaN counts as 1.
+    Other powers give code 0 if they are below 2^-9, and the code of 448 if they are above 448. recipe and dtype are not
+    used. Source: MSLK quantize_kernels/nvfp4.py.
     """
     product = np.asarray(amax / np.float32(4) * tensor.encode, np.float32)
     power = (np.minimum(product.view(np.int32), _INFINITY_BITS) + 0x1FFFFF & _INFINITY_BITS).view(np.float32)

@@ -314,9 +314,12 @@ def factor_e8m0_quark_floor(
 ) -> np.ndarray:
     """Return the divisor that Quark applies to the elements of each block with scale mode floor.
 
-    The divisor is the scale s of code_e8m0_quark_floor. An s below 2^-126 is used as it is, although 2^-126 is stored.
-    If amax is infinite or NaN, it is the divisor itself. If the caller of quantize passed a code that amax does not
-    give, the divisor is the value of this code. tensor is not used.
+    - If the caller of quantize passed a code that amax does not give, the divisor is the value of this code.
+    - Otherwise, an infinite or NaN amax is the divisor itself.
+    - Otherwise, the divisor is the scale s of code_e8m0_quark_floor. An s below 2^-126 is used as it is, although
+      2^-126 is stored.
+
+    tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -336,9 +339,12 @@ def factor_e8m0_quark_ceil(
 ) -> np.ndarray:
     """Return the divisor that Quark applies to the elements of each block with scale mode ceil.
 
-    The divisor is the scale s of code_e8m0_quark_ceil. An s below 2^-126 is used as it is, although 2^-126 is stored.
-    If amax is infinite or NaN, it is the divisor itself. If the caller of quantize passed a code that amax does not
-    give, the divisor is the value of this code. tensor is not used.
+    - If the caller of quantize passed a code that amax does not give, the divisor is the value of this code.
+    - Otherwise, an infinite or NaN amax is the divisor itself.
+    - Otherwise, the divisor is the scale s of code_e8m0_quark_ceil. An s below 2^-126 is used as it is, although 2^-126
+      is stored.
+
+    tensor is not used.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
@@ -396,7 +402,7 @@ def factor_e8m0_qwix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of a block in qwix: 2^(127 - code), or 0 if amax is infinite.
 
-    Code 255, which a NaN amax gives, has the factor NaN. tensor, recipe and dtype are not used.
+    Infinite and NaN amaxes both give code 255. For NaN, the factor is NaN. tensor, recipe and dtype are not used.
     """
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))
 

@@ -1,5 +1,6 @@
 """Compute matrix products in the order and with the rounding of matrix units, or in other orders: the specification.
 The product is C + A B^T, float32 (M, N). `a` and `b` are the decoded operands A (M, K) and B (N, K), and `c` is C.
+Terms are numbers as pairs (significand, exponent).
 
 A matrix unit computes D = C + sum over k of a_k * b_k in steps. Every step adds K products to C at once, and keeps only
 some of the bits that an exact sum needs. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1), whose authors tested

@@ -202,7 +202,7 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary in which about three of four groups of 16 adjacent elements are zeros.
+    """Return normally distributed values (see _ordinary) in which three of four groups of 16 elements are zeros.
 
     The zeros of a group are all +0, all -0, or mixed.
     """
@@ -213,7 +213,10 @@ def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary, one of which is replaced by a far larger value. An empty array stays empty."""
+    """Return normally distributed values (see _ordinary), one of which is replaced by a far larger value.
+
+    An empty array stays empty.
+    """
     x = _ordinary(rng, shape, dtype)
     if x.size:
         x.reshape(-1)[rng.integers(x.size)] = rng.choice([1e4, -6e4, float(ml_dtypes.finfo(dtype).max)])
@@ -232,9 +235,9 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary, some of which are replaced by one special value: NaN, +inf or -inf.
+    """Return normally distributed values (see _ordinary), some of which are replaced by NaN, by +inf or by -inf.
 
-    Then about 0.2 % of all elements are replaced by NaN.
+    Only one of the three occurs. Then about 0.2 % of all elements are replaced by NaN.
     """
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
@@ -242,7 +245,7 @@ def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype
 
 
 def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of _ordinary, some of which are replaced by infinities of one sign. There may be none."""
+    """Return normally distributed values (see _ordinary), with a few infinities of one sign. There may be none."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
     return x
