@@ -9,7 +9,11 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.3.2", "0.3.2")
-_TF32 = "On a GPU, float32 elements are truncated to TF32 first; clear their 13 low bits before the call"
+_GPU = (
+    "With a Hadamard transform, the recorded values are those of the transformed elements if each sum is rounded once; "
+    "the order in which a GPU adds is not known. On a GPU, float32 elements are truncated to TF32 first; clear their 13 "
+    "low bits before the call"
+)
 
 
 def recipes() -> Iterator[Recipe]:
@@ -24,7 +28,7 @@ def recipes() -> Iterator[Recipe]:
         fake_rule="nvfp4_fp_quant",
         amax_nan="propagate",
         source="FP-Quant 0.3.2, Triton pseudo-quantizer of NVFP4",
-        exact=f"values with an identity transform and the global scale 3 of method abs_max, on an H100. {_TF32}",
+        exact=f"values with an identity transform and the global scale 3 of method abs_max, on an H100. {_GPU}",
     )
     yield of_format(
         MXFP4,
@@ -36,7 +40,7 @@ def recipes() -> Iterator[Recipe]:
         source="FP-Quant 0.3.2, Triton pseudo-quantizer of MXFP4",
         exact="values with method abs_max and an identity transform: on an H100 for float16 and bfloat16, and in "
         f"Triton's interpreter for float32, except for blocks with an amax below 2^-124, whose scale a GPU flushes. "
-        f"{_TF32}",
+        f"{_GPU}",
     )
     yield of_format(
         MXFP4,
@@ -49,5 +53,5 @@ def recipes() -> Iterator[Recipe]:
         amax_nan="propagate",
         source="FP-Quant 0.3.2, Triton pseudo-quantizer of MXFP4",
         exact="values with method quest and an identity transform, on an H100 and in Triton's interpreter. The order "
-        f"in which a GPU adds the squares of a block is not known, and changed no recorded value. {_TF32}",
+        f"in which a GPU adds the squares of a block is not known, and changed no recorded value. {_GPU}",
     )
