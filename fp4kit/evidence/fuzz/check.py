@@ -156,9 +156,9 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by its result, and with all arrays copied to NumPy arrays.
+        """Return an argument with every Ref in it replaced by its result, and with CuPy arrays copied to NumPy arrays.
 
-        So results of different engines can be compared.
+        So results of different engines can be compared. NumPy arrays are not copied.
         """
         return self.place.engine.get(self.value(argument))
 

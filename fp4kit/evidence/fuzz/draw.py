@@ -106,7 +106,10 @@ class DrawnCase:
         return [f.name for f in fields(DrawnOptions) if f.name != "seed" and getattr(self.options, f.name) != f.default]
 
     def __str__(self) -> str:
-        """Return the case as one line."""
+        """Return the case as one line: operation, recipe and its changes, arrays, axis and options with their values.
+
+        Options that have their default are left out. For a matrix product, the line describes the product instead.
+        """
         if self.product is not None:
             return f"{self.operation} {self.product}"
         named = {name: getattr(self.options, name) for name in self.changed_options()}

@@ -109,8 +109,8 @@ class Picks:
     def view(self, ndim: int, flat: bool) -> View:
         """Return a random memory layout of an array of ``ndim`` axes.
 
-        Half of the layouts are contiguous. If ``flat`` is True, the other layouts have only an offset. Otherwise they
-        may also have permuted axes and steps other than 1.
+        Half of the layouts are contiguous, without an offset. The others may have an offset and, unless ``flat`` is
+        True, permuted axes and steps other than 1.
         """
         view = View.plain(ndim)
         if self.chance(0.5):

@@ -94,7 +94,7 @@ class DrawnProduct:
         return prod(a[:-2] or b[:-2]) * a[-2] * b[-2]
 
     def __str__(self) -> str:
-        """Return the product as one line."""
+        """Return the product as one line: operands, unit and its changes, c, alpha and the dtype of the result."""
         c = "" if self.c is None else f" c {self.c.dtype} {self.c.kind}"
         alpha = "" if self.alpha is None else f" alpha {self.alpha}"
         return f"{self.a} x {self.b} by {self.unit.id} {changes_of(self.unit) or ''}{c}{alpha} to {self.out_dtype}"

@@ -53,7 +53,7 @@ class PartDifference:
     ours: str
 
     def __str__(self) -> str:
-        """Return the difference as one line."""
+        """Return the difference as one line: the part, the number of differences, and the first of them."""
         at = "" if self.at is None else f", first at {self.at}"
         return f"{self.part}: {self.differing} of {self.size} differ{at}: producer {self.theirs}, fp4kit {self.ours}"
 

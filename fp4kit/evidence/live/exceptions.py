@@ -40,7 +40,7 @@ def block_amax(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _amax(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return, for each element of x, the amax of its block of one row, as float32. NaN elements give NaN."""
+    """Return, for each element of x, the amax of its block of one row, as float32. A block with a NaN gives NaN."""
     return block_amax(x, q.recipe.block_size)
 
 
