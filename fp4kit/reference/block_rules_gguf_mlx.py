@@ -50,8 +50,8 @@ def factor_gguf(
 ) -> np.ndarray:
     """Return the value of each block's scale code, which llama.cpp uses as the factor of the block.
 
-    llama.cpp gives each element the code whose value * factor is nearest to the element. Only `codes` is read; the
-    other parameters exist for a common signature.
+    llama.cpp gives each element the code whose value * factor is nearest to the element. A NaN code, which only a
+    caller can pass, gives NaN. Only `codes` is read; the other parameters exist for a common signature.
     """
     return decode(codes, E4M3)
 

@@ -26,7 +26,10 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized) -> np.ndarray:
-    """Return the float32 values that the gguf package decodes from q, an MXFP4 Quantized that is packed for it."""
+    """Return the float32 values that the gguf package decodes from q, a Quantized in MXFP4.
+
+    The codes and scales of q are first packed into GGUF blocks, which the package decodes.
+    """
     from gguf import quants
 
     codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)
