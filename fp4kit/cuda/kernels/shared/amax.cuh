@@ -179,7 +179,8 @@ FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
 //
 // If each row has a tensor scale, find_row_amaxes stores the amaxes at the address a.tensor_amax. Otherwise the first
 // thread block stores the amax of the whole array there, and a.tensor_amax is set to the address of a copy in shared
-// memory.
+// memory, which all threads may read. R::kAmaxNan says which elements count: all (a NaN gives NaN), all but NaN, or,
+// for AmaxNan::lanes, only finite ones.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
   if constexpr (R::kFinders > 0 && R::kTensorScaling == TensorScaling::row) {

@@ -53,10 +53,11 @@ struct GroupOf<Arguments, true> {
   using Type = SmallGroup<Arguments>;
 };
 
-// Call body(arguments, grid, aligned) for each piece of work that this thread block processes. `arguments` and
-// `aligned` belong to the piece's member (tensor). `grid` holds the index of the piece in this member, and the member's
-// number of pieces. All threads of a thread block must call this function and get the same calls of `body`, so `body`
-// may contain barriers. If kBackwards, the last pieces are taken first.
+// Call body(arguments, grid, aligned) for each piece of a small group that this thread block processes: the thread
+// blocks of the grid take turns. `arguments` and `aligned` belong to the piece's member (tensor). `grid` holds the
+// index of the piece in this member, and the member's number of pieces. All threads of a thread block must call this
+// function and get the same calls of `body`, so `body` may contain barriers. If kBackwards, the last pieces are taken
+// first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body) {
   static_assert(sizeof(group) <= 4096, "arguments of a kernel");  // kernel arguments have at most 4096 bytes
@@ -70,10 +71,11 @@ FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body)
   }
 }
 
-// Call body(arguments, grid, aligned) for each piece of a large group that this thread block processes. `arguments` is
-// in shared memory. It and `aligned` belong to the piece's member (tensor). `grid` holds the index of the piece in this
-// member, and the member's number of pieces. All threads of a thread block must call this function and get the same
-// calls of `body`, so `body` may contain barriers. If kBackwards, the last pieces are taken first.
+// Call body(arguments, grid, aligned) for each piece of a large group that this thread block processes: the thread
+// blocks of the grid take turns. `arguments` and `aligned` belong to the piece's member (tensor), and `arguments` is in
+// shared memory. `grid` holds the index of the piece in this member, and the member's number of pieces. All threads of
+// a thread block must call this function and get the same calls of `body`, so `body` may contain barriers. If
+// kBackwards, the last pieces are taken first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const Group<Arguments>& group, Body body) {
   __shared__ Member<Arguments> member;  // in shared memory, because a copy in each thread would take registers

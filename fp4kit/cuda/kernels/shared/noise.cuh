@@ -23,20 +23,22 @@ FP4KIT_DEVICE u32 triton_word(u64 seed, u32 counter) {
 
 constexpr u32 kMslkBits = 0x3FFFFFu;  // MSLK adds 22 random bits, those below the first mantissa bit
 
-// Return the power of two to which MSLK rounds a block amax with a random word.
+// Return the power of two to which MSLK rounds a block amax up or down with the random word `word`, of which it uses
+// the lowest 22 bits. An amax of 0 is treated as 2^-126. NaN is returned, and infinity gives infinity.
 FP4KIT_DEVICE float mslk_amax(float amax, u32 word) {
   if (is_nan(amax)) return amax;
   return float_of((bits_of(amax == 0.0f ? kFltMin : amax) + (word & kMslkBits)) & kInfinityBits);
 }
 
-// Return the code of a scaled element y in MSLK's rounding with a random word.
+// Return the code of a scaled element y in MSLK's rounding: the lowest 22 bits of the random word `word`, minus about
+// half of their largest value, are added to the bits of y, and the sum is rounded to nearest even and saturates.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float y, u32 word) {
   const u32 bits = is_nan(y) ? 0x7FFFFFFFu : bits_of(y), noise = (word & kMslkBits) - (kMslkBits >> 1);
   return encode<typename R::Element, Rounding::rn, Sign::signbit, R::Element::kMaxCode>(float_of(bits + noise));
 }
 
-// Return how many of three thresholds a number reaches.
+// Return how many of the thresholds `one`, `two` and `three` are at most `a`: 0 to 3. NaN gives 0.
 FP4KIT_DEVICE int reached(float a, float one, float two, float three) {
   return (a >= one) + (a >= two) + (a >= three);
 }
@@ -60,20 +62,22 @@ FP4KIT_DEVICE int comfyui_exponent(float a) {
   }
 }
 
-// Return the largest number of the type In.
+// Return the largest finite number of the type In, as float32.
 template <class In>
 FP4KIT_DEVICE float largest_number() {
   if constexpr (In::kIsBfloat16) return 0x1.fep127f;
   return sizeof(typename In::Bits) == 2 ? 65504.0f : kFltMax;
 }
 
-// Return 2^exponent, for exponents of normal numbers.
+// Return 2^exponent as float32, for exponents from -126 to 127.
 FP4KIT_DEVICE float two_to(int exponent) {
   return float_of(static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return the code of a scaled element y in ComfyUI's rounding with a random number from 0 to 1. Codes above 15 also
-// change the code of the element before.
+// Return the code of a scaled element y of type In in ComfyUI's rounding, with a random number `random` from 0 to 1. A
+// y of NaN counts as 0, and an infinite y as the largest number of In with its sign. The result may exceed 15. If the
+// element is the second of a pair, store_pair (quantize_stochastic.cu) combines the bits above the lowest four with the
+// code of the first element by a bitwise or.
 template <class R, class In>
 FP4KIT_DEVICE u32 comfyui_code(float y, float random) {
   constexpr bool kOnGpu = R::kComfyuiOnGpu;

@@ -102,8 +102,9 @@ struct Range {
   FP4KIT_DEVICE_MEMBER bool has(u32 i) const { return i - first < count; }
 };
 
-// Return the indices of the runs that are completely in elements [first, last), or an empty Range if there are none. A
-// matrix has fewer than 2^31 runs.
+// Return the indices of the runs whose elements all are in [first, last), or an empty Range if there are none. Run i is
+// elements kRun * i ... kRun * i + kRun - 1 of the matrix. `first` must not be negative. A matrix has fewer than 2^31
+// runs.
 FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
   const i64 begin = (first + kRun - 1) / kRun, end = maximum<i64>(last, 0) / kRun;
   return {static_cast<u32>(begin), static_cast<u32>(maximum<i64>(end - begin, 0))};

@@ -75,7 +75,7 @@ struct PatchPosition {
   i32 row, column;
 };
 
-// Return the position of this thread's patch of a tile.
+// Return the position of the patch of a tile that this thread holds. It may be outside of the matrix (rows_inside).
 template <class P>
 FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -119,9 +119,9 @@ FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, co
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
 }
 
-// Load the rows of a patch into x. Positions outside of the matrix get copies of other elements, and results for such
-// positions are never stored. If a square block extends below the matrix, the copies come from the matrix's last row,
-// so that the amax of the block does not change.
+// Load row i of the patch at position s into x[i], for all its rows. Positions outside of the matrix get copies of
+// other elements of the matrix, and results for such positions are never stored. If a square block extends below the
+// matrix, the copies come from the matrix's last row, so that the amax of the block does not change.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
                               Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {

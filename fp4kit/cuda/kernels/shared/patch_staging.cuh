@@ -66,7 +66,8 @@ FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int 
   }
 }
 
-// Store the elements of a patch (16 rows of 8 bytes) at their places in the tile's elements.
+// Store the elements of a patch (16 rows of 8 bytes) in `elements`, the shared memory from which tile_run reads them.
+// x[i] is row i of the patch, and s is its position. The threads must synchronize before they call tile_run.
 template <class In, class P>
 FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPosition& s,
                                         const Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {

@@ -94,10 +94,12 @@ FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32
   }
 }
 
-// Encode a run of any elements by the exact path, and store its codes or, if R::kFake, the decoded values. `first` is
-// the index of the run's first element in the array, and f is the factor of its block. If R::kStochastic, this function
-// loads or generates the random bytes of the run. scale_code and t (the block's scale code and tensor scale) are read
-// only if R::kFake.
+// Encode a run of any elements, NaN and infinity included, by the exact path. Store its codes in a.packed or, if
+// R::kFake, the decoded values in a.values. If R::kStochastic, this function loads or generates the random bytes of the
+// run (random_bytes).
+//   first          the index of the run's first element in the array
+//   f              the factor of the block
+//   scale_code, t  the scale code of the block and the tensor scale; read only if R::kFake
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {
@@ -148,7 +150,7 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
 // Quantize `count` elements at address x by the exact path, for recipes without block scales. Store their codes in
 // a.packed or, if R::kFake, the decoded values in a.values. `first` is the index of the first element in the array. For
 // 4-bit codes, `first` and `count` must be even. f is the factor of all elements, and t the tensor scale. Kernels call
-// this function for elements that do not fill a run.
+// this function for runs that are not whole or whose codes are not aligned.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {
@@ -168,7 +170,7 @@ FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int 
   }
 }
 
-// Store the elements of a run in the array `elements`, and return that array.
+// Store the elements of a run one by one in the array `elements`, unchanged, and return the address of the array.
 template <class In, int kRun>
 FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typename In::Bits (&elements)[kRun]) {
 #pragma unroll

@@ -3,8 +3,8 @@
 
 #include "codec.cuh"
 
-// Round the result `value` to the Input type and return its bits, as they are stored. NaN becomes the positive quiet
-// NaN.
+// Return the result `value` of a rotation as it is stored: rounded to nearest even in the type Input, as bits (a float
+// for Float32). NaN of any kind becomes the positive quiet NaN without payload.
 template <class Input>
 FP4KIT_DEVICE typename Input::Bits stored_rotation(float value) {
   if constexpr (sizeof(typename Input::Bits) == 4) {

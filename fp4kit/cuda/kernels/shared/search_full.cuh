@@ -133,8 +133,8 @@ FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& tria
   for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.residual_of(run.a[i], trial);
 }
 
-// Replace sixteen residuals d by |d|^power if the objective is `powers`. The loop is not unrolled, because the machine
-// code of a power is long.
+// Replace sixteen residuals d by |d|^power if the objective is `powers`. For other objectives, leave d unchanged. The
+// loop is not unrolled, because the machine code of a power is long.
 template <Objective kObjective>
 FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power) {
   if constexpr (kObjective == Objective::powers) {
@@ -145,9 +145,10 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
 
 // Return the loss of a row of a block for the candidate `trial` of a set, by the objective kObjective (see Objective),
 // with p = a.power. load(j, run) loads the 16 elements from column j on, and their weights if kWeighted, into `run`.
-// First, four neighbors are combined at a time (loss_of_four). Then the second half of
-// the results is combined with the first half (combined_loss), until one result is left. If the number of results is
-// odd, the middle result is kept for the next round.
+//
+// First, four neighbors are combined at a time (loss_of_four). Then the second half of the results is combined with the
+// first half (combined_loss), until one result is left. If the number of results is odd, the middle result is kept for
+// the next round.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {

@@ -101,9 +101,10 @@ FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 colum
   __syncthreads();
 }
 
-// Transpose linear scales without tiles: a tile would store only 16 bytes of a row at a time and fill no sector. A
-// thread processes the scales of 4 x 4 blocks: block rows 4 i ... 4 i + 3 and block columns 4 j ... 4 j + 3. The rows
-// of both matrices of scales must be whole words.
+// Transpose the linear scales of 4 x 4 blocks, from a.in to a.out: block rows 4 i ... 4 i + 3 and block columns 4 j ...
+// 4 j + 3. One thread does this alone. Each scale is stored kBlock times, once per row of codes of its block. The rows
+// of both matrices of scales must be whole words. No tile in shared memory is used: it would store only 16 bytes of a
+// row at a time and fill no sector.
 template <int kBlock>
 FP4KIT_DEVICE void transpose_linear_scales(const ScaleMatrix& a, i64 i, i64 j) {
   const i64 in_columns = a.columns / kBlock, out_columns = a.rows / kBlock;
