@@ -11,8 +11,8 @@ from fp4kit.recipes.versions import Versions
 VERSIONS = Versions("0.3.2", "0.3.2")
 _GPU = (
     "With a Hadamard transform, the recorded values are those of the transformed elements if each sum is rounded once; "
-    "the order in which a GPU adds is not known. On a GPU, float32 elements are truncated to TF32 first; clear their 13 "
-    "low bits before the call"
+    "the order in which a GPU adds is not known. On a GPU, float32 elements are truncated to TF32 first; clear their "
+    "13 low bits before the call"
 )
 
 

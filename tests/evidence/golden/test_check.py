@@ -123,7 +123,8 @@ def a_recorded_array(name, golden):
         for x in ("normal__bf16", "wide_blocks__f16", "normal__f32") if row.recipe == name else ():
             if not x.endswith(row.inputs):
                 continue
-            parts = ("block_amax",) if row.searched else ("output", "dequant") if row.fake else ("codes", "dequant")
+            codes = ("output", "dequant") if row.fake else ("codes", "dequant", "scales")
+            parts = ("block_amax",) if row.searched else codes
             for part in parts:
                 key = f"{x}/{row.variant}/{part}"
                 if key in golden.keys(row.file) and key not in golden.keys("modelopt_h200"):
