@@ -1,6 +1,7 @@
 // Functions that find the largest magnitude among the elements of a run, of a thread block and of a cluster, as far as
 // they count in a tensor's amax. Magnitudes are compared as float32 bits, which order like the magnitudes, with NaN
-// above infinity.
+// above infinity. A cluster is a few thread blocks that can share memory. R is the recipe, and In is the type of the
+// elements.
 #pragma once
 
 #include "block.cuh"

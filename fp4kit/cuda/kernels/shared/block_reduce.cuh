@@ -1,5 +1,6 @@
-// Functions that combine the amaxes or errors of the rows of a block. Each thread of a thread block handles one row of
-// one block, and the threads exchange the values of the rows in shared memory.
+// Functions that combine the amaxes or errors of the rows of a block of elements, which has R::kBlockRows rows in the
+// recipe R. Each thread of a thread block handles one row of one block, and the threads exchange the values of the rows
+// in shared memory (`tile`).
 #pragma once
 
 #include "four_over_six.cuh"

@@ -1,5 +1,5 @@
 // The fast path (fast_path.cuh) for two neighboring columns of 16-bit elements. A word of a row holds one element of
-// each column. The columns are separated only after encoding.
+// each column. The columns are separated only after encoding. R is the recipe, and In is the type of the elements.
 #pragma once
 
 #include "fast_path.cuh"

@@ -1,14 +1,13 @@
 // 4over6: each block gets the better of two scales, which map its amax to the value 6 ("six") or to 4 ("four"). The
-// scales and codes are bit-identical to the results of reference/four_over_six.py.
+// scales and codes are bit-identical to the results of reference/four_over_six.py. R is the recipe, and In is the type
+// of the elements of x. kAligned is true if all rows of x begin at multiples of 16 bytes, and also all rows of `values`
+// if values are stored.
 //
 // The exact path sums the errors of the elements in the same order as the reference. Because only the comparison of the
 // two sums matters, the fast path sums approximate errors instead, in a few operations per element. If the two sums are
 // too close, the block takes the exact path. That happens for about four in ten thousand blocks of normally distributed
 // data. It also happens for blocks for which both scales are equally good, such as blocks whose elements all have one
 // magnitude.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "four_over_six_rules.cuh"

@@ -1,8 +1,8 @@
-// A group: one launch for the same operation on many tensors, which are the members of the group.
+// A group: one launch for the same operation on many tensors, which are the members of the group. The work on a member
+// is divided into pieces of about equal size, and a thread block takes one piece at a time.
 //
-// A Member describes a tensor. The work on it is divided into pieces of about equal size, so that thread blocks have
-// equal work whatever the sizes of the tensors. A thread block computes the scale of a tensor, or a table of factors,
-// once per piece.
+// So thread blocks have equal work whatever the sizes of the tensors. A thread block computes the scale of a tensor, or
+// a table of factors, once per piece.
 //
 // A large group is a table in device memory: first the members, then one Piece per piece. If no cache has the table
 // yet, loading from it takes 1 to 2 us before the first elements can be loaded. For a large group that is negligible;

@@ -1,9 +1,9 @@
-// Code that the partial kernels share. It loads runs (neighboring elements) of a shard at any alignment, and stores
-// only the codes of elements in the shard.
+// Code that the partial kernels share. It loads runs (kRun neighboring elements) of a shard at any alignment, and
+// stores only the codes of elements in the shard. A shard is elements [start, end) of a flattened matrix, which one
+// process holds. In is the type of the elements.
 //
-// A shard is elements [start, end) of a flattened matrix whose rows consist of whole runs of kRun elements. Each thread
-// processes whole runs, so that the codes of a run are 8 or 16 whole bytes. If a shard begins or ends inside a run, it
-// owns only some elements of that run.
+// The rows of the matrix consist of whole runs. Each thread processes whole runs, so that the codes of a run are 8 or
+// 16 whole bytes. If a shard begins or ends inside a run, it owns only some elements of that run.
 #pragma once
 
 #include "runs.cuh"

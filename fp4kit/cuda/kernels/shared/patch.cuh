@@ -1,11 +1,10 @@
 // Tiles of a matrix, one per thread block, and patches of a tile, one per thread. This file contains their positions,
-// the loads of their elements, and the exact path for their blocks.
+// the loads of their elements, and the exact path for their blocks. R is the recipe, In is the type of the elements of
+// x, and P is PatchTraits<R, In>, the sizes of tiles and patches. kAligned is true if all rows of x begin at multiples
+// of 16 bytes, and also all rows of `values` if values are stored.
 //
 // A tile has 128 rows. A patch is a rectangle of a tile that one thread holds in registers: 16 rows of 8 bytes for
 // blocks in a column, or 8 x 8 elements for square blocks.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "quantize.cuh"

@@ -1,5 +1,5 @@
 // Blocks in a column: functions that encode patches (16 rows of 8 bytes in one thread's registers), and store the codes
-// in the staging buffer in shared memory.
+// in the staging buffer in shared memory. R is the recipe, In is the type of the elements, and P is PatchTraits<R, In>.
 #pragma once
 
 #include "fast_path_columns.cuh"

@@ -1,5 +1,6 @@
 // Square blocks (16x16, 32x32), whose codes and scales along rows and along columns are equal. A thread encodes a patch
-// of 8 x 8 elements, and transposes its codes for the columns.
+// of 8 x 8 elements, and transposes its codes for the columns. R is the recipe, In is the type of the elements, and P
+// is PatchTraits<R, In>.
 #pragma once
 
 #include "patch_staging.cuh"

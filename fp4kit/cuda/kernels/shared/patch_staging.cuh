@@ -1,5 +1,6 @@
 // A tile in shared memory: its elements, and the staging buffer. The staging buffer holds the codes and scales of the
-// tile along columns, until whole sectors can be stored in memory.
+// tile along columns, until whole sectors can be stored in memory. P is PatchTraits<R, In>: the sizes of tiles, and of
+// patches (the part of a tile that one thread holds), for the recipe R and the element type In.
 #pragma once
 
 #include "patch.cuh"

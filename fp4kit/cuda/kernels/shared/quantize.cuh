@@ -1,7 +1,6 @@
-// Code that the quantize kernels share: their arguments, random bytes, and functions that encode and store a run.
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
+// Code that the quantize kernels share: their arguments, random bytes, and functions that encode and store a run. R is
+// the recipe, and In is the type of the elements of x. kAligned is true if all rows of x begin at multiples of 16
+// bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "fast_path_stochastic.cuh"

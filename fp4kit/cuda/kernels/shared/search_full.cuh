@@ -1,5 +1,6 @@
 // The full search for a block's best scale. It tries every candidate, in the order of the reference, for any objective
-// and any set of candidates.
+// and any set of candidates. R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of
+// x begin at multiples of 16 bytes.
 //
 // A set of candidates is a struct with these members:
 //   kLanes                 number of threads that share a block and try its candidates in turn
@@ -9,9 +10,6 @@
 //   tries(i, trial)        return true if i is a candidate, and store in `trial` what elements are encoded with
 //   residual_of(x, trial)  return the residual of element x; only the objective `hessian` uses its sign
 //   amax_of(best)          return the amax of the best candidate, or of a block for which no loss is below infinity
-//
-// Template parameters of the functions: R is the recipe, and In is the type of the elements of x. kAligned is true if
-// all rows of x begin at multiples of 16 bytes, and also all rows of `values` if values are stored.
 #pragma once
 
 #include "exact_path.cuh"

@@ -1,5 +1,5 @@
-// The pruned search for a block's best scale by the loss d^T H d, one block of 16 elements per thread. The threads of a
-// thread block process the same 16 columns and share their Hessian H.
+// The pruned search for a block's best scale by the loss d^T H d, one block of 16 elements per thread. d are the
+// rounding errors of the elements. The threads of a thread block process the same 16 columns and share their Hessian H.
 //
 // Let W(c) be the sum of h_ii d_i^2 for scale code c, and D the diagonal of H. If H - mu D has no negative eigenvalue,
 // the loss is at least mu W(c). In float32 the loss is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj),
@@ -30,9 +30,10 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return true if Gaussian elimination proves that H - mu D has no negative eigenvalue (see the head of this file).
-// Return false in doubtful cases, such as a pivot near zero, a pivot of 2^100 or more, or NaN. Each of 32 threads calls
-// this function with a different mu: 0/32 ... 31/32.
+// Return true if Gaussian elimination proves that H - mu D has no negative eigenvalue, where H is the Hessian h and D
+// its diagonal. In exact arithmetic, the loss of every code is then at least mu times its diagonal_loss. Return
+// false in doubtful cases, such as a pivot near zero, a pivot of 2^100 or more, or NaN. Each of 32 threads calls this
+// function with a different mu: 0/32 ... 31/32.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)
@@ -108,9 +109,9 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
 }
 
 // Return the scale code in `range` with the smallest loss d^T H d, and that loss, for a block with the 16 elements x
-// and the amax `amax` > 0 (the first code in case of ties). `margin` is defined at the head of this file. If it is not
-// above 0, every candidate in `range` is tried; otherwise codes that provably lose are skipped. If no loss is below
-// infinity, return range.low with an infinite loss.
+// and the amax `amax` > 0 (the first code in case of ties). H is the Hessian h. If `margin` is above 0, the loss of
+// every code must be at least `margin` times its diagonal_loss, and codes that therefore lose are skipped. Otherwise
+// every candidate in `range` is tried. If no loss is below infinity, return range.low with an infinite loss.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {
   BestCode best = {float_of(kInfinityBits), range.low};
