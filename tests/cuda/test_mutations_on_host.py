@@ -290,7 +290,13 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     # Stochastic rounding by noise.
     "a code that leaves its neighbor alone": ("quantize_stochastic.cu", "(low | high >> 4)", "low", NOISY, DIFFERS),
     "a threshold of another arithmetic": ("noise.cuh", "0x1.bd5c2ap0f", "0x1.c2p0f", NOISY, DIFFERS),
-    "one round less": ("noise.cuh", "round < 7", "round < 6", NOISY_SCALES, DIFFERS),
+    "one round less": (
+        "quantize_stochastic.cu",
+        "triton_word<7>(a.seed,",
+        "triton_word<6>(a.seed,",
+        NOISY_SCALES,
+        DIFFERS,
+    ),
     # MS-EDEN.
     "integers on a tie": (
         "fake_ms_eden.cu",

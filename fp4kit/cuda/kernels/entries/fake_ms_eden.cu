@@ -16,7 +16,7 @@ constexpr float kTritonRandUnit = 4.6566127342e-10f;    // the step of the numbe
 
 // Return the random float that Triton's tl.rand gives for a seed and an index: at least 0, and below 1.
 FP4KIT_DEVICE float triton_rand(u64 seed, u32 index) {
-  const u32 word = philox4x32_10(index, 0u, 0u, 0u, static_cast<u32>(seed), static_cast<u32>(seed >> 32)).w[0];
+  const u32 word = triton_word<10>(seed, index);
   return static_cast<float>(static_cast<i32>(word >> 31 ? ~word : word)) * kTritonRandUnit;
 }
 

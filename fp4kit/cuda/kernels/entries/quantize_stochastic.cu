@@ -27,7 +27,7 @@ template <class R, class In>
 FP4KIT_DEVICE u32 noisy_code(const QuantizeArguments& a, float x, i64 index, Factor f) {
   const float y = scaled_element<R, In>(x, f);
   if constexpr (R::kMslkNoise) {
-    return mslk_code<R>(y, triton_word(a.seed ^ 0x5A5A5A5Au, static_cast<u32>(a.counter * 16 + index)));
+    return mslk_code<R>(y, triton_word<7>(a.seed ^ 0x5A5A5A5Au, static_cast<u32>(a.counter * 16 + index)));
   } else {
     return comfyui_code<R, In>(y, reinterpret_cast<const float*>(a.random)[index]);
   }
@@ -80,7 +80,7 @@ FP4KIT_DEVICE void quantize_block(const QuantizeArguments& a, i64 i, i64 blocks)
                                 load_elements<R, In, kAligned>(a, first + j, elements);
                               });
   if constexpr (R::kMslkNoise)
-    amax = mslk_amax(amax, triton_word(a.seed, static_cast<u32>((a.counter * 16 + first) / R::kBlock)));
+    amax = mslk_amax(amax, triton_word<7>(a.seed, static_cast<u32>((a.counter * 16 + first) / R::kBlock)));
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
   const Factor f = factor_of<R, In>(code, amax, t);
   const auto scale = R::DecodeRule::template scale<R>(code, t);

@@ -4,22 +4,7 @@
 #pragma once
 
 #include "codec.cuh"
-
-// Return the random word that Triton's tl.randint gives with 7 rounds: the first word of Philox4x32-7 for a counter.
-FP4KIT_DEVICE u32 triton_word(u64 seed, u32 counter) {
-  u32 c0 = counter, c1 = 0u, c2 = 0u, c3 = 0u, k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
-#pragma unroll 1
-  for (int round = 0; round < 7; ++round) {
-    const u64 p0 = mul_wide(c0, 0xD2511F53u), p1 = mul_wide(c2, 0xCD9E8D57u);
-    c0 = static_cast<u32>(p1 >> 32) ^ c1 ^ k0;
-    c1 = static_cast<u32>(p1);
-    c2 = static_cast<u32>(p0 >> 32) ^ c3 ^ k1;
-    c3 = static_cast<u32>(p0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return c0;
-}
+#include "random.cuh"
 
 constexpr u32 kMslkBits = 0x3FFFFFu;  // MSLK adds 22 random bits, those below the first mantissa bit
 
