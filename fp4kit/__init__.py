@@ -133,10 +133,11 @@ if TYPE_CHECKING:
 else:  # type checkers would accept any attribute of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Import the object that _LAZY lists under this name, and return it. Raise AttributeError for any other name.
+        """Return the public object of this name, such as fp4kit.compare, which is imported only at its first use.
 
-        Python calls this only at the first use of a name. For a name that users may expect here, such as fp4kit.torch,
-        the error message says where it is.
+        Python calls this for a name that the module does not have yet. An object that is found is kept in the module,
+        so each name comes here only once. Raise AttributeError for a name that _LAZY does not list. For a name that
+        users may expect here, such as fp4kit.torch, the error message says where to find it.
         """
         if name in _LAZY:
             return globals().setdefault(name, getattr(import_module(_LAZY[name]), name))
@@ -147,7 +148,7 @@ else:  # type checkers would accept any attribute of a module with __getattr__
 
 
 def __dir__() -> list[str]:
-    """Return the public names, so that completion shows no others."""
+    """Return the names that dir(fp4kit) and completion show: the public names, __version__ and layouts."""
     return [*__all__, "__version__", "layouts"]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AbstractArray:
-    """An array without values: only its shape and dtype are known.
+    """An array without values: only its shape and dtype are known. It takes the place of an array while a call is parsed.
 
-    Lengths are ints, or a tracer's symbols that support the arithmetic of ints.
+    Lengths are ints, or symbols of a compiler that support the arithmetic of ints.
     """
 
     shape: tuple[Any, ...]
@@ -30,9 +30,9 @@ class AbstractArray:
         return prod(self.shape)
 
     def reshape(self, *shape: Any) -> AbstractArray:
-        """Return an AbstractArray with the given shape, without a check that the number of elements agrees.
+        """Return a new AbstractArray with the given shape. The number of elements is not checked.
 
-        shape: the lengths, or one tuple of them. A length of -1 is not replaced.
+        shape: the lengths, or one tuple of them. Unlike NumPy, this keeps a length of -1 as it is.
         """
         return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
 

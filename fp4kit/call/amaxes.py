@@ -58,7 +58,7 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
     """Check a caller's tensor_amax, and return it as float32 in the canonical shape of reshape_amax.
 
-    In the result, -0 is replaced by 0. The values of an AbstractArray are neither checked nor changed.
+    In the result, -0 is replaced by 0. The values of an AbstractArray are not checked; the result is one too.
 
     op: the public function, for error messages.
     amax: a number, or an array in host memory.
@@ -89,8 +89,9 @@ def without_sign(amax: np.ndarray) -> np.ndarray:
 def as_real(op: str, name: str, amax: Any) -> Any:
     """Return a real number or array, the argument `name` of the function op, as float32.
 
-    Numbers beyond the range of float32 become infinite, which every rule handles. An AbstractArray gives an
-    AbstractArray. Raise TypeError for anything that is not real.
+    The result is a new NumPy array, 0-d for a number. Numbers beyond the range of float32 become infinite, which every
+    rule handles. An AbstractArray gives an AbstractArray of float32. Raise TypeError unless the dtype is an integer or
+    a float; bools are rejected too.
     """
     array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
@@ -102,10 +103,10 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 
 
 def check_clip_amax(op: str, amax: Any) -> Any:
-    """Return the clip limit of a gradient as float32. Raise ValueError for negative values.
+    """Return the clip limit of a gradient, the argument amax of fake_quantize_backward, as float32 in its given shape.
 
-    NaN is allowed. It makes the gradient 0, because no |x| is below NaN. The values of an abstract array are not known
-    yet, so they are not checked. Raise TypeError if the limit is not real.
+    Raise TypeError if it is not real, and ValueError if a value is negative. NaN is allowed: it makes the gradient 0,
+    because no |x| is below NaN. An AbstractArray gives an AbstractArray, whose values are not checked.
     """
     amax = as_real(op, "amax", amax)
     if isinstance(amax, AbstractArray):
@@ -120,12 +121,16 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
-    """Return a tensor_amax, or tensor_scale, in its canonical shape.
+    """Return a tensor_amax or tensor_scale, reshaped to its canonical shape.
 
     The shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block) for one
-    entry per block. The given array may have more or fewer trailing axes of length 1. For the whole tensor, any array
-    of one element fits. For one entry per block, a flat array fits too, and so does another shape of this size with
-    the same last length (see in_order). Raise ValueError if no canonical shape fits.
+    entry per block. These given shapes fit:
+
+    - The canonical shape, with more or fewer trailing axes of length 1.
+    - For the whole tensor, any array of one element.
+    - For one entry per block, a flat array, or another shape of this size with an equal last length (see in_order).
+
+    Raise ValueError for any other shape.
 
     moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
     """
@@ -149,10 +154,10 @@ OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:
-    """Return whether a recipe accepts block amaxes for its E8M0 scales. search_scales finds such amaxes.
+    """Return whether recipe r accepts block amaxes for its E8M0 scales, such as those that search_scales finds.
 
-    A recipe does if it has E8M0 scales, blocks of one row and no tensor scale. It must also have no fake_rule and no
-    search or 4over6 of its own, and must not be a fake quantizer.
+    It does if all of this holds: it has E8M0 scales, blocks of one row and no tensor scale; it has no fake_rule; it
+    has no search or 4over6 of its own; and it does not only fake-quantize.
     """
     chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
@@ -239,10 +244,12 @@ def clip_amax(call: Any, given: Any) -> Any:
 
 
 def reshape_clip_amax(amax: Any, call: Any) -> Any:
-    """Return the clip limit of a gradient in the shape (1, 1), (rows, 1) or (rows, blocks).
+    """Return the clip limits of a gradient in the shape (1, 1), (rows, 1) or (rows, blocks): per tensor, row or block.
 
-    rows: the number of rows of call.moved, all leading axes joined. A limit per expert is repeated for each of the
-    expert's rows. Raise ValueError if no such shape fits.
+    `rows` is the number of rows of call.moved, with all leading axes joined, and `blocks` the number of blocks per row.
+    A limit per expert is repeated for each of the expert's rows. Raise ValueError if `amax` fits none of these shapes.
+
+    amax: the limit, a NumPy or CuPy array. call: the parsed call.
     """
     lead = call.moved.shape[:-1]
     rows = prod(lead)

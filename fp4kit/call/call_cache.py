@@ -64,13 +64,16 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
 def run_first(
     key: Key | None, call: Callable[..., Any] | None, arguments: tuple[Any, ...], driver: Callable[[], Any]
 ) -> Any:
-    """Run the first call with a key, store its cached call unless an error was raised, and return the result.
+    """Compute the first call with a key, store its cached call for later calls, and return the result.
+
+    The new cached call computes the result. If there is none or it returns None, the driver does. If an error is
+    raised, nothing is stored.
 
     Args:
-        key: the key; None to store nothing.
-        call: the new cached call. None is stored too, to record that this key has no cached call.
+        key: the key, as find returned it; None to store nothing.
+        call: the new cached call; None if no engine can make one. None is stored too, so that none is made again.
         arguments: the arguments of the cached call.
-        driver: computes the call if `call` is None or returns None.
+        driver: the function without arguments that computes the call.
     """
     result = None if call is None else call(*arguments)
     if result is None:
@@ -111,13 +114,19 @@ def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
 
 
 def _torch_host_facts(a: Any) -> Hashable:
-    """Return the facts of a CPU tensor as torch_arrays.facts gives them, or the type name of a float."""
+    """Return the facts of a PyTorch tensor in host memory, or the type name of a float or np.float32.
+
+    The value of a float, a tensor_amax, is no part of a key. Raise TypeError or AttributeError for anything else.
+    """
     kind = type(a)
     return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
 
 
 def _cupy_facts(a: Any) -> Hashable:
-    """Return the facts of a CuPy array. Raise TypeError for anything else."""
+    """Return the facts of a CuPy array: type, shape, dtype, strides, alignment to 16 bytes, and device.
+
+    Raise TypeError for anything else.
+    """
     kind = type(a)
     if kind.__module__ != "cupy":
         raise TypeError(kind)

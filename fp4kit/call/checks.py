@@ -17,7 +17,7 @@ from fp4kit.recipes import Recipe
 
 
 def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
-    """Raise TypeError unless x is float32, float16 or bfloat16. name: the name of x in the message."""
+    """Raise TypeError unless the dtype of x is float32, float16 or bfloat16. name: the name of x in the message."""
     if x.dtype not in FLOATS:
         raise TypeError(
             f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; "
@@ -28,7 +28,7 @@ def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
 def check_axis(op: str, axis: int, ndim: int) -> int:
     """Return an axis as a non-negative int. Raise ValueError if an array of ndim axes has no such axis.
 
-    A 0-d array has no axis, so it always raises ValueError. Raise TypeError if the axis is not an int.
+    For ndim 0, always raise ValueError. Raise TypeError if the axis is not an int. Negative axes count from the end.
     """
     if ndim == 0:
         raise ValueError(
@@ -56,7 +56,11 @@ def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
 
 
 def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
-    """Raise ValueError unless a length along the quantized axis is a whole number of blocks and of bytes."""
+    """Raise ValueError unless the quantized axis has a length that the recipe allows.
+
+    The length must be a multiple of recipe.length_multiple: whole blocks or, without blocks, whole bytes of codes. Only
+    the message uses `axis`.
+    """
     multiple = recipe.length_multiple
     if length % multiple:
         raise ValueError(
@@ -89,13 +93,16 @@ def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
 
 
 def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
-    """Raise TypeError if q is not a Quantized with arrays of any library. name: the name of q in the message."""
+    """Raise TypeError unless q is a Quantized. Its arrays may be of any library. name: the name of q in the message."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 
 
 def description(value: Any) -> str:
-    """Describe a value for a message. Return its type as text, and for an array also its dtype and shape."""
+    """Return text for a message about a wrong value: "numpy.ndarray float32 (2, 3)" for an array.
+
+    For any object without a dtype, it is the name of the type alone.
+    """
     if not hasattr(value, "dtype"):
         return type(value).__name__
     return f"{type(value).__module__}.{type(value).__name__} {value.dtype} {value.shape}"

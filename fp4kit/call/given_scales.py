@@ -37,8 +37,9 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
 def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
     """Return the caller's block_scale as uint8 in the layout `layout`; None if the recipe has no block scales.
 
-    Raise TypeError unless the dtype of block_scale is uint8 or the recipe's float8 type. Raise ValueError if its shape
-    does not fit, or if a code on the host has more bits than the scale format.
+    Nothing is copied. Raise TypeError unless the dtype of block_scale is uint8 or the float8 dtype of the recipe's
+    scales. Raise ValueError if its shape, with the padding of the layout, does not fit. In host memory, also raise
+    ValueError if a code has more bits than the scale format.
 
     given: the block_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
     axis last.

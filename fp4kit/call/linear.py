@@ -102,10 +102,13 @@ def linear_settings(
 
 
 def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
-    """Return the recipe of w: recipe_w, or the recipe of a Quantized w if recipe_w is None.
+    """Return the Recipe of w: that of the argument recipe_w, or the recipe of a Quantized w if recipe_w is None.
 
-    Raise TypeError if neither gives a recipe, and ValueError if the two recipes differ. op: the public function that
-    messages begin with. weight: the recipe and the scale layout of a Quantized w; None for an unquantized w.
+    Raise TypeError if recipe_w is None for an unquantized w. Raise ValueError if both are given and the recipes differ.
+    Raise the errors of recipe_of.
+
+    op: the public function that messages begin with. weight: the recipe and the scale layout of a Quantized w; None for
+    an unquantized w.
     """
     if recipe_w is None and weight is None:
         raise TypeError(f"{op}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
@@ -119,11 +122,11 @@ def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | 
 
 @lru_cache(256)
 def settings_from_text(text: str) -> LinearSettings:
-    """Return the LinearSettings that a text describes, checked. It has one argument per line, and "" stands for None.
+    """Return the LinearSettings that a text describes, and check them. PyTorch's operators take settings as such a text.
 
-    PyTorch's operators for the linear layer take the settings as such a text. Its lines are recipe_x, recipe_w,
-    recipe_grad, the recipe and the scale layout of a w that is a Quantized, unit, out_dtype, backward, rounding and
-    hadamard. Recipes and the unit are the strings of to_spec.
+    The text has ten lines: recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized,
+    unit, out_dtype, backward, rounding and hadamard. Recipes and the unit are strings as to_spec makes them. For a
+    recipe, an empty line stands for None.
 
     Raise the errors of linear_settings. Also raise ValueError for a wrong number of lines, and KeyError for an unknown
     hadamard.
@@ -173,10 +176,12 @@ def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractA
 
 
 def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
-    """Raise TypeError or ValueError unless y = x w^T and its gradients can be computed. Nothing is computed.
+    """Raise TypeError or ValueError unless y = x w^T can be computed with the settings s. Nothing is computed.
 
-    x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed, which is only allowed
-    if s.backward is "quantized".
+    If s.backward is "quantized", the gradients are checked too. For any other s.backward, raise ValueError if the
+    caller passed a seed.
+
+    x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed.
     """
     x, w = check_product(OP, s, x, w)
     if s.backward == "quantized":
@@ -186,9 +191,10 @@ def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
 
 
 def _check_gradients(s: LinearSettings, x: AbstractArray, w: AbstractArray, has_seed: bool) -> None:
-    """Raise TypeError or ValueError unless the gradients can be computed from quantized operands.
+    """Raise TypeError or ValueError unless the gradients of x and w can be computed with s.backward "quantized".
 
-    The arguments are those of check_linear, with x (M, K).
+    The gradient of y, x and w must have lengths, dtypes and recipes with which they can be quantized along M or N and
+    multiplied. A w that is a Quantized must have square blocks. The arguments are those of check_linear, with x (M, K).
     """
     name, grad = "the gradient of y", AbstractArray((x.shape[0], w.shape[0]), s.out_dtype)
     options = QuantizeOptions(rounding=s.rounding, seed=0 if has_seed else None)

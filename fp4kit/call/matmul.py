@@ -45,8 +45,8 @@ class Operand(NamedTuple):
     """One operand of a matrix product, as the engines take it: rows of codes along K. Codes and scales are contiguous.
 
     Attributes:
-        codes: uint8 (batch, rows, K), packed as a Quantized packs them, so (batch, rows, K/2) for E2M1; uint16 bits
-            (batch, rows, K) for float16 and bfloat16.
+        codes: uint8 (batch, rows, K), packed as a Quantized packs them, so (batch, rows, K/2) for E2M1. For float16 and
+            bfloat16, uint16 (batch, rows, K), the bits of the numbers.
         element: the name of the element format: "E2M1", "E4M3", "bfloat16", ...
         scales: the codes of the block scales in the linear layout, uint8 (batch, rows, K / block); None without them.
         scale: the ElementFormat of the block scales, E4M3 or E8M0; None without block scales.
@@ -64,9 +64,9 @@ class Operand(NamedTuple):
     k: int
 
     def reshaped(self, *lead: int) -> Operand:
-        """Return the operand with axes of the lengths `lead` in place of (batch, rows).
+        """Return a copy of the operand with axes of the lengths `lead` in place of all axes before K.
 
-        The order of elements does not change.
+        Codes, scales and factors are reshaped together, which keeps the order of the rows.
         """
         codes, scales, factor = self.codes, self.scales, self.factor
         return self._replace(
@@ -77,11 +77,11 @@ class Operand(NamedTuple):
 
 
 class MatmulCall(NamedTuple):
-    """A parsed call to fp4kit.matmul.
+    """A parsed call to fp4kit.matmul, or one product of fp4kit.matmul_grouped: what an engine needs, already checked.
 
     Attributes:
-        a, b: the operands, with M and N rows. If one operand has a batch of 1, all matrices of the other are multiplied
-            by it.
+        a, b: the operands, with M and N rows per matrix. If one operand has a batch of 1, its only matrix is multiplied
+            with every matrix of the other.
         c: float32 (batch, M, N), the initial values of the sums; None for zeros.
         unit: the Unit.
         step: the step of the unit for these operands; None if the unit has an order instead.
@@ -101,18 +101,18 @@ class MatmulCall(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape (batch, M, N) of the result."""
+        """Shape (batch, M, N) of the result, where batch is the number of matrix products."""
         batches = {self.a.codes.shape[0], self.b.codes.shape[0]} - {1} or {1}
         return (*batches, self.a.codes.shape[1], self.b.codes.shape[1])
 
 
 class Addition(NamedTuple):
-    """The rules by which an engine sums products of elements in a call.
+    """The rules by which an engine adds the products of elements: an adder, and the parameters of this adder.
 
-    Fields that the adder does not use keep their defaults.
+    Parameters that the adder does not use keep their defaults.
 
     Attributes:
-        adder: one of ADDERS.
+        adder: the name of the way in which products are added, one of ADDERS.
         step: elements of K per step.
         promote: elements of K per chain, as Unit.promote; 0 for one chain.
         fraction_bits, zero_exponent: as in DotAdd and FloorDotAdd.
@@ -131,7 +131,7 @@ class Addition(NamedTuple):
 
 
 def addition_of(call: MatmulCall) -> Addition:
-    """Return the rules by which an engine sums the products of elements in a call."""
+    """Return the rules by which an engine adds the products of elements in a call: those of its step or its order."""
     step, promote = call.step, call.unit.promote or 0
     if isinstance(step, DotAdd):
         adder = "truncate_groups" if step.group > 1 else "truncate"
@@ -147,8 +147,8 @@ class Decoding(NamedTuple):
     """The values of the codes of an element format, or of a format of block scales.
 
     Attributes:
-        values: the value of every code, exact, as float64. For block scales, these are magnitudes, because matrix units
-            ignore the sign of a scale.
+        values: float64, indexed by code: the exact value of every code. For block scales, these are magnitudes, because
+            matrix units ignore the sign of a scale.
         least: the exponent of subnormal numbers and of the smallest normal number.
     """
 
@@ -158,9 +158,9 @@ class Decoding(NamedTuple):
 
 @lru_cache
 def decoding_of(element: str) -> Decoding:
-    """Return the Decoding of the element format with a name, such as "E2M1" or "bfloat16".
+    """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16".
 
-    Raise AttributeError if there is no such format.
+    The result is cached, so do not write to it. Raise AttributeError if there is no such format.
     """
     if element in _DTYPES:
         dtype = np.dtype(_DTYPES[element])
@@ -173,14 +173,20 @@ def decoding_of(element: str) -> Decoding:
 
 @lru_cache
 def scale_decoding_of(scale: ElementFormat) -> Decoding:
-    """Return the Decoding of a format of block scales. Matrix units ignore the sign of a scale."""
+    """Return the Decoding of a format of block scales, such as E4M3: the magnitudes of its codes.
+
+    Matrix units ignore the sign of a scale. The result is cached, so do not write to it.
+    """
     return Decoding(np.abs(scale.values.astype(np.float64)), scale.emin)
 
 
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
-    """Check the arguments of fp4kit.matmul. Return the call and the shape of its result, (..., M, N).
+    """Check the arguments of fp4kit.matmul. Return the pair (call, shape (..., M, N) of the result).
 
-    The arguments and the errors are the same as for fp4kit.matmul. Block scales must be in the linear layout.
+    The result that an engine computes has call.shape, (batch, M, N), and is to be reshaped to (..., M, N). A stack `a`
+    times one matrix `b` becomes a single product with more rows.
+
+    The arguments and the errors are those of fp4kit.matmul. Block scales must be in the linear layout.
     """
     op = "matmul"
     u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
@@ -221,9 +227,10 @@ def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a"
 
 
 def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Return two operands with the number alpha in place of their tensor scales, or unchanged if alpha is None.
+    """Return the pair (a, b) of operands with the number alpha in place of their tensor scales.
 
-    The factor of a becomes alpha, and that of b becomes None. Raise TypeError if alpha is not a number.
+    If alpha is None, the operands are returned unchanged. Otherwise the factor of a becomes alpha, rounded to float32,
+    in every row, and that of b becomes None. Raise TypeError if alpha is not a number.
     """
     if alpha is None:
         return a, b
@@ -232,7 +239,7 @@ def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Op
 
 
 def _library(a: Any) -> Any:
-    """Return the module of an array: numpy or cupy."""
+    """Return the module whose functions take the array `a`: numpy for a NumPy array, cupy for a CuPy array."""
     return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
 
 
@@ -245,9 +252,9 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c, the matrix with which the sums begin, as a contiguous float32 array.
+    """Return c, the array with which the sums begin, as a contiguous float32 NumPy or CuPy array.
 
-    If c already is such an array, it is not copied.
+    If c already is contiguous and float32, it is not copied.
 
     Raise TypeError unless the dtype of c is float32, float16 or bfloat16. Raise ValueError unless its shape is `shape`,
     the shape of the result. name: the argument in the message.
@@ -325,19 +332,20 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
 
 
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
-    """Raise ValueError if no matrix unit multiplies tensors of a recipe.
+    """Raise ValueError if no matrix unit multiplies tensors of recipe r.
 
-    No unit multiplies integer elements, float formats other than FP8, FP6 and FP4, or recipes with one tensor scale per
-    block.
+    That is so for integer elements, for element formats other than E4M3, E5M2, E2M3, E3M2 and E2M1, and for recipes
+    with one tensor scale per block. op, name: the public function and the operand, as the message names them.
     """
     if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
         raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
 
 
 def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
-    """Raise ValueError unless unit u can multiply operands of recipes a and b. names: their names in the message.
+    """Raise ValueError unless unit u can multiply operands of recipes a and b.
 
-    The unit "dequantized" accepts all recipes.
+    A unit with the order "dequantized" accepts all recipes. op, names: the public function and the two operands, as the
+    message names them.
     """
     if u.order != "dequantized":
         for name, r in zip(names, (a, b), strict=True):

@@ -27,13 +27,16 @@ OP = "matmul_grouped"
 
 
 class NamedOperand(NamedTuple):
-    """A matrix of a group: its name in messages, such as "a[2]", and the operand with the axes (1, rows)."""
+    """A matrix of a group.
+
+    name: how messages call it, such as "a[2]". operand: the matrix as an Operand, whose axes are (1, rows, K).
+    """
 
     name: str
     operand: Operand
 
     def rows(self, start: int, stop: int) -> NamedOperand:
-        """Return views of the rows from `start` to `stop` - 1 of the matrix."""
+        """Return the rows from `start` to `stop` - 1 of the matrix, as views, under the same name."""
         codes, scales, factor = (
             None if part is None else part[:, start:stop]
             for part in (self.operand.codes, self.operand.scales, self.operand.factor)
@@ -97,8 +100,10 @@ def rows_call(
 def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
     """Return the matrices of a sequence of operands, or of one stack of matrices.
 
-    name: the argument in messages. index: what follows it for matrix i, as a format string.
-    Raise TypeError or ValueError as `operand` does, and ValueError unless a stack has three axes and an entry two.
+    The matrices of a stack are views of it. Raise TypeError or ValueError as `operand` does. Also raise ValueError
+    unless a stack has three axes, and each operand of a sequence two.
+
+    name: the argument in messages. index: a format string for the text that follows it for matrix i of a sequence.
     """
     if is_single(xs):
         whole = operand(OP, name, xs)
@@ -121,10 +126,10 @@ def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
 
 
 def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the call that multiplies the rows of `left` by the rows of `right`, without C.
+    """Return the MatmulCall of one product, left times right transposed. Its fields c and out are None.
 
-    Raise ValueError if the unit u cannot multiply the two matrices, or if they are on two devices. Raise TypeError if
-    alpha is not a number.
+    Raise ValueError if the matrices have different lengths K or are on two devices, or if the unit u cannot multiply
+    them. Raise TypeError if alpha is not a number. alpha, dtype: as alpha and out_dtype of matmul.
     """
     names = left.name, right.name
     check_one_device(OP, **{names[0]: left.operand.codes, names[1]: right.operand.codes})
@@ -135,10 +140,11 @@ def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alp
 
 
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Return `value`, the argument `name`, as one entry per product.
+    """Return a list with one entry per product, from `value`, the argument alpha or c (`name` says which).
 
-    A `value` of None is used for all products, and so is a number for alpha. Raise ValueError unless any other value is
-    a sequence or array with `count` entries.
+    None gives None for every product, and a number for alpha gives this number for every product. A sequence or an
+    array of at least one axis gives its items. Raise ValueError if it does not have `count` items, or for any other
+    value.
     """
     is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
     if value is None or (name == "alpha" and is_number):

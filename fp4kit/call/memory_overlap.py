@@ -23,9 +23,10 @@ _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached,
 def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raise ValueError if an output shares memory with an input or with another output.
 
-    inputs, outputs: the arrays by the names that messages use. Entries that are not arrays share no memory. An output
-    "out.NAME" may share memory with the input "NAME", such as tensor_scale: the call writes there what it has read
-    from there.
+    As an exception, an output "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call
+    writes the values there that it has read from there. Entries that are not arrays, such as None, share no memory.
+
+    op: the public function that the message names. inputs, outputs: the arrays by the names that messages use.
     """
     for name, out in outputs.items():
         for other, array in inputs.items():
@@ -37,15 +38,18 @@ def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any
 
 
 def _refuse(op: str, out: str, other: str) -> None:
-    """Raise ValueError for check_disjoint. The message names the output `out` and the input or output `other`."""
+    """Raise ValueError, always: the output named `out` shares memory with the input or output named `other`."""
     raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
 
 
 class _OccupiedMemory(NamedTuple):
     """The memory that a Quantized occupies.
 
-    arrays: its arrays. spans: on a device, the span of each array; empty on the host. whole: on a device, the span that
-    contains all arrays. parts_are_disjoint: True if no two arrays share memory.
+    Attributes:
+        arrays: its arrays, without those that are None.
+        spans: on a device, the span (first address, address after the last byte) of each array; () in host memory.
+        whole: on a device, the span that contains all arrays; (0, 0) in host memory.
+        parts_are_disjoint: True if no two of its arrays share memory.
     """
 
     arrays: tuple[Any, ...]
@@ -74,11 +78,13 @@ def _memory_of(q: Quantized) -> _OccupiedMemory:
 
 
 def are_disjoint(read: Any, out: Any) -> bool:
-    """Return whether a cached call writes to no memory that it reads, and to no byte twice.
+    """Return whether a cached call may write to `out`: it then overwrites no memory that it reads, and no byte twice.
 
-    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other argument is a Quantized. If out is
-    None, the result is True. Public functions make this check when a call is cached, because the cache's key holds
-    no addresses. On a device, spans are compared, so the result may be False for arrays that interleave.
+    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other one is a Quantized. If `out` is None,
+    return True. If `out` is a Quantized two of whose own arrays share memory, return False. On a device, spans are
+    compared, so the result may be False for arrays that interleave without a common byte.
+
+    Public functions ask this before each cached call with `out`, because the cache's key holds no addresses.
     """
     if out is None:
         return True
@@ -106,7 +112,7 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 
 def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether two arrays have a byte in common. Return True if finding out takes too much work."""
+    """Return whether two arrays have a byte in common, or True if NumPy's search exceeds its limit of work."""
     try:
         return np.shares_memory(a, b, max_work=_MAX_WORK)  # type: ignore[arg-type]  # NumPy's stubs allow no number
     except np.exceptions.TooHardError:
@@ -114,9 +120,10 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether two elements of an array have a byte in common. strides: in bytes.
+    """Return whether two elements of an array have a byte in common. strides: in bytes, of any sign.
 
-    The test is exact, except that it returns True if it would need more than _MAX_SUMS (2^20) sums.
+    The test is exact, except that it returns True if it would need more than _MAX_SUMS (2^20) sums. An array without
+    elements gives False.
 
     Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
     axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a
@@ -140,11 +147,11 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
 
 def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Return (stride, length) of the axes whose elements may overlap, the shortest axis first. Strides are in bytes.
+    """Return the axes along which elements may overlap, as a list of (absolute stride in bytes, length).
 
-    The list is empty for contiguous arrays and for slices and transposes of them. Axes that together are evenly spaced
-    are joined into one. Then the axis with the largest stride is removed as long as all other axes together fit into
-    that stride.
+    The shortest axis comes first. The list is empty for contiguous arrays, for their slices and transposes, and for
+    arrays without elements. Axes of length 1 are left out, and axes that together are evenly spaced are joined into
+    one. Then, as long as all other axes together fit into the largest stride, its axis is removed.
     """
     if 0 in shape:
         return []

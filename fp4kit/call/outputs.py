@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes: the largest store of a kernel
 
 
 def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: how the message calls out.
+    """Raise an error unless `out` is a writable NumPy array of this shape and dtype. name: its name in the message.
 
     The error is TypeError for anything that is not a NumPy array, and ValueError otherwise.
     """
@@ -31,9 +31,10 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def import_out(op: str, out: Any) -> Any:
-    """Return the caller's `out`, an array or a Quantized, as NumPy or CuPy arrays that share its memory.
+    """Return the caller's `out`, an array or a Quantized, as a NumPy or CuPy array or a Quantized of such arrays.
 
-    Anything else, such as a list, is returned unchanged, because later checks reject it.
+    The result shares the memory of `out`, so writing to it writes to `out`. Anything else is returned unchanged: None
+    means no output, and later checks reject other objects such as lists.
 
     Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if elements share memory, as in
     an expanded tensor, because only the element that is written last would remain. Also raise the errors of
@@ -53,9 +54,10 @@ def import_out(op: str, out: Any) -> Any:
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
-    """Raise ValueError if elements of an output array share memory. name: the array's name in the message.
+    """Raise ValueError if two elements of an output array share memory, as in an expanded tensor.
 
-    Accept anything that is not an array or not writable, because later checks reject it with a better message.
+    Do nothing for read-only arrays and for objects that are not arrays, because later checks reject them with a better
+    message. name: the array's name in the message.
     """
     if not hasattr(array, "flags") or array.flags.c_contiguous or not _is_writeable(array):
         return
@@ -67,17 +69,18 @@ def _check_places(op: str, name: str, array: Any) -> None:
 
 
 def _is_writeable(array: Any) -> bool:
-    """Return whether an array can be written to. CuPy arrays always can."""
+    """Return whether an array, of NumPy or CuPy, can be written to. CuPy arrays always can."""
     return not isinstance(array, np.ndarray) or array.flags.writeable
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
     """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written.
 
-    Raise TypeError if `like` is a NumPy array and `out` is not. Raise ValueError if `out` has the wrong shape or dtype
-    or is read-only. If `like` is a CuPy array, also raise ValueError unless `out` is a CuPy array on its device.
+    - If `like` is a NumPy array, raise TypeError unless `out` is one too. Raise ValueError if `out` has the wrong shape
+      or dtype or is read-only.
+    - If `like` is a CuPy array, raise ValueError unless `out` is a CuPy array of this shape and dtype on its device.
 
-    like: the NumPy or CuPy array that is dequantized.
+    like: the codes that are dequantized.
     """
     if out is None:
         return
@@ -90,10 +93,10 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 
 
 def check_quantized_out(call: Any) -> None:
-    """Check call.out, a Quantized to which the result of a call is to be written.
+    """Raise an error unless the result of a call can be written to call.out, a Quantized.
 
-    Raise TypeError if call.out is not a Quantized, or if the call is on the host and an array of call.out is not a
-    NumPy array. Raise ValueError in these cases:
+    Raise TypeError if call.out is not a Quantized, or if x is in host memory and an array of call.out is not a NumPy
+    array. Raise ValueError in these cases:
 
     - Its recipe, shape, dtype, axis or scale layout, or one of its arrays, does not fit the call.
     - It has a tensor_amax, although the caller passed a tensor_scale.
@@ -125,9 +128,10 @@ def check_quantized_out(call: Any) -> None:
 
 
 def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return {name: (shape, dtype)} of the arrays in a call's result. The names are those of a Quantized.
+    """Return the shapes and dtypes of the arrays in a call's result, as {name: (shape, dtype)}.
 
-    Arrays that the result lacks are left out. So is tensor_amax if the caller passed tensor_scale.
+    The names are packed, block_scale, tensor_scale and tensor_amax, as in a Quantized. Arrays that the recipe lacks are
+    left out, and so is tensor_amax if the caller passed tensor_scale.
     """
     shape, r = call.moved.shape, call.recipe
     specs: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
@@ -142,10 +146,10 @@ def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
-    """Raise ValueError unless a kernel can write to `array`, the output with the given name.
+    """Raise ValueError unless a kernel can write to `array`, an output whose name in the message is `name`.
 
-    The array must have this shape and dtype, be contiguous, and be on the device of x. Its address must be a multiple
-    of ALIGNMENT (16) bytes, except for a 0-d array.
+    The array must be a contiguous CuPy array of this shape and dtype on the device of x. Unless it is 0-d, its address
+    must be a multiple of ALIGNMENT (16) bytes.
     """
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:
@@ -157,11 +161,11 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
 
 
 def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quantized:
-    """Return a new Quantized with uninitialized arrays for the result of a call.
+    """Return a new Quantized for the result of a call, with uninitialized codes and scales, and `amax` as tensor_amax.
 
     Args:
         call: the Call.
-        amax: the tensor amax of the call; None if the recipe has no tensor scale.
+        amax: the tensor amaxes of the call; None if the recipe has no tensor scale.
         empty: empty(shape, dtype) allocates an array.
         empty_scales: empty_scales(shape, layout) allocates block scales.
     """

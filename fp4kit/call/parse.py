@@ -36,7 +36,7 @@ SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is determinist
 class Declined(NotImplementedError):
     """Raised if an engine cannot compute a call; the message says why.
 
-    It is raised before any work, so that the next engine can be tried.
+    An engine raises it before any work, so that the next engine can be tried.
     """
 
 
@@ -50,7 +50,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A parsed call: everything that an engine needs, already checked.
+    """A parsed call to quantize, fake_quantize, amax or a related function: what an engine needs, already checked.
 
     Attributes:
         op: the public function, with which error messages begin.
@@ -95,19 +95,21 @@ class Call(NamedTuple):
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:
-        """Return a copy of this call with x and out replaced. Without `out`, the copy has none.
+        """Return a copy of this call for another array x, and for another output `out`, where None means no output.
 
-        No argument is checked again. So x must have the shape and dtype of the array that was parsed, and be on its
-        device.
+        Nothing is checked again. So x must have the shape and dtype of the array that was parsed, and be on its device.
         """
         return self._replace(x=x, moved=_axis_last(x, self.axis), out=out)
 
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: Any) -> tuple[Call, dict[str, Any]]:
-    """Import the arrays of a call. Return the Call, and the dict of the other arguments with their arrays imported.
+    """Import the arrays of a call, and return the pair (Call for x, `arguments` with their arrays imported).
 
-    The dtype, axis and length of x are checked, with TypeError or ValueError if they do not fit. The other arguments
-    are not checked. In the dict, None and numbers stay unchanged. x may be an AbstractArray.
+    x may be an array of any library or an AbstractArray. Raise TypeError if its dtype is not float32, float16 or
+    bfloat16, and ValueError if it does not have the axis, or if the axis is not a whole number of blocks long.
+
+    arguments: further arguments by name, such as tensor_amax. They are not checked, and the Call does not hold them.
+    Those that are not arrays, such as None and numbers, stay unchanged.
     """
     r = RECIPES.get(recipe) if type(recipe) is str else None
     r = recipe_of(op, recipe) if r is None else r
@@ -140,8 +142,7 @@ def quantize_call(
 ) -> Call:
     """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
 
-    op is the public function that error messages begin with. The other arguments and the errors are the same as for
-    quantize. x may be an AbstractArray, whose values are not checked.
+    The arguments and the errors are those of quantize, without scales from the caller. x may be an AbstractArray.
     """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -165,10 +166,10 @@ def call_with_scales(
     tensor_scale: Any,
     out: Quantized | None,
 ) -> Call:
-    """Check the arguments of quantize for a caller who passes scales, and return the Call.
+    """Check the arguments of quantize for a caller who passes scales instead of amaxes, and return the Call.
 
-    op is the public function that error messages begin with. The other arguments and the errors are the same as for
-    quantize. At least one of block_scale and tensor_scale must not be None. out must have been imported already.
+    The arguments and the errors are those of quantize. At least one of block_scale and tensor_scale must not be None.
+    `out` must have been imported already (import_out).
     """
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -198,8 +199,7 @@ def fake_call(
 ) -> Call:
     """Check the arguments of an operation that returns fake-quantized values, and return its Call.
 
-    op is the public function that error messages begin with. The other arguments and the errors are those of
-    fake_quantize.
+    The arguments and the errors are those of fake_quantize. The recipe need not have codes.
     """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -215,11 +215,10 @@ def any_call(
     options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
     **amaxes: Any,
 ) -> Call:
-    """Check the arguments of an operation that accepts every recipe, and return its Call.
+    """Check the arguments of an operation that accepts every recipe, such as explain, and return its Call.
 
-    For a recipe that only fake-quantizes, raise the errors of fake_quantize. For any other recipe, raise the errors of
-    quantize.
-    amaxes: tensor_amax and block_amax, as for quantize.
+    For a recipe that only fake-quantizes, the Call and the errors are those of fake_call. For any other recipe, they
+    are those of quantize_call. amaxes: tensor_amax and block_amax, as for quantize.
     """
     call = fake_call(op, x, recipe, axis, options, **amaxes)
     return call if call.recipe.fake_only else quantize_call(op, x, recipe, axis, options, **amaxes)
@@ -245,8 +244,8 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
 
-    options: the options of the columnwise Call. Both calls share the tensor amax, because both directions cover the
-    whole tensor. Raise ValueError if axis -2 is missing or is not a whole number of blocks.
+    The columnwise Call has the array, recipe and tensor amax of the rowwise one, but the given options. Raise
+    ValueError if x has no axis -2, if this axis is not a whole number of blocks long, or if the options do not fit.
     """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
@@ -254,9 +253,10 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
-    """Check the caller's amaxes, and return the call with them, in the memory of x. For None, the engine computes them.
+    """Return a copy of the call with the caller's amaxes, checked, as float32 and in the memory of x.
 
-    Raise the errors of parse_tensor_amax and parse_block_amax.
+    An amax that is None stays None; the engine then computes it. Raise the errors of parse_tensor_amax and
+    parse_block_amax.
     """
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
@@ -266,10 +266,12 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 
 
 def with_options(call: Call, options: QuantizeOptions) -> Call:
-    """Return the call with its fields layout, random and mask set from the options.
+    """Return a copy of the call with its fields layout, random and mask set from the options.
 
-    Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call. Raise TypeError for a seed of a
-    wrong type. check_codes checks the layout.
+    Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call. Raise TypeError if the seed is
+    neither an int nor an array. The layout is not checked here; check_codes does that.
+
+    options: with the seed already imported if it is an array.
     """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
@@ -278,9 +280,9 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
 
 
 def check_codes(call: Call, layout: str) -> None:
-    """Raise ValueError unless the recipe of the call has codes, the scale layout is known, and x has enough dimensions.
+    """Raise ValueError unless the recipe of the call has codes, and its scales can be stored in `layout`.
 
-    Tiled layouts need at least two dimensions.
+    The layout must be known. If it is tiled, that is not "linear", x must have at least two dimensions.
     """
     checks.check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
@@ -291,7 +293,7 @@ def check_codes(call: Call, layout: str) -> None:
 
 
 def check_hadamard(op: str, hadamard: Any) -> None:
-    """Raise ValueError unless hadamard is False, True or "no_signs". The string "True" is rejected."""
+    """Raise ValueError unless the argument hadamard is the bool False or True, or the string "no_signs"."""
     if not isinstance(hadamard, bool) and not is_one_of(hadamard, ("no_signs",)):
         raise ValueError(f"{op}: hadamard is {hadamard!r:.60}; needs False, True or 'no_signs'")
 
@@ -314,10 +316,14 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
-    """Return the seed as an int, or the random numbers with the quantized axis last; None for nearest rounding.
+    """Return what Call.random holds for a call, from the arguments rounding and seed.
 
-    Raise ValueError if rounding and seed do not fit each other, the recipe or x. Raise TypeError if the seed is
-    neither an int nor an array.
+    - For rounding "nearest": None.
+    - For "stochastic": what parse_seed returns, the seed as an int or an array of random numbers. An array gets the
+      quantized axis last.
+
+    Raise ValueError if rounding is none of these two words, or if rounding and seed do not fit each other, the recipe
+    or x. Raise TypeError if the seed is neither an int nor an array.
     """
     op, r = call.op, call.recipe
     if not is_one_of(rounding, ("nearest", "stochastic")):
@@ -340,7 +346,10 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 @contextmanager
 def declined_as_error(op: str) -> Iterator[None]:
-    """Turn Declined, raised in the with block, into a NotImplementedError whose message begins with op."""
+    """Turn Declined, raised in the with block, into a NotImplementedError whose message begins with op.
+
+    Use it where no other engine can be tried. Other errors pass unchanged.
+    """
     try:
         yield
     except Declined as reason:

@@ -16,7 +16,7 @@ from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
-    """Return the random numbers for stochastic rounding of x: an int, or an array in the shape of x.
+    """Return the random numbers for stochastic rounding of x: the seed as an int, or an array in the shape of x.
 
     - For Recipe.stochastic "te": the seed as an int, or the caller's random bytes (uint8).
     - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
@@ -55,9 +55,9 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
 
 
 def torch_words(seed: int, count: int) -> np.ndarray:
-    """Return the first 32-bit words that PyTorch's generator on a CPU draws after torch.manual_seed(seed): uint32.
+    """Return the first `count` 32-bit words that PyTorch's CPU generator draws after torch.manual_seed(seed).
 
-    The generator is MT19937. It uses only the low 32 bits of the seed.
+    The result is uint32 (count,), read-only. The generator is MT19937. It uses only the low 32 bits of the seed.
     """
     return np.frombuffer(np.random.RandomState(seed & 0xFFFFFFFF).bytes(4 * count), "<u4")
 
@@ -71,9 +71,9 @@ def _widened(a: Any) -> Any:
 
 
 def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return a seed unchanged. Raise ValueError unless it is from 0 to `most`.
+    """Return a seed, an int, unchanged. Raise ValueError unless it is from 0 to `most`, both included.
 
-    The default of `most` is the largest key of the random stream, which has 64 bits.
+    The default of `most` is 2^64 - 1, the largest key of the random stream.
     """
     if not 0 <= seed <= most:
         raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
@@ -81,7 +81,10 @@ def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
 
 
 def _bytes(op: str, seed: Any, x: Any) -> Any:
-    """Return random bytes unchanged. Raise ValueError unless they are uint8 in the shape of x."""
+    """Return `seed`, the random bytes that a caller passed, unchanged.
+
+    Raise ValueError unless they are uint8 in the shape of x.
+    """
     if seed.dtype != np.uint8 or seed.shape != x.shape:
         raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {x.shape}, or pass an int")
     return seed

@@ -22,7 +22,7 @@ ORTHOGONAL_WITHIN = 2.0**-7
 
 
 class Rotation(NamedTuple):
-    """A parsed call to hadamard or rotate: everything that an engine needs, already checked.
+    """A parsed call to hadamard or rotate: what an engine needs, already checked.
 
     Attributes:
         x: the array, NumPy or CuPy.
@@ -44,9 +44,7 @@ class Rotation(NamedTuple):
 
 
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Check the arguments of a call to hadamard, and return the Rotation to apply.
-
-    Raise the errors that hadamard documents.
+    """Check the arguments of a call to hadamard, and return its Rotation. Raise the errors that hadamard documents.
 
     signs: the signs that the caller passed or that the seed gives, or None to use no signs.
     """
@@ -95,7 +93,11 @@ def check_hadamard_size(op: str, size: Any) -> int:
 
 
 def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
-    """Return the axis as a non-negative int. Raise ValueError unless its length is a multiple of size."""
+    """Return the axis of x as a non-negative int.
+
+    Raise TypeError if it is not an int. Raise ValueError if x has no such axis, or if its length is not a multiple of
+    `size`.
+    """
     axis = checks.check_axis(op, axis, x.ndim)
     if x.shape[axis] % size:
         raise ValueError(
@@ -116,7 +118,11 @@ def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
 
 
 def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
-    """Raise ValueError if, for a matrix M, an element of M M^T differs by more than 2^-7 from the identity matrix."""
+    """Raise ValueError unless every matrix M is orthogonal, as far as bfloat16 can hold orthogonal matrices.
+
+    No element of M M^T may differ by more than ORTHOGONAL_WITHIN (2^-7) from the identity matrix. NaN and infinity are
+    rejected. matrices: (number of matrices, n, n).
+    """
     wide = matrices.astype(np.float64)
     with np.errstate(all="ignore"):
         error = np.max(np.abs(wide @ wide.swapaxes(-1, -2) - np.eye(wide.shape[-1])), initial=0)
@@ -128,9 +134,10 @@ def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
 
 
 def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
-    """Return the signs of hadamard or rotate as uint8 (size,) or (length,), 1 for -1 and 0 for 1.
+    """Return the argument signs of hadamard or rotate as uint8 in its given shape: 1 for the sign -1, and 0 for 1.
 
-    Raise ValueError unless there are `size` or `length` signs, each 1 or -1.
+    The shape is (size,), one sign per element of a block, or (length,), one per position along the axis. Raise
+    ValueError for any other shape, or unless each sign is 1 or -1.
     """
     try:
         found = np.asarray(to_host(import_arrays(op, signs=signs)[0]) if is_array(signs) else signs, np.float64)

@@ -68,7 +68,9 @@ class SearchRequest(NamedTuple):
 class Search(NamedTuple):
     """A parsed call to search_scales, with checked arguments.
 
-    call: the array, recipe, axis and tensor amax. terms: the loss and the candidates.
+    Attributes:
+        call: the Call with the array, recipe, axis and tensor amax.
+        terms: the loss and the candidates.
     """
 
     call: Call
@@ -76,12 +78,15 @@ class Search(NamedTuple):
 
     @property
     def searches_e8m0(self) -> bool:
-        """True if the recipe's block scales are E8M0."""
+        """True if the recipe's block scales are E8M0, whatever is searched."""
         return self.call.recipe.scale == E8M0
 
     @property
     def searches_e4m3(self) -> bool:
-        """True if E4M3 block scales are searched, but not on a grid of multiples of the amax (see has_grid)."""
+        """True if the codes of E4M3 block scales are searched.
+
+        That is so unless the scales are E8M0 or multiples of the amax are tried (see has_grid).
+        """
         return self.terms.grid is None and not self.searches_e8m0
 
 
@@ -126,7 +131,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 
 def is_searchable(r: Recipe) -> bool:
-    """Return whether search_scales accepts a recipe."""
+    """Return whether search_scales accepts a recipe, for one of the three searches that the head of this file lists."""
     return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 
@@ -160,14 +165,17 @@ def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
 
 
 def _number(op: str, value: Any) -> float:
-    """Return an entry of `candidates` as a float. Raise TypeError if it is not a number."""
+    """Return `value`, an entry of the argument candidates, as a float.
+
+    Raise TypeError unless it is an int or a float of Python or NumPy; bools are rejected.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{op}: candidates has {value!r:.60}; needs numbers")
     return float(value)
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if hessian is not None, because the search for the recipe r accepts no Hessian."""
+    """Raise ValueError if hessian is not None. Called for a recipe r whose scales are searched without a Hessian."""
     if hessian is not None:
         raise ValueError(
             f"{op}: a hessian was given, but the search for {r.id} takes none; leave it out, or pass weights"
@@ -175,9 +183,10 @@ def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
 
 
 def power_of(op: str, objective: Any) -> float:
-    """Return the power that an objective names: "mse" 2, "mae" 1, "max" infinity, "p2.4" 2.4.
+    """Return the power that an objective of search_scales names: the loss sums |difference| to this power.
 
-    Raise ValueError unless it is one of these words, or "p" and a number from 1 to 16.
+    "mse" gives 2, "mae" 1, "max" infinity, and "p" with a decimal number from 1 to 16 gives this number, such as 2.4
+    for "p2.4". Raise ValueError for anything else.
     """
     if isinstance(objective, str):
         if objective in POWERS:
@@ -189,9 +198,9 @@ def power_of(op: str, objective: Any) -> float:
 
 
 def check_e4m3_search(op: str, r: Recipe) -> None:
-    """Raise ValueError if the E4M3 block scales of a recipe cannot be searched. The message begins with op.
+    """Raise ValueError unless search_scales can search the E4M3 block scales of a recipe. The message begins with op.
 
-    A recipe can be searched if all of this holds:
+    It can if all of this holds:
 
     - It has codes.
     - It rounds to the nearest E2M1 value (not by "rnw").
@@ -211,7 +220,10 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
 
 
 def unfit_for_search(r: Recipe) -> str | None:
-    """Return the name of a recipe field that rules out a search of its E4M3 scales; None if they can be searched."""
+    """Return the name of the first field of a recipe that rules out a search of its E4M3 scales, such as "static".
+
+    Return None if they can be searched. check_e4m3_search lists what the fields must be.
+    """
     return unfit_for_sweep(r) or (None if r.static or r.search == "modelopt_sweep" else "static")
 
 
@@ -234,11 +246,12 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """Return `given` as a contiguous float32 array in the memory (host or device) of call.x.
+    """Return `given`, the argument weights or hessian, as a contiguous float32 array in the memory of call.x.
 
-    If `given` is None, return None. On the host, other real dtypes are converted to float32. On a GPU, only float32 is
-    accepted. Raise TypeError if the dtype does not fit, and ValueError if the shape does not.
-    name: the argument of search_scales that the message names.
+    If `given` is None, return None. In host memory, other real dtypes are converted to float32. On a GPU, only float32
+    is accepted. Raise TypeError if the dtype does not fit, and ValueError unless the array has the given shape.
+
+    name: "weights" or "hessian", for the message.
     """
     if given is None:
         return None
@@ -254,7 +267,7 @@ _UNITS = {"weights": "columns", "hessian": "blocks of 16 columns"}
 
 
 def _check_weights(op: str, weights: np.ndarray) -> None:
-    """Raise ValueError unless all weights are finite and >= 0."""
+    """Raise ValueError unless all weights, float32 in host memory, are finite and >= 0; zeros are allowed."""
     bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad:
         raise ValueError(
@@ -264,7 +277,10 @@ def _check_weights(op: str, weights: np.ndarray) -> None:
 
 
 def _check_hessian(op: str, hessian: np.ndarray) -> None:
-    """Raise ValueError unless all values are finite and each matrix is symmetric within 1e-5 of its largest value."""
+    """Raise ValueError unless all values of `hessian` (blocks, 16, 16) are finite and every matrix is symmetric.
+
+    Two mirrored elements may differ by 1e-5 times the largest magnitude of their matrix.
+    """
     if not np.isfinite(hessian).all():
         count = np.count_nonzero(~np.isfinite(hessian))
         raise ValueError(f"{op}: hessian holds {count} value(s) that are NaN or infinite; needs finite values")

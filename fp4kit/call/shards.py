@@ -64,11 +64,10 @@ def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
 
 
 def square_block(op: str, r: Recipe, length: int) -> int:
-    """Return the size of a recipe's square blocks.
+    """Return the size of a recipe's square blocks, such as 16 for blocks of 16x16.
 
-    Raise ValueError if its blocks are not square, if blocks of several rows have float32 scales, or if `length` is not
-    a whole number of blocks. Square blocks span two axes; `length` is the length of the axis that is not the quantized
-    one.
+    Raise ValueError if its blocks are not square, have a single element or have float32 scales, or if `length` is not
+    a whole number of blocks. Square blocks span the quantized axis and another one, whose length is `length`.
     """
     rows, size = r.block or (1, 1)
     if has_tall_scales(r):
@@ -82,6 +81,8 @@ def square_block(op: str, r: Recipe, length: int) -> int:
 
 class Partition(NamedTuple):
     """The beginnings and ends of the shards of all processes. Each process owns one shard of each matrix.
+
+    A shard is a range of elements of a flattened matrix, and may be empty.
 
     Attributes:
         starts, ends: int64 (processes, matrices), the index of the first element of each shard in its flattened

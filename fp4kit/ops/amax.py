@@ -42,7 +42,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        float32, in the library and on the device of x.
+        A new float32 array, in the library and on the device of x. Without a recipe and axis, its shape is ().
 
     Raises:
         TypeError: x has a dtype other than these three.
@@ -62,11 +62,11 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
 
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Check the arguments of fp4kit.amax. Return (True if x is a CuPy array, arguments for the engine).
+    """Check the arguments of fp4kit.amax, and return the pair (is_on_device, arguments of the engine's function).
 
-    The engine's function to call with these arguments is plain_amax if recipe is None, and amax otherwise.
+    is_on_device is True if x is on a GPU. The engine's function is plain_amax if recipe is None, and amax otherwise.
 
-    op: the name of the public function, with which error messages begin. Raises the errors that amax raises.
+    op: the public function that error messages begin with. Raise the errors that amax raises.
     """
     if recipe is None:
         (x,) = import_arrays(op, x=x)

@@ -49,8 +49,9 @@ class Comparison:
 
     A Comparison prints as a table. Its truth value is True if everything is equal.
 
-    A count is a pair (differing, compared). Codes and scales are not compared, so their counts are (0, 0), if an
-    argument is a plain array, or if a and b differ in format, block or axis.
+    A count is a pair (differing, compared): how many entries differ, and how many were compared. Codes and scales are
+    compared only if a and b are both Quantized with equal element formats, scale formats, block lengths and axes.
+    Otherwise their counts are (0, 0).
 
     Attributes:
         codes: count of element codes.
@@ -59,14 +60,15 @@ class Comparison:
         values: count of values, compared in every bit; NaN equals NaN.
         max_ulp: largest distance in float32 steps, or in float64 steps if one of two arrays is float64. Pairs with a
             NaN are left out.
-        max_error: largest |a - b|; 0 if a and b are equal.
-        sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
-        first: index of the first differing value, and the two values; None if all are equal.
+        max_error: largest |a - b|; 0 if all values are equal. NaN is possible, see compare.
+        sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if all values are equal.
+        first: the tuple (index, value of a, value of b) for the first value that differs, in row-major order. None if
+            all values are equal.
         names: the names of a and b in the table.
         max_steps: largest distance between two codes at equal indices, counted in steps between neighboring values of
-            the element format. -0 counts as 0, and NaN is left out. None if codes are not compared, or if elements
-            are IF4, whose steps differ per block.
-        element: name of the element format that max_steps refers to.
+            the element format. -0 counts as 0, and NaN is left out. None if no codes are compared, or if elements are
+            IF4, whose steps differ per block.
+        element: name of the element format that max_steps refers to; "" if max_steps is None.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -89,10 +91,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True if codes, block scales, tensor scales and values are all equal.
-
-        Parts that were not compared count as equal.
-        """
+        """True if no code, block scale, tensor scale or value differs. Parts that were not compared count as equal."""
         return not any(part[0] for part in (self.codes, self.scales, self.tensor_scales, self.values))
 
     def __bool__(self) -> bool:
@@ -102,7 +101,7 @@ class Comparison:
         return "\n".join([self._title(), *(f"  {name:15}{text}".rstrip() for name, text in self._facts())])
 
     def __repr__(self) -> str:
-        """Return one line with the counts that differ."""
+        """Return one line with the counts that differ, or "Comparison(equal in every bit)"."""
         if self.equal:
             return "Comparison(equal in every bit)"
         parts = {"codes": self.codes, "block scales": self.scales, "tensor scales": self.tensor_scales}
@@ -115,14 +114,15 @@ class Comparison:
         return Panel(self._title(), tuple(self._facts())).html()
 
     def _title(self) -> str:
-        """Return the first line of the table, which names what is compared."""
+        """Return the first line of the table: the names of a and b, and "equal in every bit" or "different"."""
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of the table, each as a pair (name, text).
 
-        Parts that are empty or were not compared have no row. If a value differs, two rows follow: the largest and the
-        first difference.
+        There is one row per part: codes, block scales, tensor scales and values. Parts that are empty or were not
+        compared have no row. If a value differs, the rows "largest" and "first" follow: the largest difference and the
+        first one.
         """
         for name, part in (
             ("codes", self.codes),
@@ -139,9 +139,10 @@ class Comparison:
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
 
     def _distance(self) -> str:
-        """Return the largest distance as text: in steps of the element format if max_steps is positive, else in ulp.
+        """Return the largest distance as text, such as "2 steps of E2M1" or "5 ulp".
 
-        ulp would mislead for codes, because 0 and a number near it are a billion ulp apart.
+        Count in steps of the element format if max_steps is positive. If it is 0 or None, count in ulp, that is
+        max_ulp. For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
         """
         if not self.max_steps:
             return f"{self.max_ulp:,} ulp"
@@ -150,7 +151,7 @@ class Comparison:
 
 @ieee("compare")
 def compare(a: Any, b: Any) -> Comparison:
-    """Compare two Quantized, or two arrays of equal shape.
+    """Count where a and b differ, two arrays of equal shape. Each is an array of values or a Quantized.
 
     Values are always compared; those of a Quantized are its dequantized float32 values. Codes and scales are compared
     too, in linear layout, if both arguments are Quantized with equal element formats, scale formats, block sizes along
@@ -162,7 +163,7 @@ def compare(a: Any, b: Any) -> Comparison:
 
     Args:
         a: a Quantized, or an array of float64, float32, float16, bfloat16 or a narrower float.
-        b: a Quantized or an array, of any of these dtypes.
+        b: a Quantized, or an array of one of these dtypes. It may be an array if a is a Quantized, and the reverse.
 
     Returns:
         A Comparison.
@@ -211,7 +212,8 @@ def compare(a: Any, b: Any) -> Comparison:
 def _precision(name: str, a: Any) -> np.dtype:
     """Return the dtype in which to compare an argument: float64 for a float64 array, otherwise float32.
 
-    Raise TypeError for an array whose dtype is not a float. name: the name of the argument.
+    Raise TypeError for an array whose dtype is not one of the floats that compare takes. a: an array or a Quantized.
+    name: the argument that the message names.
     """
     if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
         return np.dtype(np.float32)
@@ -225,9 +227,9 @@ def _precision(name: str, a: Any) -> np.dtype:
 
 
 def _linear(a: Any) -> Any:
-    """Return a Quantized with its block scales in linear layout.
+    """Return a Quantized with its block scales in linear layout, so that codes and scales can be cut into boxes.
 
-    Return an array, and a Quantized whose scales are linear or missing, unchanged.
+    An array is returned unchanged, and so is a Quantized whose block scales are missing or already linear.
     """
     if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
         return a
@@ -236,17 +238,20 @@ def _linear(a: Any) -> Any:
 
 
 def _reader(a: Any) -> BoxReader:
-    """Return a function that maps a box (a tuple of slices) to the values of `a` within the box."""
+    """Return a function that takes a box (a tuple of slices) and returns the values of `a` within the box.
+
+    For a Quantized, only the box is dequantized, to float32. For an array, the function returns a view.
+    """
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return, for each axis, the number of elements at whose multiples all operands can be cut into boxes.
+    """Return one number per axis: boxes that begin at multiples of it cut no block of any operand.
 
-    For the quantized axis of a Quantized, this is a number of whole blocks, so that box_of can slice it. Otherwise it
-    is 1.
+    The number is 1 for an axis along which no operand is quantized. Otherwise it is the least common multiple of the
+    lengths that the operands' recipes require.
     """
     multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
     for q in operands:
@@ -261,7 +266,9 @@ def _name(name: str, a: Any) -> str:
 
 
 def on_host(name: str, a: Any) -> Any:
-    """Return an array as a NumPy array, or a Quantized with NumPy arrays. Copy arrays from a GPU to the host.
+    """Return an array of any library as a NumPy array, and a Quantized as one with NumPy arrays.
+
+    Arrays on a GPU are copied to the host. Arrays in host memory are not copied.
 
     name: the text that errors begin with, such as "compare: a".
     """
@@ -275,7 +282,9 @@ def on_host(name: str, a: Any) -> Any:
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     """Return three pairs (differing, compared): the counts of codes, of block scales and of tensor scales.
 
-    All are (0, 0) if the element formats, scale formats, block sizes along the axis, or axes of a and b differ.
+    All are (0, 0) if the element formats, scale formats, block sizes along the axis, or axes of a and b differ. A part
+    that neither a nor b has counts as (0, 0). If only one of them has a tensor scale, all its entries count as
+    differing.
     """
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not comparable or a.recipe.block_size != b.recipe.block_size:
@@ -289,9 +298,9 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 def _positions(fmt: ElementFormat) -> np.ndarray:
     """Return an int16 array that maps each code of fmt to the position of its value, counted in steps from zero.
 
-    A step is the distance between neighboring values. Negative values have negative positions. -0 has position 0, and
-    NaN codes have _NAN_POSITION (4096), which is no position of a number. In a Codebook, positions count from the
-    smallest value.
+    A step is the distance between neighboring values. Negative values have negative positions, and -0 has position 0.
+    NaN codes have _NAN_POSITION (4096), which no number has. In a Codebook, positions count from its smallest value
+    instead of from zero.
     """
     if isinstance(fmt, Codebook):
         return np.unique(fmt.values, return_inverse=True)[1].astype(np.int16)
@@ -302,9 +311,9 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
-    """Return the largest distance, in steps, between codes of a and b at equal indices. NaN codes are left out.
+    """Return the largest distance, in steps of the element format, between codes of a and b at equal indices.
 
-    Return 0 if no pair of codes is left.
+    Pairs with a NaN code are left out. Return 0 if no pair is left. a and b must have one element format and one shape.
     """
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):

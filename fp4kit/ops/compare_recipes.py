@@ -28,7 +28,8 @@ OP = "compare_recipes"
 class RecipeComparison:
     """The differences between the results of several recipes for one array. print() shows shares of differing codes.
 
-    All arrays have shape (n, n) for n recipes, and are symmetric.
+    Each attribute but `recipes` is an array of shape (n, n) for n recipes. Entry [i, j] compares recipes i and j, and
+    equals entry [j, i]. On the diagonal, shares are 0, and `first` is None.
 
     Attributes:
         recipes: the ids of the recipes.
@@ -36,11 +37,12 @@ class RecipeComparison:
             formats, or if one of the two gives no codes.
         scales: float64, the share of block scales that differ. NaN if codes is NaN, if the scale formats or block sizes
             differ, or if there are no block scales.
-        tensor_scales: float64, the share of tensor scales that differ. NaN if a recipe has none, or if only one of the
-            two recipes has a tensor scale per row.
+        tensor_scales: float64, the share of tensor scales that differ in any bit. NaN if a recipe has none, or if the
+            two recipes have different numbers of tensor scales, such as one per tensor and one per row.
         values: float64, the share of decoded values that differ in any bit; NaN equals NaN.
-        first: array of objects. Each is the index in x of the first element whose code differs or, if all codes are
-            equal or cannot be compared, whose value differs. It is None if there is no such element.
+        first: array of objects. Each is the index in x, a tuple of ints, of the first element whose code differs. If
+            all codes are equal or cannot be compared, it is the index of the first element whose value differs. It is
+            None if all values are equal too.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -58,7 +60,7 @@ class RecipeComparison:
     first: np.ndarray
 
     def __str__(self) -> str:
-        """Return the matrix of differing codes, and below it a table of all pairs."""
+        """Return the table of _matrix (shares of differing codes), and below it the table of _pairs (all shares)."""
         return f"{self._matrix().text()}\n{self._pairs().text()}"
 
     def __repr__(self) -> str:
@@ -68,11 +70,15 @@ class RecipeComparison:
         return f"RecipeComparison({len(self.recipes)} recipes; {equal} of {len(pairs[0])} pairs have equal values)"
 
     def _repr_html_(self) -> str:
-        """Return the tables as HTML, which notebooks show."""
+        """Return the two tables that print() shows as HTML, for notebooks."""
         return self._matrix().html() + self._pairs().html()
 
     def _matrix(self) -> Panel:
-        """Return the matrix of the shares of differing codes, with the recipes numbered."""
+        """Return a table of the shares of differing codes, with one row and one column per recipe.
+
+        Rows begin with the number and id of the recipe; columns have the number alone. The diagonal shows "-", and a
+        pair whose codes cannot be compared shows "n/a".
+        """
         rows = tuple(
             (f"{i + 1}  {id}", *("-" if i == j else _percent(self.codes[i, j]) for j in range(len(self.recipes))))
             for i, id in enumerate(self.recipes)
@@ -81,7 +87,11 @@ class RecipeComparison:
         return Panel("Codes that differ", columns=("recipe", *numbers), rows=rows)
 
     def _pairs(self) -> Panel:
-        """Return a table with one row per pair of recipes."""
+        """Return a table with one row per pair of recipes.
+
+        A row shows the shares of codes, block scales, tensor scales and values that differ, and the index of the first
+        difference, or "none".
+        """
         columns = ("recipes", "codes", "block scales", "tensor scales", "values", "first difference")
         rows = []
         for i, j in zip(*np.triu_indices(len(self.recipes), 1), strict=True):
@@ -92,7 +102,7 @@ class RecipeComparison:
 
 
 def _percent(fraction: float) -> str:
-    """Return a share from 0 to 1 as a percentage; "n/a" for NaN."""
+    """Return a share from 0 to 1 as text: a percentage such as "54.9%", or "n/a" for NaN."""
     return "n/a" if np.isnan(fraction) else share(round(fraction * 10**9), 10**9)
 
 
@@ -158,7 +168,9 @@ def compare_recipes(
 class _RecipeResult:
     """The codes, scales and values that one recipe gives, as arrays on the host; None for those it does not give.
 
-    codes: the element codes, in the shape of x. values: the bits of the values, with one pattern for all NaN.
+    codes: the element codes, one per element, in the shape of x. scales: the block scales. tensor_scales and values:
+    the bits of the tensor scales and of the decoded float32 values, as _bits returns them. A recipe that only
+    fake-quantizes gives values alone.
     """
 
     def __init__(self, x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> None:
@@ -207,10 +219,10 @@ def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) 
 
 
 def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
-    """Return the index of the first element whose code differs.
+    """Return the index of the first element whose code differs, in row-major order.
 
     If all codes are equal, or if they cannot be compared, return the index of the first value that differs. Return None
-    if all values are equal too.
+    if all values are equal too. Codes cannot be compared if the element formats differ or if a recipe gives no codes.
     """
     pairs = [(a.values, b.values)]
     if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:

@@ -23,10 +23,12 @@ First = tuple[tuple[int, ...], float, float]  # index and both values
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
     """Yield boxes of at most BOX_ELEMENTS (2^16) elements that together cover an array, in row-major order.
 
-    Boxes are as long as possible along the last axes.
+    Boxes are as long as possible along the last axes. An array without elements has no boxes, and a 0-d array has one,
+    the empty tuple.
 
-    multiples: one number of elements per axis; None means 1 for all axes. Boxes begin at multiples of this number, and
-        a box is at least this long along every axis, even if the box then has more than BOX_ELEMENTS elements.
+    shape: the shape of the array.
+    multiples: one number of elements per axis; None means 1 for all axes. Along each axis, boxes begin at multiples of
+        this number, and are at least this long unless the array ends. Such a box may exceed BOX_ELEMENTS.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
@@ -52,8 +54,8 @@ class Energy:
     def add(self, x: np.ndarray, scaled: bool) -> None:
         """Append the sum of the squares of x, a box of float64 values. The box must not be empty if ``scaled`` is True.
 
-        scaled: True divides x first by the power of two above its largest magnitude, so that no square overflows. NaN
-        and infinity are not scaled.
+        scaled: True divides x first by the power of two above its largest magnitude, so that no square overflows. A box
+        that holds NaN or infinity is not divided.
         """
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
@@ -79,9 +81,9 @@ class Differences:
         differing: the number of values that differ.
         max_ulp: largest distance, in steps between neighboring floats. Pairs with a NaN are left out.
         max_error: largest |x - y|; NaN if a difference is NaN.
-        first: index and values of the first difference; None if there is none.
-        signal: sum of x^2.
-        noise: sum of (x - y)^2.
+        first: the tuple (index, x, y) for the first value that differs, in row-major order; None if no value differs.
+        signal: sum of x^2, over the boxes added so far.
+        noise: sum of (x - y)^2, over the boxes added so far.
     """
 
     scaled: bool
@@ -109,9 +111,10 @@ class Differences:
         return count > 0
 
     def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Add the squares of x and of x - y in a box to `signal` and `noise`, and update `max_error`.
+        """Add the sum of x^2 to `signal` and that of (x - y)^2 to `noise`, and update `max_error`.
 
-        A NaN, or two equal infinities at one index, make the error NaN.
+        x and y are the values of two arrays within a box, which must not be empty. If one of them holds a NaN, or if
+        both hold the same infinity at one index, `max_error` and `noise` become NaN.
         """
         wide = x.astype(np.float64, copy=False)
         self.signal.add(wide, self.scaled)
@@ -156,8 +159,8 @@ def ordered(x: np.ndarray) -> np.ndarray:
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return, per element, the number of steps between neighboring floats from x to y: 0 only if the bits are equal.
 
-    -0 and +0 are one step apart. The result is unsigned, because a signed integer of this width could not hold the
-    largest distance. x and y must not hold NaN, whose distances mean nothing.
+    -0 and +0 are one step apart. x and y have one dtype, and must not hold NaN, whose distances mean nothing. The
+    result has unsigned integers as wide as the floats, because signed ones could not hold the largest distance.
     """
     a, b = ordered(x), ordered(y)
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
@@ -169,13 +172,13 @@ BoxReader = Callable[[Box], Any]  # a function that returns the values of an arr
 def compare_values(
     read_x: BoxReader, read_y: BoxReader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
 ) -> Differences:
-    """Compare two arrays box by box, and return their differences.
+    """Compare two arrays box by box, and return their Differences.
 
-    Sums of squares are needed only if a value differs. So boxes without a difference are read again for these sums only
-    if another box has a difference.
+    The sums of squares, signal and noise, are needed only if a value differs. If all values are equal, they stay 0.
+    Otherwise they cover all boxes: those without a difference are then read a second time.
 
     read_x, read_y: functions that return the values of an array within a box. shape: the shape of both arrays.
-    multiples: as in boxes. dtype: float32 or float64, in which values are compared.
+    multiples: as in boxes. dtype: float32 or float64, to which values are converted before they are compared.
     """
     differences, equal_boxes = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):

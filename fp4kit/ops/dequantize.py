@@ -32,8 +32,8 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        `out` if given, otherwise a new array in the library and on the device of q. It is a transposed view if the
-        quantized axis is not the last one.
+        `out` if given, otherwise a new array in the library and on the device of q. If the quantized axis is not the
+        last one, the new array is a transposed view of a contiguous array.
 
     Raises:
         TypeError: q is not a Quantized, or dtype is none of the three.

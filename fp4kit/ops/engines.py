@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def _cuda() -> Any:
-    """Return the CUDA engine. It is imported at the first use, to save a tenth of the time to import fp4kit."""
+    """Return the module fp4kit.cuda.engine, imported at its first use, so that importing fp4kit takes less time."""
     from fp4kit.cuda import engine
 
     return engine
@@ -45,9 +45,9 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
     The CUDA engine makes the function for arrays on a GPU, and the compiled host engine for arrays in host memory.
     Return None if that engine does not support the call.
 
-    operation: the name of a function in the engine's cached_calls.py.
+    operation: the name of the function in the engine's cached_calls.py that makes the cached call.
     on_device: True if the arrays are on a GPU.
-    arguments: the arguments of this function.
+    arguments: the arguments of that function.
     """
     engine: Any = cpu_cached
     if on_device:
@@ -62,8 +62,8 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
     """Return function(x, *args, **kwargs), for a function that is decorated by returns_in_library.
 
-    If x is a NumPy or CuPy array, the result needs no conversion to the library of x. Then the undecorated function is
-    called, to save time.
+    If x is a NumPy or CuPy array, the result needs no conversion to the library of x. To save time, the function that
+    was decorated is then called directly.
     """
     is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
@@ -71,10 +71,12 @@ def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: A
 
 
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function so that its argument `threads` limits the CPU threads of the call.
+    """Decorate a public function so that its keyword argument `threads` limits the CPU threads of the call.
 
-    A call that Python rejects with TypeError gets a more helpful message for frequent mistakes (check_call). A call in
-    code that torch.compile traces runs outside of the compiled graph.
+    - If `threads` is missing or None, the call uses up to fp4kit.num_threads() threads.
+    - If the call raises TypeError because of a frequent mistake in its arguments, a more helpful message replaces the
+      message of Python (check_call). Any other TypeError is raised unchanged.
+    - In code that torch.compile traces, the call runs outside of the compiled graph.
     """
 
     @wraps(function)
@@ -95,9 +97,9 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Engine(str):
-    """A str with the name of an engine.
+    """The name of an engine, a str such as "cpu-avx2", with the reason why no faster engine is used.
 
-    The attribute `why` says why no faster engine is used. It is "" if this is the fastest engine for the processor.
+    The reason is the attribute `why`. It is "" if this is the fastest engine for the processor.
     """
 
     why: str
@@ -114,7 +116,8 @@ class Engine(str):
 def is_compiled() -> bool:
     """Return whether calls on NumPy arrays use the compiled engine in this thread or task.
 
-    Call it before you start threads of your own, because the compiled engine starts threads too.
+    Return False within `with fp4kit.specification()`, or if the engine could not be compiled. fp4kit convert asks this
+    to choose its workers: without the compiled engine and GPUs, they are processes instead of threads.
     """
     return not specification_only.get() and library().functions is not None
 
@@ -122,8 +125,8 @@ def is_compiled() -> bool:
 def engine() -> Engine:
     """Return the name of the engine that computes on NumPy arrays in the current thread or task.
 
-    Use it to find out why calls are slow. All engines give equal bytes. The specification computes calls that the
-    compiled engine does not support.
+    Use it to find out why calls are slow. All engines give equal bytes. A call that the compiled engine does not
+    support is computed by the specification, whatever this function returns.
 
     Returns:
         An Engine, which is a str. "cpu-avx512", "cpu-avx2" and "cpu-base" are the compiled engine, by the processor
@@ -223,19 +226,19 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
     """Return the result of an operation on a parsed call, from the first engine that supports it.
 
-    HostGroup and HostClipGroup call this function once per array of a group.
+    HostGroup and HostClipGroup call this once per array of a group. Raise NotImplementedError if no engine supports the
+    call. Errors of the engine's function are raised unchanged.
 
-    operation: the name of the engine's function, which is called with the call and `arguments`.
-
-    Raise NotImplementedError if no engine supports the call, and the errors of the engine's function.
+    operation: the name of the engine's function. Its arguments are `call` and `arguments`.
     """
     return run(call.op, operation, call.on_device, call, *arguments)
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return a CudaGroup, which runs N parsed calls in one launch, or a HostGroup, which runs them in a loop.
+    """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup for host memory.
 
-    The first call decides; without calls, the result is a HostGroup.
+    A CudaGroup takes one launch per dtype, and a HostGroup loops over the calls. The first call decides where all
+    arrays are. Without calls, the result is a HostGroup.
 
     op: the public function that error messages name. r: the recipe of all calls. stack: the stacked array on a GPU
     whose items are the arrays of the calls; None if they are separate arrays.
@@ -248,12 +251,13 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return a CudaClipGroup, which clips N gradients in one launch, or a HostClipGroup, which loops over them.
+    """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup for host memory.
 
-    The first call decides; without calls, the result is a HostClipGroup.
+    A CudaClipGroup clips all gradients of a dtype in one launch, and a HostClipGroup loops over them. The first call
+    decides where all arrays are. Without calls, the result is a HostClipGroup.
 
-    calls: the parsed calls, each with the array x that was fake-quantized. amaxes: one clip limit per call, or None to
-    compute it from the x of the call.
+    calls: the parsed calls, each with its gradient and the array x that was fake-quantized.
+    amaxes: one entry per call: its clip limit, or None to compute the limit from x.
     """
     if calls and calls[0].on_device:
         return _cuda().CudaClipGroup(calls, amaxes)
@@ -263,8 +267,10 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
     """Return True if the shards of cast_master_weights are in host memory, and False if they are on a GPU.
 
-    The first shard decides. For an empty list, return True. For shards on a GPU, raise ValueError if a shard is not
-    contiguous. Raise NotImplementedError if no kernel supports the recipe's blocks or the size of a matrix.
+    The first shard decides. For an empty list, return True.
+
+    Shards on a GPU are also checked. Raise ValueError if one of them is not contiguous. Raise NotImplementedError if no
+    kernel supports the recipe's blocks or the size of a matrix.
 
     values: the shards. shapes: the shape of the weight of each shard. r: the recipe.
     """
@@ -275,10 +281,10 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
-    """Return the object that computes the stages of cast_master_weights for the shards `values`.
+    """Return the object that computes the stages of cast_master_weights, step by step, for the shards `values`.
 
-    The object is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. facts: the other
-    arguments of these two classes.
+    It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. The first shard decides, so
+    `values` must not be empty. facts: the arguments of these classes that follow `values`.
     """
     if imports.on_device(values[0]):
         return _cuda().DeviceStages(values, *facts)
@@ -287,12 +293,12 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a function that repeats a call without parsing its arguments, where new_cached_call returned None.
+    """Return a function that repeats a call on another NumPy array of the same shape without parsing its arguments.
 
-    The returned function takes (x, amax, out), and runs `operation` by the first engine that supports the call. It
-    ignores amax, which is None.
+    Callers use it if new_cached_call returned None. The function takes (x, amax, out) and returns the result of
+    `operation` from the first engine that supports the call. It ignores amax, which is None.
 
-    Return None if the caller passed tensor_amax, or if x is not a NumPy array. x: the array as the caller passed it.
+    Return None if the caller passed tensor_amax, or if x, the array as the caller passed it, is not a NumPy array.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

@@ -34,21 +34,22 @@ class ErrorBudget:
     """The error of a quantized matrix product, split by source, as signal-to-noise ratios. print() shows a table.
 
     fp4kit.error_budget returns an ErrorBudget, and its documentation defines each ratio. All ratios are in dB. A larger
-    ratio means a smaller error, and inf means no error.
+    ratio means a smaller error. inf means no error, -inf means that the exact product is all zeros but the error is
+    not, and NaN means that a sum of squares is not finite.
 
     Attributes:
         weight: ratio of the error that comes from quantizing w.
         activation: ratio of the error that comes from quantizing x.
-        interaction: ratio of the error that both quantizations cause together, beyond the two above.
-        quantization: ratio of the sum of these three errors.
+        interaction: ratio of the error that both quantizations cause only together, (x' - x) (w' - w)^T.
+        quantization: ratio of the sum of the three errors weight, activation and interaction.
         accumulation: ratio of the matrix unit's error, compared with the exact product of the quantized operands.
         rounding: ratio of the error of rounding the unit's float32 result to out_dtype.
-        total: ratio of the sum of all errors.
+        total: ratio of the sum of all errors: the result compared with the product of the unquantized x and w.
         recipe_x: id of the recipe of x.
         recipe_w: id of the recipe of w.
         unit: id of the matrix unit.
         out_dtype: name of the dtype of the result.
-        shape: (M, N, K).
+        shape: (M, N, K), for x of shape (M, K) and w of shape (N, K).
     """
 
     weight: float
@@ -68,7 +69,7 @@ class ErrorBudget:
         return self._panel().text()
 
     def __repr__(self) -> str:
-        """Return one line with the ratios."""
+        """Return one line with all ratios except interaction."""
         names = ("weight", "activation", "quantization", "accumulation", "rounding", "total")
         return f"ErrorBudget({', '.join(f'{name}={getattr(self, name):.2f}' for name in names)} dB)"
 
@@ -77,7 +78,10 @@ class ErrorBudget:
         return self._panel().html()
 
     def _panel(self) -> Panel:
-        """Return the table: one row per source, and two rows with sums."""
+        """Return the table: one row per source of error, and the two sums quantization and total.
+
+        Each row shows the ratio in dB and the relative error.
+        """
         M, N, K = self.shape
         sources = (
             (f"weight, {self.recipe_w}", self.weight),
@@ -189,7 +193,11 @@ def error_budget(
 
 
 def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
-    """Return the values of a quantized matrix as float64: exact, or those of dequantize for unit="dequantized"."""
+    """Return the values of a quantized matrix on the host, as float64, with the quantized axis last.
+
+    The values are exact: code times block scale times tensor scale. As an exception, for the unit "dequantized" they
+    are the float32 values of dequantize. s: the settings of the product, of which only s.unit is used.
+    """
     q = on_host(q, OP)
     if s.unit.order == "dequantized":
         decoded: np.ndarray = dequantize(q, np.float32).astype(np.float64)

@@ -34,13 +34,13 @@ _ABSENT, _DIFFERS, _FIRST = "-", "  differs", "  <- they part here"
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """One intermediate result of quantizing an element.
+    """One step of quantizing an element: an intermediate result such as the block amax, as a number and as bits.
 
     Attributes:
         name: the name of the result, such as "block amax". "code" is the stored code, and "result" is the dequantized
             value.
         value: the number. For a code, it is the value that the code stands for.
-        bits: the bit pattern of the number or code, as an integer.
+        bits: the bit pattern of the number or code, as a non-negative integer.
         format: the format of the bits, such as "float32", "E4M3" or "E2M1".
         width: the number of bits.
     """
@@ -52,7 +52,10 @@ class ExplainedStep:
     width: int
 
     def __str__(self) -> str:
-        """Return the number and its bits: binary for up to 8 bits, otherwise hexadecimal."""
+        """Return the number, the format and the bits, such as "0.25  E8M0 01111101".
+
+        Up to 8 bits are shown in binary, more in hexadecimal.
+        """
         bits = f"{self.bits:0{self.width}b}" if self.width <= 8 else f"0x{self.bits:0{self.width // 4}x}"
         return f"{_decimal(self)}  {self.format} {bits}"
 
@@ -64,7 +67,7 @@ class Explanation:
     Attributes:
         index: the index of the element.
         recipes: the ids of the recipes.
-        steps: for each recipe, the steps in the order in which its producer computes them.
+        steps: one tuple of steps per recipe, in the order in which its producer computes them.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -86,8 +89,8 @@ class Explanation:
     def names(self) -> tuple[str, ...]:
         """The names of all steps.
 
-        The steps of the first recipe come in order. A step that only a later recipe has is inserted after the step that
-        precedes it in that later recipe.
+        Each name occurs once. The steps of the first recipe come in order. A step that only a later recipe has is
+        inserted after the step that precedes it in that later recipe.
         """
         names: list[str] = []
         for steps in self.steps:
@@ -100,19 +103,22 @@ class Explanation:
 
     @property
     def parting(self) -> str | None:
-        """The name of the first step at which the recipes differ, or None if there is no such step.
+        """The name of the first step, in the order of `names`, at which the recipes differ. None if there is none.
 
-        Only steps that all recipes have count. Recipes differ at a step if the bits or the formats of two recipes
-        differ.
+        Recipes differ at a step if the bits or the formats of two recipes differ. Steps that some recipe lacks are
+        skipped.
         """
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
     def __str__(self) -> str:
-        """Return the steps as a table. If there are several recipes, the steps that differ are marked."""
+        """Return the steps as a table with one row per step.
+
+        With several recipes, a mark shows the first step at which they differ, and another mark the other such steps.
+        """
         return self._panel().text()
 
     def __repr__(self) -> str:
-        """Return one line with the code and the result of each recipe."""
+        """Return one line with the index of the element and the result (the dequantized value) by each recipe."""
         ends = (f"{id}: {steps[-1].value:g}" for id, steps in zip(self.recipes, self.steps, strict=True))
         return f"Explanation(element {self.index}, {', '.join(ends)})"
 
@@ -121,11 +127,11 @@ class Explanation:
         return self._panel().html()
 
     def _column(self, i: int) -> dict[str, ExplainedStep]:
-        """Return the steps of recipe number i as {name of the step: step}."""
+        """Return the steps of recipe number i, counted from 0, as {name of the step: step}."""
         return {step.name: step for step in self.steps[i]}
 
     def _is_missing(self, name: str) -> bool:
-        """Return whether some recipe has no step of this name."""
+        """Return whether at least one recipe has no step of this name."""
         return any(name not in self._column(i) for i in range(len(self.recipes)))
 
     def _differs(self, name: str) -> bool:
@@ -155,9 +161,9 @@ class Explanation:
 
 
 def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return the two table cells of a step: its number, and its format with the bits.
+    """Return the two table cells of a step: its number, and its format with the bits, such as "E8M0 01111101".
 
-    Return a dash and "" for None, which stands for a step that the recipe lacks.
+    If the step is None because the recipe lacks it, return "-" and "".
     """
     if step is None:
         return _ABSENT, ""
@@ -166,7 +172,11 @@ def _cells(step: ExplainedStep | None) -> tuple[str, str]:
 
 
 def _decimal(step: ExplainedStep) -> str:
-    """Return the number of a step as decimal text with enough digits to identify it in its format."""
+    """Return the number of a step as decimal text, with as many digits as its format needs to tell numbers apart.
+
+    float64 numbers get up to 17 digits. All others get the shortest text that gives the number back in float32, and no
+    ".0" at the end.
+    """
     return f"{step.value:.17g}" if step.format == "float64" else f"{np.float32(step.value)!s}".removesuffix(".0")
 
 
@@ -249,13 +259,19 @@ def explain(
 
 
 def _on_host(array: Any) -> Any:
-    """Return an array that the caller passed (amaxes or random bytes) in host memory; None and numbers unchanged."""
+    """Return an array that the caller passed (amaxes or random bytes) as a NumPy array.
+
+    None, Python numbers, NumPy scalars and other objects without a shape are returned unchanged.
+    """
     is_number = isinstance(array, np.generic) or not hasattr(array, "shape")
     return array if is_number else to_host(import_arrays(OP, array=array)[0])
 
 
 def _check_transform(call: Call) -> None:
-    """Raise ValueError if a call has a Hadamard transform, but the block length of its recipe is no multiple of 16."""
+    """Raise ValueError if a call has a Hadamard transform, and the recipe's block length is no multiple of 16.
+
+    Recipes without blocks pass, because the transform's own blocks of 16 then suffice.
+    """
     r = call.recipe
     if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
         raise ValueError(
@@ -264,9 +280,12 @@ def _check_transform(call: Call) -> None:
 
 
 def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return index as a tuple with one non-negative integer per axis.
+    """Return the index of an element of x as a tuple with one non-negative integer per axis.
 
-    Raise IndexError if x has no such element, and TypeError for an index that is not an integer.
+    index: one integer, or a tuple or list of integers; negative ones count from the end. shape: the shape of x.
+
+    Raise IndexError if the number of integers is not that of the axes, or if one is out of range. Raise TypeError for
+    an entry that is not an integer.
     """
     given = tuple(index) if isinstance(index, (tuple, list)) else (index,)
     parts = tuple(as_index(OP, "index", part) for part in given)
@@ -280,7 +299,10 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
-    """Yield the steps by which the recipe of a call quantizes the element at `index`."""
+    """Yield the steps by which the recipe of a call quantizes the element at `index`, and then decodes it.
+
+    Only the block of the element is computed, by the specification, while its steps are recorded.
+    """
     crop, row, column = _crop(call, index)
     with specification(), np.errstate(all="ignore"), traced() as steps:
         show("element", crop.x)
@@ -295,9 +317,11 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     """Return a call for only the block that holds an element, and the element's row and column in that block.
 
-    The returned call holds the tensor amaxes that apply to the block (see _tensor_amax). If the recipe has no blocks,
-    the fewest neighboring elements whose codes fill whole bytes take the place of the block. With a Hadamard transform
-    these are at least 16.
+    The returned call holds the tensor amaxes, the block amax and the random numbers that apply to the block. So it
+    gives this block the codes that the whole array would. If the recipe has no blocks, the fewest neighboring elements
+    whose codes fill whole bytes take the place of the block. With a Hadamard transform, these are at least 16.
+
+    index: the index of the element in the array of `call`, with the axes as the caller passed them.
     """
     r, moved = call.recipe, call.moved
     where = (*index[: call.axis], *index[call.axis + 1 :], index[call.axis])
@@ -330,12 +354,13 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
 
 
 def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
-    """Return the tensor amaxes that apply to a block. Return None if the recipe has no tensor scale.
+    """Return the tensor amaxes that apply to a block: one, or one per row. None if the recipe has no tensor scale.
 
-    Amaxes that the caller passed are used. Otherwise they are computed from all elements that share the tensor scale:
-    the whole array, each row, or the block, as r.tensor_scaling says.
+    If the caller passed amaxes, those of the block are picked. Otherwise the amaxes are computed from all elements that
+    share the tensor scale: the whole array, each row, or the block, as r.tensor_scaling says.
 
-    moved: call.moved with at least two axes. at: the leading index, the rows and the columns of the block.
+    moved: call.moved (the array with the quantized axis last), with at least two axes.
+    at: where the block is: its index along the axes before the last two, and the slices of its rows and columns.
     """
     (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
     if r.tensor_scaling == "none":
@@ -356,9 +381,9 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
 
 
 def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield all steps, except that a repeated step of the tensor amax or tensor scale is left out.
+    """Yield the steps in order, but each step whose name begins with "tensor" only once.
 
-    Such steps are repeated because decoding computes them again.
+    Decoding computes the tensor amax and the tensor scale again, which records their steps a second time.
     """
     tensor = set()
     for step in steps:
@@ -396,10 +421,10 @@ def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep
 
 
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
-    """Yield the steps with unique names, without numbers that only repeat the step before.
+    """Yield the steps with unique names, and without two kinds of steps that only repeat another one.
 
-    A name that occurs again gets a number, as in "block scale (2)". A decoded value is left out if the result has the
-    same format. An element value is left out if it equals the value of the code.
+    If a name occurs again, it gets a number, as in "block scale (2)". The step "decoded value" is left out if the step
+    "result" has its format. The step "element value" is left out if it equals the value of the step "code".
     """
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}

@@ -75,7 +75,7 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
-    """Check the arguments of fake_quantize, and fake-quantize x. Errors are those of fake_quantize.
+    """Check the arguments of fake_quantize, and return the fake-quantized x. Raise the errors of fake_quantize.
 
     options: the options rounding and seed. amaxes: the arguments tensor_amax and block_amax. key: the key under which
     to store a cached call for later calls; None stores nothing.
@@ -90,7 +90,8 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
     """Raise ValueError if a recipe whose fake_rule rounds to nearest only gets another rounding, or a seed.
 
-    Other recipes are not checked here. op: the public function that the message begins with.
+    Other recipes pass; their rounding and seed are checked elsewhere. op: the public function that the message begins
+    with.
     """
     if r.fake_rule is None or FAKE_RULES[r.fake_rule].stochastic:
         return
@@ -116,8 +117,8 @@ def fake_quantize_backward(
         axis: the axis along which blocks run.
         amax: the clip limit, float32: (), one per row of x (axis last), one per block, or (E,) with one per expert, as
             for tensor_amax of quantize. None computes it from x, as quantize computes tensor_amax; for recipes without
-            a tensor scale (MX), it is the amax of the whole x. If x is on a GPU, a number or a float32 array on that
-            GPU.
+            a tensor scale (MX), it is the amax of the whole x. If x is on a GPU, pass a number or a float32 array on
+            that GPU.
         pass_through: True returns grad unclipped. False sets it to 0 where |x| > amax.
 
     Returns:

@@ -28,9 +28,9 @@ def amax_grouped(
 ) -> list[Any]:
     """Return the amax of each array of a group: [amax(x, recipe, axis=axis) for x in xs].
 
-    On a GPU, one kernel launch computes all amaxes, and the results are views of one vector. As an exception, recipes
-    with blocks of several rows or with amax_nan="lanes" take one launch per array. One thread must then read a whole
-    block.
+    On a GPU, one kernel launch per dtype computes all amaxes, and the results are views of one vector. As an exception,
+    recipes with blocks of several rows or with amax_nan="lanes" take one launch per array, because one thread must then
+    read a whole block.
 
     Args:
         xs: a sequence of arrays of any shapes, or one stacked array whose first axis counts the arrays (experts).
@@ -39,7 +39,7 @@ def amax_grouped(
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        A list of float32 arrays, one per array of xs.
+        A list of float32 arrays, one per array of xs. It is empty if xs is an empty sequence.
 
     Raises:
         TypeError, ValueError: as for amax.
@@ -94,7 +94,7 @@ def quantize_grouped(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for quantize.
-        ValueError: tensor_amax or block_amax does not have one entry per array.
+        ValueError: tensor_amax or block_amax does not have one entry per array, or an entry is None.
 
     Exact:
         Equals [quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
@@ -163,10 +163,13 @@ def fake_quantize_grouped(
 def fake_quantize_grouped_backward(
     grads: Any, xs: Any, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> list[Any]:
-    """Return the straight-through gradient of each array of a group.
+    """Return the straight-through gradient of fake_quantize_grouped for each array of a group.
+
+        gradient = grad                                       if pass_through
+        gradient = grad where |x| <= amax, and 0 elsewhere    otherwise
 
     Args:
-        grads: a sequence of arrays in the shapes of xs.
+        grads: a sequence of arrays in the shapes of xs, or one stacked array.
         xs: the arrays that were fake-quantized: a sequence, or one stacked array.
         recipe: as in fake_quantize_backward, for all arrays.
         axis: as in fake_quantize_backward, for all arrays.
@@ -174,11 +177,12 @@ def fake_quantize_grouped_backward(
         pass_through: True returns grads unclipped. False sets them to 0 where |x| > amax.
 
     Returns:
-        A list of gradients: the arrays of grads themselves if pass_through is True, otherwise new arrays.
+        A list of gradients. If pass_through is True, it holds the arrays of grads themselves. Otherwise the arrays are
+        new, but an array of grads without elements may be returned itself.
 
     Raises:
         TypeError, ValueError: as for fake_quantize_backward.
-        ValueError: grads or amax does not have one entry per array.
+        ValueError: grads or amax does not have one entry per array, or an entry of amax is None.
 
     Exact:
         Equals [fake_quantize_backward(g, x, recipe, amax=a, ...) for g, x, a in zip(grads, xs, amax)] bit for bit.

@@ -26,7 +26,7 @@ class PlanInput(NamedTuple):
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.
-        entries: the entries of the argument.
+        entries: the entries of the argument; for an array, a list that holds only this array.
         tensors: the entries that are PyTorch tensors. Their memory can be replaced while the object stays.
         addresses: the memory address of each of these tensors.
     """
@@ -38,21 +38,25 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Record the argument `value`, a list of arrays or one stacked array, in a PlanInput.
+        """Return a PlanInput that records an argument: its entries and the addresses of PyTorch tensors.
 
-        The PlanInput records the entries of the list and the addresses of PyTorch tensors. No data is copied.
-        name: the name of the argument in messages.
+        No data is copied. Raise TypeError if `value` is neither an array nor iterable.
+
+        name: the name of the argument in messages. value: the argument, a sequence of N entries or an array. An array
+            counts as a single entry.
         """
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """Return None if nothing has changed since the plan was made, otherwise the end of an error message.
+        """Return None if the plan still fits the argument, otherwise the end of an error message.
 
-        An example is "[2] was replaced after the plan was made".
+        The number of entries, the entries themselves (by identity) and the addresses of PyTorch tensors are compared;
+        new values in the same memory are no change. An example of a message is "[2] was replaced after the plan was
+        made".
 
-        value: the current argument if the caller passed a new object; None if it is the plan's own object.
+        value: the object that the caller passes now; None checks the recorded object, whose entries may have changed.
         """
         now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
@@ -66,20 +70,23 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """Return `value` as a list or tuple of arrays: a single array becomes a list of one.
+    """Return the entries of an argument as a list or tuple. One array, stacked or not, becomes a list of one.
 
-    Raise TypeError if it is neither an array nor iterable. op, name: the public function and its argument, as the
+    Raise TypeError if `value` is neither an array nor iterable. op, name: the public function and its argument, as the
     message names them.
     """
     return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
-    """Return a list with one entry per tensor: the items of a sequence, or views along an array's first axis.
+    """Return a list with one entry per tensor of a group, from an argument such as tensor_amax.
 
-    If value is None, return `count` times None. Raise ValueError if value is neither a sequence nor an array with an
-    axis, if the number of entries is not `count`, or if an entry is None. op, name: the public function and its
-    argument, as messages name them.
+    - The entries of a sequence are its items.
+    - The entries of an array are its items along the first axis.
+    - If value is None, all `count` entries are None.
+
+    Raise ValueError if value is neither a sequence nor an array with an axis, if the number of entries is not `count`,
+    or if an entry is None. op, name: the public function and its argument, as messages name them.
     """
     if value is None:
         return [None] * count
@@ -97,11 +104,13 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """Import the arrays xs of a grouped call as NumPy or CuPy arrays. Return the pair (list of arrays, stack).
+    """Import the argument xs of a grouped call. Return the pair (list of NumPy or CuPy arrays, stack).
 
-    If xs is one stacked array, stack is that array, imported; otherwise it is None. Raise TypeError if xs is neither an
-    array nor iterable, and ValueError if a stacked array has less than two dimensions. Other errors are those of
-    import_arrays.
+    - If xs is one stacked array, stack is this array, imported, and the list has its items along the first axis.
+    - Otherwise, stack is None, and the list has the entries of xs, imported.
+
+    Raise TypeError if xs is neither an array nor iterable, and ValueError if a stacked array has less than two
+    dimensions. Other errors are those of import_arrays.
     """
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
@@ -111,7 +120,7 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
 
 
 def check_stack(op: str, stack: Any, kind: str = "array") -> None:
-    """Raise ValueError unless an array has at least two dimensions, as a stack of arrays must.
+    """Raise ValueError unless `stack`, an array or a tensor, has at least two dimensions, as a stack of arrays must.
 
     kind: the word for the array in the message, such as "array" or "tensor".
     """
@@ -124,7 +133,8 @@ def check_stack(op: str, stack: Any, kind: str = "array") -> None:
 class GroupedPlan:
     """A plan that quantizes N tensors again and again, such as the weights of a model in every training step.
 
-    Outputs and, on a GPU, the table of pointers are made only once.
+    Arguments are parsed once, when the plan is made. Outputs and, on a GPU, the table of pointers to the tensors are
+    made at a method's first call. All later calls reuse them.
 
         plan = GroupedPlan(weights, "nvfp4-te")
         for step in range(steps):
@@ -197,12 +207,15 @@ class GroupedPlan:
         return f"GroupedPlan({len(self._inputs['xs'].entries)} arrays, {self.recipe.id})"
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
-        """Make the plan again for the current entries of its sequences. Results of earlier calls are not overwritten.
+        """Make the plan again for the current entries of its sequences, for example after a tensor was replaced.
+
+        The plan gets new outputs, so results of earlier calls are no longer overwritten. amax_vector, if there is one,
+        is a new vector of zeros.
 
         Args:
             xs: a new sequence or stacked array; None keeps the current one.
-            tensor_amax: new tensor amaxes; None keeps the current ones.
-            block_amax: new block amaxes; None keeps the current ones.
+            tensor_amax: new tensor amaxes; None keeps the current ones, or computes them if there are none.
+            block_amax: new block amaxes; None keeps the current ones, if there are any.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as for GroupedPlan.
@@ -217,9 +230,10 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
-        """Parse the calls and allocate the outputs, which replace those of the plan.
+        """Parse the calls, record the arguments, and replace the group that runs the calls. Return None.
 
-        values: the arguments xs, tensor_amax and block_amax, by name. Arguments that are not given are missing or None.
+        The new group makes its own outputs at the first run. values: the arguments xs, tensor_amax and block_amax, by
+        name. Arguments that are not given are missing or None.
         """
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
@@ -255,12 +269,17 @@ class GroupedPlan:
     @property
     @returns_in_plan_library
     def amax_vector(self) -> Any:
-        """The amaxes of all tensors in one float32 vector, as the latest call computed them.
+        """The amaxes of all tensors in one float32 vector: one entry per tensor scale, tensor after tensor.
 
-        It is None if the caller passed the amaxes, or if the recipe has no tensor scale.
+        A tensor has one entry, or one per row or block if the recipe has one tensor scale per row or block. The vector
+        holds zeros until amax, quantize or fake_quantize computes the amaxes for the first time; each later computation
+        overwrites it. As an exception, fake_quantize on a GPU leaves it unchanged for recipes with a fake_rule and one
+        tensor scale per block.
 
-        A method called with keep_amax=True computes no amaxes, and uses the content of this vector. So you can reduce
-        it over several processes first, or use the amaxes of an earlier step.
+        The attribute is None if the caller passed the amaxes, or if the recipe has no tensor scale.
+
+        A method called with keep_amax=True computes no amaxes, and uses the content of this vector. So you can write to
+        the vector, for example to reduce it over several processes, or keep the amaxes of an earlier step.
         """
         return self._group.vector if self._group.computes_amaxes else None
 
@@ -273,8 +292,8 @@ class GroupedPlan:
 
         Returns:
             A list with one entry per tensor: float32 of shape (), or with one amax per row or block; None for recipes
-                without a tensor scale. Computed amaxes are views of amax_vector; on a GPU, one kernel launch computes
-                them.
+                without a tensor scale. Computed amaxes are views of amax_vector, so the next computation overwrites
+                them. On a GPU, one kernel launch per dtype computes them.
 
         Raises:
             ValueError: an entry or its memory was replaced after the plan was made.
@@ -288,10 +307,11 @@ class GroupedPlan:
 
         Args:
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
-            keep_amax: True uses the amaxes in amax_vector. False computes them first.
+            keep_amax: True uses the amaxes in amax_vector. False computes them first. It has no effect if amax_vector
+                is None.
 
         Returns:
-            A list of Quantized, overwritten by the next call.
+            A list with one Quantized per tensor. Their arrays belong to the plan, and the next call overwrites them.
 
         Raises:
             TypeError: keep_amax is not a bool.
@@ -307,10 +327,12 @@ class GroupedPlan:
 
         Args:
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
-            keep_amax: True uses the amaxes in amax_vector. False computes them first.
+            keep_amax: True uses the amaxes in amax_vector. False computes them first. It has no effect if amax_vector
+                is None.
 
         Returns:
-            A list of arrays, overwritten by the next call.
+            A list with one array per tensor, in its shape and dtype. The arrays belong to the plan, and the next call
+                overwrites them.
 
         Raises:
             TypeError: keep_amax is not a bool.
@@ -329,7 +351,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
-        """Return the straight-through gradient of each tensor, as fake_quantize_backward does.
+        """Return the straight-through gradient of each tensor, as fp4kit.fake_quantize_backward does.
 
         Args:
             grads: N arrays in the shapes of xs. On a GPU, if they are the arrays of the previous call, the call does no
@@ -339,8 +361,9 @@ class GroupedPlan:
                 which is the plan's tensor_amax or is computed from x.
 
         Returns:
-            A list of gradients: the arrays of grads themselves if pass_through is True, otherwise new arrays or, on a
-                GPU, the plan's own arrays.
+            A list with one gradient per tensor. If pass_through is True, these are the arrays of grads themselves.
+                Otherwise they are new arrays or, on a GPU, the plan's own arrays, which the next call may overwrite.
+                In host memory, an array of grads without elements is returned itself.
 
         Raises:
             TypeError: pass_through is not a bool, or as for fp4kit.fake_quantize_backward.
@@ -373,7 +396,8 @@ class GroupedPlan:
     def _check_unchanged(self, method: str, xs: Any) -> None:
         """Raise ValueError if an entry of an argument, or its memory, was replaced since the plan was made.
 
-        method: the method's name in the message. xs: the current sequence; None for the plan's own object.
+        method: the method's name in the message. xs: the sequence or array that the caller passes to the method; None
+        for the object that the plan was made with.
         """
         for name, argument in self._inputs.items():
             changed = argument.changed(xs if name == "xs" else None)

@@ -47,10 +47,12 @@ ELSEWHERE = 1 / 8
 
 
 class Variation(NamedTuple):
-    """A recipe together with options of quantize that reproduces a quantized array.
+    """A recipe together with options of quantize that may have made a quantized array which no recipe alone reproduces.
 
-    recipe: the name of the recipe. hadamard: the argument hadamard of quantize. stochastic: True if rounding was
-    stochastic, False if it was to nearest.
+    Attributes:
+        recipe: the name of the recipe.
+        hadamard: the argument hadamard of quantize; False for no transform.
+        stochastic: True if rounding was stochastic, False if it was to nearest.
     """
 
     recipe: str
@@ -62,13 +64,15 @@ class Variation(NamedTuple):
 class Identification:
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
-    print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches,
-    one per recipe. If several recipes reproduce all bytes, this array does not tell them apart.
+    print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches.
+    If several recipes reproduce all bytes, this array does not tell them apart.
 
     Attributes:
-        matches: one Match per recipe, best first.
+        matches: one Match per recipe that was tried. Those compared on all bytes come first, and then those compared on
+            a sample; both are sorted by their share of equal bytes, largest first.
         variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that do so together with a Hadamard
-            transform, and the recipes that may have made every code by stochastic rounding.
+            transform, and the recipes that may have made every code by stochastic rounding, with or without a Hadamard
+            transform.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -83,16 +87,20 @@ class Identification:
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """The names of the recipes that reproduce every byte."""
+        """The names of the recipes that reproduce every byte of codes and block scales; () if there are none."""
         return tuple(m.recipe for m in self.matches if m.whole and m.equal == m.total)
 
     @property
     def verdict(self) -> str:
         """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
 
-        The sentence names the recipes that reproduce all bytes. If there are none, it names the variations that do, and
-        otherwise the nearest recipe. If more than three recipes reproduce all bytes, it names only one of them; `exact`
-        has all. If there are no matches, it says that no recipe has this format.
+        The first of these cases that applies decides:
+
+        - One to three recipes reproduce all bytes: the sentence names them. If there are more, it names one of them and
+          the number of the others; `exact` has all.
+        - There are variations: it names the first one, and the recipes with equal options.
+        - No recipe has the format: it says so.
+        - Otherwise, it names the nearest recipe and its share of equal bytes.
         """
         if self.exact:
             if len(self.exact) > MOST_NAMED:
@@ -118,7 +126,7 @@ class Identification:
         return "\n".join([self.verdict, *lines])
 
     def __repr__(self) -> str:
-        """Return the verdict in one line."""
+        """Return one line: Identification(the verdict)."""
         return f"Identification({self.verdict})"
 
     def _repr_html_(self) -> str:
@@ -128,7 +136,8 @@ class Identification:
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ.
 
-        Recipes with equal counts share a row. After ten rows, one row says how many recipes are left.
+        Recipes with equal counts share a row, which names one of them and the number of the others. After ten rows, one
+        row says how many recipes are left, if any are.
         """
         groups = [list(group) for _, group in groupby(self.matches, key=lambda m: astuple(m)[1:])]
         for group in groups[:MOST_ROWS]:
@@ -143,12 +152,15 @@ class Identification:
 
 
 def _plainest(names: Sequence[str]) -> str:
-    """Return the recipe id with the fewest parts: nvfp4-te instead of nvfp4-te-2d. Among equals, return the first."""
+    """Return the recipe id with the fewest hyphens, such as nvfp4-te instead of nvfp4-te-2d. Of several, the first.
+
+    names: at least one id.
+    """
     return min(names, key=lambda name: name.count("-"))
 
 
 def either(names: Sequence[str]) -> str:
-    """Return the names joined as "a, b or c". names: at least one."""
+    """Return the names joined as "a, b or c"; a single name is returned unchanged. names: at least one."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -171,19 +183,22 @@ def _variation_verdict(variations: Sequence[Variation]) -> str:
 def identify(q: Quantized, x: Any) -> Identification:
     """Rank the recipes by how many bytes of q they reproduce from x, and say which recipe made q.
 
-    Candidates are all recipes of fp4kit's table that have q's format. If q's recipe is a variant of a table recipe
-    (made by dataclasses.replace), the candidates also include q's recipe, and the table's recipes with q's block shape.
+    Candidates are the recipes of fp4kit's table that make codes and have q's format: the element format, the scale
+    format and the number of columns per block. If q's recipe is not in the table, because it was made by
+    dataclasses.replace, two kinds of candidates are added: q's recipe itself, and copies of table recipes that are
+    given q's block shape.
 
-    If no candidate reproduces all bytes, each is tried in variations: with hadamard=True and "no_signs", with
-    stochastic rounding, and with both. The random bytes of stochastic rounding cannot be known, so a stochastic
-    variation is accepted under three conditions:
+    If no candidate reproduces all bytes, those with q's kind of tensor scale (none, per tensor, row or block) are tried
+    in variations: with hadamard=True and "no_signs", with stochastic rounding, and with both. The random bytes of
+    stochastic rounding cannot be known, so a stochastic variation is accepted under three conditions:
 
     - The recipe makes all bytes of q's scales.
     - Each code is one of the two between which random bytes can choose.
     - Among the elements that lie between two values of the format, at least an eighth do not have the nearest code.
 
     Args:
-        q: a Quantized of unknown origin. Its recipe may be any recipe with the format of the codes and scales.
+        q: a Quantized of unknown origin. Its recipe says how to read the codes and scales, so it may be any recipe with
+            their format.
         x: the array from which q was made, in q's shape and the producer's dtype: float32, float16 or bfloat16. The
             dtype matters, because some recipes round to it.
 
@@ -239,10 +254,12 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    First come the table's recipes with the format of `own`. If `own` is in the table, or only fake-quantizes, no others
-    follow. Otherwise `own` comes next. Last come variants of the table's recipes: copies with the block shape of `own`.
-    A recipe has no variant if it does not allow this block shape, or if its blocks have as many columns as those of
-    `own`.
+    1. The table's recipes whose bytes can be compared with those of `own` (see _comparable). If `own` is in the table,
+       or only fake-quantizes, no others follow.
+    2. `own` itself.
+    3. Variants: copies of table recipes that are given the block shape of `own`. Only recipes with blocks of another
+       number of columns have a variant. Those that do not allow the block shape, or whose formats differ from those of
+       `own`, have none.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
@@ -259,19 +276,23 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    """Return whether the bytes of recipe b can be compared with those of recipe a.
+    """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a.
 
-    The formats of elements and scales must be equal, and blocks must have equally many columns. The number of rows per
-    block may differ. Return False if b is a fake quantizer, or if only a has blocks.
+    Return True if the formats of elements and scales are equal, and blocks have equally many columns. A recipe without
+    blocks counts as one with blocks of one column. The number of rows per block may differ. Return False if b only
+    fake-quantizes.
     """
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
 class RecipeTrial(NamedTuple):
-    """The result of trying a recipe on a sample of an array.
+    """The result of trying a recipe on a sample of an array, with each tensor amax that may have been used.
 
-    match: the best match over the tried amaxes. amaxes: the amaxes that give this match.
+    Attributes:
+        recipe: the recipe.
+        match: the Match with the most equal bytes over the tried amaxes.
+        amaxes: the amaxes that give this number of equal bytes. None stands for the amax of the array.
     """
 
     recipe: Recipe
@@ -280,9 +301,9 @@ class RecipeTrial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return one match per candidate recipe, in the order of `candidates`, for a small array.
+    """Return one Match per candidate recipe, in the order of `candidates`: how well each reproduces q from x.
 
-    Each recipe is compared on all bytes of q, the result of quantizing x.
+    All bytes of q are compared, so this is for small arrays; _matches_by_sample is for large ones.
     """
     amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
@@ -291,12 +312,11 @@ def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[
 def _matches_by_sample(
     host: QuantizedWithSource, whole: QuantizedWithSource, candidates: Sequence[Recipe]
 ) -> list[Match]:
-    """Return one match per candidate recipe, for a large array.
+    """Return one Match per candidate recipe, for a large array, sorted by equal bytes of a sample, largest first.
 
-    All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that reproduce the
-    whole sample are then compared on all bytes of `whole`, the arrays on the caller's device. If no candidate
-    reproduces the whole sample, the best MAX_PROVED (3) candidates are compared. The matches of all other candidates
-    have whole=False. Matches are sorted by equal bytes of the sample.
+    All candidates are tried on a sample of `host`, the copy of the arrays in host memory. Candidates that reproduce the
+    whole sample are then compared on all bytes of `whole`, the arrays on the caller's device. If there are none, the
+    best MAX_PROVED (3) candidates are. The other candidates keep the counts of the sample, with whole=False.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
@@ -307,17 +327,17 @@ def _matches_by_sample(
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the Match of a recipe: how many bytes of q it reproduces, with the candidate amax that fits best.
+    """Return the Match of recipe r: how many bytes of q it reproduces from x, with the tensor amax that fits best.
 
-    All bytes of q are compared. hadamard: the argument of quantize.
+    All bytes of q are compared. The amaxes are those of CandidateAmaxes.for_recipe. hadamard: the argument of quantize.
     """
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Try a recipe on a box of an array with each candidate amax of the whole array, and return the best trial.
+    """Quantize a box of an array by a recipe, with each candidate amax of the whole array, and return the best trial.
 
-    If several amaxes make the largest number of bytes equal, the trial names all of them.
+    If several amaxes make the largest number of bytes equal, the trial lists all of them. whole: the array, as q and x.
     """
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
@@ -334,10 +354,10 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the tensor amax of the whole array, with which a part of the array must be quantized.
+    """Return the amax of the whole array x as recipe r computes it: the tensor_amax with which to quantize a part of x.
 
-    Return None if the recipe does not have one tensor scale for all elements, or if the amax is NaN, because quantize
-    rejects NaN.
+    Return None, with which quantize computes the amax of the part, in two cases: the recipe does not have one tensor
+    scale for all elements, or the amax is NaN, which quantize rejects.
     """
     amax = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
     return None if amax is None or np.isnan(amax).any() else amax.max()
@@ -349,10 +369,13 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
     """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that reproduce q.
 
-    Only candidates that can give the tensor scale of q are tried. Variations with only a Hadamard transform come first,
-    then those with stochastic rounding. Hadamard transforms are tried only if the length of the quantized axis is a
-    multiple of 16. Stochastic rounding is not tried for integer elements, for 4over6 and for recipes whose
-    random numbers are not bytes.
+    Variations with only a Hadamard transform come first, then those with only stochastic rounding, and last those with
+    both. Some are not tried:
+
+    - candidates that do not make q's kind of tensor scale, or cannot make its NaN (_can_make_scale);
+    - Hadamard transforms, unless the length of the quantized axis is a multiple of 16;
+    - transforms (also none) after which x has other signs than q's codes (_has_signs_of);
+    - stochastic rounding for integer elements, for 4over6, and for recipes whose random numbers are not bytes.
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -376,9 +399,11 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
     """Return whether the codes of q have the signs of x after the given Hadamard transform.
 
-    At most NEXT_TO_TIES (1/1024) of the signs may differ. Elements that are 0 or have the code of a zero are not
-    compared. Every recipe keeps signs, so a wrong transform is ruled out before anything is quantized. Return True if x
-    holds NaN or infinity, because its transform then has no meaningful signs.
+    Every recipe keeps signs, so this rules out a wrong transform before anything is quantized. Signs of zeros are not
+    compared, in x or in q. The other signs may differ for at most NEXT_TO_TIES (1/1024) of all elements. Return True if
+    x holds NaN or infinity, because its transform then has no meaningful signs.
+
+    hadamard: the argument of quantize; False compares with x itself.
     """
     if not np.isfinite(x).all():
         return True
@@ -392,18 +417,18 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return False if a recipe cannot have made a stored tensor scale, because the scale is NaN; otherwise True.
+    """Return False if a stored tensor scale holds NaN and the recipe's tensor rule never makes NaN; otherwise True.
 
-    Some tensor rules never make NaN (NEVER_NAN). Numbers are not compared here. If `tensor_scale` is None, return True.
+    If `tensor_scale` is None, return True. Scales that are numbers are not checked here.
     """
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _box_at_start(q: Quantized, elements: int) -> Box:
-    """Return a box at the start of an array, of whole blocks and with about `elements` elements.
+    """Return a box (one slice per axis) at the start of q, of whole blocks and with at most about `elements` elements.
 
-    The box has the full length of the quantized axis, and the first rows along the other axes. It may have more than
-    `elements` elements if one row of blocks does. The box of a small array is the whole array.
+    The box has the full length of the quantized axis, and the first rows along the other axes. If a single row of
+    blocks has more elements, the box is this row of blocks. The box of a small array is the whole array.
     """
     lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(lengths))):
@@ -414,10 +439,11 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Quantize x by a recipe, but with the scales of q, and return the codes: uint8, one per element.
+    """Return the codes that recipe r gives x under the block scales and tensor scale of q: uint8, one per element.
 
-    r, hadamard: the recipe and the argument hadamard of quantize. byte: the random byte that every element gets for
-    stochastic rounding. If it is None, the recipe's own rounding is used.
+    The quantized axis is the last one of the result. hadamard: the argument of quantize.
+
+    byte: the random byte that every element gets for stochastic rounding. None uses the recipe's own rounding.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
@@ -428,13 +454,14 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes the codes of q from x under q's own scales.
+    """Return whether a recipe makes the codes of q from x under q's own scales, except for at most 1/1024 of the codes.
 
-    At most NEXT_TO_TIES (1/1024) of the codes may be wrong. Return True for empty arrays.
+    - If `stochastic` is False, a code is right if it is the recipe's code.
+    - If it is True, a code is right if it is the code under random byte 0 or under random byte 255. In addition, many
+      codes must differ from the nearest code: at least ELSEWHERE (1/8) of the number of elements for which bytes 0 and
+      255 give different codes. Two zeros of different signs do not count as different.
 
-    If `stochastic`, a code is right if it is the code under random byte 0 or under random byte 255. In addition, enough
-    codes must differ from the nearest code: at least ELSEWHERE (1/8) of the number of elements for which random bytes 0
-    and 255 give different codes. Codes do not count as different if both are zeros.
+    The scales of q are not compared here. Return True for empty arrays. hadamard: the argument of quantize.
     """
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
@@ -452,10 +479,11 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 
 
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes every byte of q from x, with the given Hadamard transform.
+    """Return whether a recipe can have made all of q from x, with the given Hadamard transform.
 
-    If `stochastic` is True, the recipe must make every scale. Every code must then be the code under random byte 0 or
-    under random byte 255.
+    - If `stochastic` is False, the recipe must reproduce every byte.
+    - If it is True, the recipe must reproduce every block scale, and every code must be the code under random byte 0 or
+      under random byte 255.
     """
     match = _match(q, x, r, hadamard)
     if not stochastic:

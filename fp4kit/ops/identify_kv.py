@@ -33,9 +33,9 @@ class KVMatch(NamedTuple):
         layout: the name of the layout.
         fault: what the reading assumes besides the layout, such as "K and V are swapped"; "" if nothing.
         key_error: the relative error of keys, ||read - reference|| / ||reference||. inf if a NaN was read.
-        value_error: the relative error of values.
-        fits: True if both errors can come from the format alone: each is at most 0.16, and at most 1.05 times the
-            smallest error among all readings.
+        value_error: the relative error of values, likewise.
+        fits: True if both errors can come from the format alone. key_error must be at most 0.16, and at most 1.05 times
+            the smallest key_error of all readings; the same holds for value_error.
     """
 
     layout: str
@@ -52,13 +52,13 @@ class KVMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class KVIdentification:
-    """The result of identify_kv: a KV cache as several layouts decode it, ranked by the errors of keys and values.
+    """The result of identify_kv: the layouts that may be that of a KV cache, ranked by the errors of keys and values.
 
-    print() shows a verdict and a table.
+    print() shows a verdict and a table with one row per match.
 
     Attributes:
-        matches: one KVMatch per layout, best first. If no layout fits, the readings that fit with one of the known
-            faults come before them.
+        matches: one KVMatch per layout that the arrays can have. Those that fit come first; within each part, the
+            larger of the two errors ranks. If no layout fits, readings that fit with a known fault come before them.
         assumed: the name of the layout that the caller assumed, or None.
     """
 
@@ -67,14 +67,18 @@ class KVIdentification:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """The names of the layouts that fit without a fault."""
+        """The names of the layouts that fit without a fault, best first; () if there are none."""
         return tuple(m.layout for m in self.matches if m.fits and not m.fault)
 
     @property
     def verdict(self) -> str:
-        """One sentence that names the layout that fits, and says what is wrong with the assumed layout.
+        """One sentence that says which layout the cache has, with the errors of this reading.
 
-        If a layout fits only with a fault, the sentence names both. If nothing fits, it names the nearest layout.
+        - If nothing fits, it names the nearest layout.
+        - If a layout fits only with a fault, it names the layout and the fault.
+        - If layouts fit and none was assumed, it names all that fit.
+        - If the assumed layout fits, it names only this one.
+        - If the assumed layout does not fit, it names the best layout, and says how the assumed one differs from it.
         """
         best = self.matches[0]
         if not best.fits:
@@ -99,7 +103,7 @@ class KVIdentification:
         return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).text()
 
     def __repr__(self) -> str:
-        """Return the verdict in one line."""
+        """Return one line: KVIdentification(the verdict)."""
         return f"KVIdentification({self.verdict})"
 
     def _repr_html_(self) -> str:
@@ -107,7 +111,7 @@ class KVIdentification:
         return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).html()
 
     def _rows(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Return the rows of the table, one per match."""
+        """Return the rows of the table, one per match: layout, error of keys, error of values, and fault or "-"."""
         return tuple((m.layout, f"{m.key_error:.3f}", f"{m.value_error:.3f}", m.fault or "-") for m in self.matches)
 
 
@@ -195,10 +199,12 @@ def identify_kv(
 
 
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays of a cache as NumPy arrays of bytes.
+    """Return the arrays of a cache as a tuple of uint8 NumPy arrays. Arrays on a GPU are copied to the host.
 
-    Raise ValueError unless there are one or four arrays, and TypeError unless they are arrays of bytes. The last two of
-    four may also be float8_e4m3fn.
+    arrays: one array, or a tuple or list of one or four arrays. All are uint8; of four, the last two, which hold
+    scales, may also be float8_e4m3fn.
+
+    Raise ValueError for another number of arrays, and TypeError for arrays of other dtypes or libraries.
     """
     given = tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
     if len(given) not in (1, 4):
@@ -271,13 +277,13 @@ def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLay
 def _sample(
     op: str, slots: np.ndarray, references: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Return the slots to compare, and the reference keys and values of the tokens in these slots.
+    """Choose the tokens to compare. Return the pair (their slots, (their reference keys, their reference values)).
 
-    Tokens with negative slots are left out, because they are not stored. If more than 2^18 elements remain, every n-th
-    token is taken, with n such that about 2^18 elements are left.
+    Tokens with negative slots are left out, because they are not stored. If the keys of the other tokens have more than
+    SAMPLE (2^18) elements, every n-th token is taken, with the smallest n that leaves about SAMPLE elements.
 
     Raise ValueError unless there is one slot per token, and at least one slot is not negative. Also raise ValueError if
-    the sampled keys or values are all zero.
+    the chosen keys or the chosen values are all zero.
     """
     tokens, H, D = references[0].shape
     if len(slots) != tokens:
@@ -293,9 +299,9 @@ def _sample(
 
 
 def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float32, ...]) -> tuple[np.ndarray, ...]:
-    """Return the keys and values that a cache holds at slots, decoded by the recipe r to float32.
+    """Return the pair (keys, values) that a cache holds at the given slots, decoded by recipe r to float32.
 
-    scales: the tensor scales of keys and of values.
+    scales: the tensor scales of keys and of values, in this order.
     """
     return dequantize_kv(cache, slots, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
 
@@ -312,10 +318,10 @@ def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tu
 
 
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
-    """Return the matches with their field `fits` filled in.
+    """Return copies of the matches with their field `fits` filled in. matches: at least one.
 
-    A match fits if its errors of keys and of values are at most FITS (0.16), and at most NEAR_BEST (1.05) times the
-    smallest error of all matches.
+    A match fits if its error of keys is at most FITS (0.16) and at most NEAR_BEST (1.05) times the smallest error of
+    keys of all matches, and its error of values likewise.
     """
     keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
     limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
@@ -323,7 +329,7 @@ def _judged(matches: list[KVMatch]) -> list[KVMatch]:
 
 
 def _error(read: np.ndarray, reference: np.ndarray) -> float:
-    """Return ||read - reference|| / ||reference||, or inf if the quotient is NaN."""
+    """Return the relative error ||read - reference|| / ||reference||, computed in float64; inf if it would be NaN."""
     with np.errstate(all="ignore"):
         error = float(
             np.linalg.norm((read - reference).astype(np.float64)) / np.linalg.norm(reference.astype(np.float64))
@@ -334,10 +340,12 @@ def _error(read: np.ndarray, reference: np.ndarray) -> float:
 def _faults(
     read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: tuple[np.float32, ...]
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
-    """Yield (fault, (keys, values)) for each fault that might explain the bytes of a cache.
+    """Yield (fault, (keys, values)) for each fault that might explain why a reading does not fit.
 
-    fault is a text. The keys and values are those that would have been read without the fault. The caller compares them
-    with `references`. Wrong tensor scales are yielded only if another factor fits clearly better.
+    fault is a text such as "K and V are swapped". The keys and values are `read` with the fault corrected. The caller
+    compares them with `references`. There are at most three faults: K and V are swapped, the codes of each byte are
+    swapped, or tensor scales are wrong. The last is yielded only if a factor fits best that differs from 1 by more than
+    OFF (5%).
 
     read: the keys and values as a layout reads them. references: the keys and values that the cache should hold.
     scales: the tensor scales with which `read` was decoded.
@@ -358,13 +366,17 @@ def _faults(
 
 
 def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
-    """Return the number f for which f * read is nearest to `reference`, or NaN if there is no such number."""
+    """Return the number f for which f * read is nearest to `reference` in least squares; NaN if `read` is all zeros."""
     a, b = read.astype(np.float64).reshape(-1), reference.astype(np.float64).reshape(-1)
     return float(a @ b / (a @ a))
 
 
 def _scale_fault(name: str, given: float, needed: float) -> str:
-    """Return a clause that says which tensor scale is needed in place of the given one. name: k_scale or v_scale."""
+    """Return a clause such as "k_scale is about 0.01, not 1", which says which tensor scale is needed.
+
+    It adds ", its reciprocal" if the needed scale is about 1 / given. name: k_scale or v_scale. given: the scale that
+    the caller passed. needed: the scale that fits.
+    """
     inverted = ", its reciprocal" if abs(needed * given - 1) <= OFF and abs(given - 1) > OFF else ""
     return f"{name} is about {needed:.2g}{inverted}, not {given:.3g}"
 
@@ -375,9 +387,9 @@ def _errors(match: KVMatch) -> str:
 
 
 def _differences(assumed: KVLayout, found: KVLayout) -> str:
-    """Describe how the layout `found` differs from the layout `assumed`, in one clause per difference.
+    """Return text that says how the layout `found` differs from the layout `assumed`, in one clause per difference.
 
-    Return "" if the layouts do not differ.
+    The differences are the order of the axes and whether the scales of V are swizzled. Return "" if there are none.
     """
     clauses = []
     if assumed.order != found.order:

@@ -24,13 +24,13 @@ class Match:
     """Counts that say how much of a quantized array one recipe reproduces.
 
     Attributes:
-        recipe: name of the recipe.
-        equal: how many bytes of codes and block scales are equal.
+        recipe: name of the recipe, as name_of gives it.
+        equal: how many bytes of codes and block scales are equal. Tensor scales are not counted.
         total: how many bytes were compared.
         codes_differ: how many codes differ.
         scales_differ: how many block scales differ.
-        whole: True if all bytes were compared. False if only a sample was compared, because other recipes matched the
-            sample better.
+        whole: True if all bytes were compared. False if all counts are those of a sample, because other recipes matched
+            the sample better.
     """
 
     recipe: str
@@ -47,7 +47,10 @@ class Match:
 
 
 def name_of(r: Recipe) -> str:
-    """Return a recipe's id. For a variant of a table recipe, add the fields that differ: "id with field=value"."""
+    """Return the id of a recipe, and the fields in which it differs from the table's recipe with this id.
+
+    The text is "id" if no field differs or no recipe of the table has the id, otherwise "id with field=value, ...".
+    """
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
@@ -56,9 +59,9 @@ def name_of(r: Recipe) -> str:
 def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
-    """Quantize x with a recipe and each of the given tensor amaxes, and return the Match with the most equal bytes.
+    """Quantize x with recipe r and each of the given tensor amaxes, and return the Match with the most equal bytes.
 
-    Stop at the first amax that reproduces all bytes of q.
+    Of equals, return the first. Stop at the first amax that reproduces all bytes of q.
 
     amaxes: at least one; None stands for the amax of x.
     hadamard: the argument of quantize.
@@ -74,10 +77,12 @@ def best_match(
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """Quantize x with a recipe, and return a Match with the number of bytes that equal those of q.
+    """Quantize x with recipe r along the axis of q, and return a Match that counts the bytes that equal those of q.
 
-    amax: the tensor amax; None computes it from x. hadamard: the argument of quantize. On a GPU, raise
-    NotImplementedError for a recipe without a kernel.
+    The scales of q must be in linear layout. Its tensor scale is not compared. On a GPU, raise NotImplementedError if
+    the recipe has no kernel.
+
+    amax: the tensor amax; None computes it from x. hadamard: the argument of quantize.
     """
     with np.errstate(all="ignore"):
         made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
@@ -100,15 +105,15 @@ class QuantizedWithSource(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """True if the arrays are on a GPU."""
+        """True if the arrays are CuPy arrays on a GPU, and False if they are NumPy arrays."""
         return imports.on_device(self.x)
 
 
 def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
-    """Return q and x, which may be arrays of any library, as a QuantizedWithSource. Swizzled scales become linear.
+    """Return q and x, which may hold arrays of any library, as a QuantizedWithSource. Swizzled scales become linear.
 
-    Arrays that are all on one GPU stay there; otherwise they are copied to the host. Raise TypeError, ValueError,
-    RuntimeError or BufferError for arrays that cannot be imported.
+    If all arrays are on one GPU, they stay there. Otherwise, those on a GPU are copied to the host. Raise TypeError,
+    ValueError, RuntimeError or BufferError for an array that cannot be imported. Shapes are not checked here.
     """
     imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*imported.parts().values(), array) if a is not None]
@@ -120,11 +125,12 @@ def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
 def prove(
     pair: QuantizedWithSource, host: QuantizedWithSource, r: Recipe, amaxes: Sequence[np.ndarray | None]
 ) -> Match:
-    """Return the best match of a recipe on all bytes of `pair`, the arrays on the caller's device.
+    """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match.
 
-    Use `host`, a copy of the arrays on the host, if the GPU has no kernel for the recipe or not enough memory.
+    If the arrays of `pair` are on a GPU, the GPU quantizes. If it has no kernel for the recipe or not enough memory,
+    the CPU quantizes `host`, a copy of the arrays in host memory.
 
-    amaxes: the tensor amaxes to try; None stands for the amax of x.
+    amaxes: at least one; None stands for the amax of x.
     """
     if pair.on_gpu:
         with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):

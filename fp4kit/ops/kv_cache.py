@@ -53,12 +53,12 @@ def quantize_kv(
             layout of the cache, nvfp4-vllm-kv, nvfp4-flashinfer-kv-page, or for swizzled FlashInfer caches
             nvfp4-flashinfer-kv.
         k_scale: the decode scale of all keys, a positive number, as in checkpoints; it is rounded to float32.
-        v_scale: the decode scale of all values.
+        v_scale: the decode scale of all values, likewise.
         four_over_six: True for vLLM's store with 4over6, which tries two scales per block and keeps the one with the
             smaller squared error. Needs the recipe nvfp4-vllm-kv. dequantize_kv reads such a cache as any other.
 
     Returns:
-        cache.
+        The argument `cache`, after its arrays were written.
 
     Raises:
         TypeError: cache is not a KVCache, keys or values have a dtype other than these three, slots are not integers,
@@ -124,8 +124,8 @@ def dequantize_kv(
         cache: the KVCache (fp4kit.layouts.kv).
         slots: integers (tokens,), none of them negative. None: all slots in order.
         recipe: as in quantize_kv.
-        k_scale: the decode scale of all keys.
-        v_scale: the decode scale of all values.
+        k_scale: the decode scale of all keys, a positive number. Pass the one with which they were quantized.
+        v_scale: the decode scale of all values, likewise.
         dtype: float32, float16 or bfloat16.
 
     Returns:
@@ -167,10 +167,13 @@ _USUAL = {
 
 
 def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
-    """Return the recipe by which a cache is written or read. The default is the recipe of the layout's usual kernel.
+    """Return the Recipe by which a KV cache is written or read: that of the argument `recipe`, a Recipe or an id.
 
-    Raise TypeError unless cache is a KVCache. Raise ValueError unless the recipe makes E2M1 codes in blocks of 16, with
-    scales that follow from the block amax and a given tensor scale.
+    If `recipe` is None, return the recipe of the kernel that usually writes such a cache (_USUAL). Raise TypeError
+    unless cache is a KVCache. Raise ValueError if no recipe has the id, or unless the recipe makes E2M1 codes in blocks
+    of 16, with scales that follow from the block amax and a given tensor scale alone.
+
+    op: the public function that messages name.
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"{op}: cache is a {type(cache).__name__}; needs a fp4kit.layouts.kv.KVCache")
@@ -186,10 +189,10 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
 
 
 def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
-    """Return the argument k_scale or v_scale, whichever `name` names, as float32.
+    """Return a scale, the argument k_scale or v_scale, as float32. name: which of the two, for messages.
 
-    Raise TypeError unless it is a number. Raise ValueError unless it is positive and finite, and 1 if the recipe has no
-    tensor scale.
+    Raise TypeError unless it is a number. Raise ValueError unless it is positive and finite after rounding to float32.
+    For a recipe without a tensor scale, raise ValueError unless it is 1.
     """
     if isinstance(scale, str) or np.ndim(scale) or not hasattr(scale, "__float__"):
         raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
@@ -203,7 +206,10 @@ def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
 
 
 def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless keys or values have the shape that slots and cache imply."""
+    """Raise ValueError unless x, the argument `name` (keys or values), has the given shape.
+
+    shape: (tokens, heads, head_dim), with one token per slot, and heads and head_dim of the cache.
+    """
     if x.shape != shape:
         raise ValueError(
             f"{op}: {name} have shape {x.shape}; needs {shape}, that is (tokens, heads, head_dim) with one token"
@@ -212,11 +218,10 @@ def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Quantized:
-    """Quantize x under a given tensor scale. The block scales follow from the block amaxes and the tensor scale.
+    """Return x (keys or values) quantized by recipe r under a given tensor scale, along the last axis.
 
-    If the recipe has no tensor scale, `scale` must be 1, which has no effect.
-
-    four_over_six: True to choose block scales as vLLM's store with 4over6 does.
+    The recipe computes the block scales from the block amaxes and the tensor scale. If four_over_six is True, they are
+    chosen as vLLM's store with 4over6 chooses them. A recipe without a tensor scale ignores `scale` and four_over_six.
     """
     if r.tensor_rule is None:
         return quantize(x, r)
@@ -232,6 +237,9 @@ def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Qua
 
 
 def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
-    """Decode codes (tokens, heads, n) with their block scales and tensor scale. Return the values in `dtype`."""
+    """Return the values, in `dtype`, of packed codes (tokens, heads, bytes) with their block scales and tensor scale.
+
+    A recipe without a tensor scale ignores `scale`.
+    """
     given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
     return dequantize(Quantized.from_parts(codes, scales, given, recipe=r, dtype=dtype))

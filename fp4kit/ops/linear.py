@@ -13,10 +13,10 @@ from fp4kit.quantized.container import Quantized
 
 
 class LinearOperations(NamedTuple):
-    """The operations quantize, transpose and matmul of one framework.
+    """Three functions of a framework, from which the formulas of this module are computed.
 
-    They take the arguments of fp4kit's public functions. fp4kit.torch and fp4kit.jax pass operations that their
-    compilers can trace.
+    fp4kit.torch and fp4kit.jax each pass functions that their compiler can trace. quantize, transpose and matmul take
+    the arguments of fp4kit.quantize, fp4kit.transpose and fp4kit.matmul, and return what those return.
     """
 
     quantize: Callable[..., Quantized]
@@ -28,7 +28,7 @@ def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
     """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
 
     If w is a Quantized, it is not quantized again. Both operands are rounded to nearest: s.rounding is not used here.
-    ops: the operations of the framework.
+    ops: the functions of the framework. s: the settings of the layer, such as its recipes and its unit.
     """
     columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
     return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
@@ -46,7 +46,7 @@ def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, s
 
 
 def gradient_of_w(ops: LinearOperations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
-    """Return grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
+    """Return the gradient of w: grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
 
     seed and s.rounding apply to the quantization of grad only; x is rounded to nearest. s.hadamard applies to both
     operands, which are then transformed along M before they are quantized. The transform is orthogonal, so the product

@@ -108,14 +108,14 @@ def matmul(
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
-    """Return an operand in the form that the CPU and GPU engines take.
+    """Return an operand of matmul in the form that the CPU and GPU engines take.
 
-    - An array is returned unchanged.
-    - A Quantized is returned with its block scales in linear layout, unless the unit is "dequantized".
-    - For the unit "dequantized", a Quantized is decoded to a bfloat16 array with the quantized axis last. Raise
-      ValueError unless the quantized axis is one of the last two.
+    - An operand that is not a Quantized is returned unchanged.
+    - If the unit's order is "dequantized", a Quantized is decoded to a bfloat16 array with the quantized axis last.
+      Raise ValueError unless the quantized axis is one of the last two.
+    - Otherwise, a Quantized is returned with its block scales in linear layout; itself if they already are.
 
-    op, name: the public function and the operand, as the message names them.
+    op, name: the public function and the operand, as the message names them. u: the unit.
     """
     if not isinstance(x, Quantized):
         return x
@@ -128,7 +128,10 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 
 @returns_in_library
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Check the arguments of matmul, and return the product in the library of a. Raise the errors of matmul."""
+    """Check the arguments of matmul, and return the product in the library of a. Raise the errors of matmul.
+
+    For the unit "dequantized", operands whose decoded values take more than MAX_DECODED_BYTES are decoded in panels.
+    """
     u = unit_of("matmul", unit)
     if u.order == "dequantized" and sum(map(_decoded_bytes, (a, b))) > MAX_DECODED_BYTES:
         return _by_panels(a, b, u, out_dtype, alpha, c)
@@ -136,14 +139,18 @@ def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | Non
 
 
 def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Return the product of two operands as a NumPy or CuPy array. Raise the errors of matmul."""
+    """Return the product of two operands as a NumPy or CuPy array. Raise the errors of matmul.
+
+    The arguments are those of matmul, with the unit as a Unit u. Every Quantized is decoded as a whole if the unit is
+    "dequantized".
+    """
     a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
     return run("matmul", "matmul", call.on_device, [call])[0].reshape(shape)
 
 
 def _decoded_bytes(x: Any) -> int:
-    """Return the number of bytes of an operand's values as bfloat16; 0 if the operand is no Quantized."""
+    """Return how many bytes the decoded values of an operand take as bfloat16; 0 if the operand is not a Quantized."""
     return 2 * prod(x.shape) if isinstance(x, Quantized) else 0
 
 
@@ -170,9 +177,10 @@ def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: 
 
 
 def _sliceable(name: str, x: Any) -> Any:
-    """Return an operand that _rows can slice: a Quantized with linear block scales, or any other operand unchanged.
+    """Return an operand x that _rows can slice.
 
-    Raise ValueError unless the quantized axis of a Quantized is one of the last two. name: "a" or "b".
+    A Quantized gets linear block scales; if it has them, it is returned unchanged, and so is any other operand. Raise
+    ValueError unless the quantized axis of a Quantized is one of the last two. name: "a" or "b", for the message.
     """
     if not isinstance(x, Quantized):
         return x
@@ -181,13 +189,16 @@ def _sliceable(name: str, x: Any) -> Any:
 
 
 def _row_axis(x: Any) -> int:
-    """Return the axis of an operand along which its rows lie: the one of the last two that is not K."""
+    """Return the number of the axis that counts the rows of an operand: the one of the last two that is not K.
+
+    For a Quantized, K is the quantized axis. For an array, K is the last axis.
+    """
     last = len(x.shape) - 1
     return last if isinstance(x, Quantized) and x.axis != last else last - 1
 
 
 def _row_count(x: Any) -> int:
-    """Return the number of rows of each matrix of an operand."""
+    """Return the number of rows (M or N) of each matrix of an operand: a Quantized or an array of 2 or more axes."""
     return int(x.shape[_row_axis(x)])
 
 
@@ -200,7 +211,9 @@ def _row_multiple(x: Any) -> int:
 
 
 def _rows(x: Any, rows: slice) -> Any:
-    """Return some rows of every matrix of an operand. An array of fewer than two dimensions is returned unchanged.
+    """Return the given rows of every matrix of an operand: a Quantized, or a view of an array.
+
+    An array of fewer than two dimensions, or an object without a shape, is returned unchanged; later checks reject it.
 
     rows: a slice with a start and a stop, which may be beyond the last row. A slice of a Quantized must not cut blocks.
     """
@@ -212,9 +225,10 @@ def _rows(x: Any, rows: slice) -> Any:
 
 
 def _panels(x: Any) -> Iterator[slice]:
-    """Yield slices that divide the rows of an operand into panels.
+    """Yield slices that divide the rows of an operand into panels, in order. Each is a slice (start, stop) of rows.
 
-    A panel has at most PANEL_ROWS rows and PANEL_ELEMENTS elements, but at least one row of blocks.
+    A panel has at most PANEL_ROWS (2048) rows and PANEL_ELEMENTS (2^23) elements, but at least one row of blocks. No
+    panel cuts a block. Without rows, nothing is yielded.
     """
     count, multiple = _row_count(x), _row_multiple(x)
     elements = prod(x.shape) // max(count, 1)

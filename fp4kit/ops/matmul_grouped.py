@@ -76,8 +76,8 @@ def matmul_grouped(
 def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul_grouped, and return the products in the library of a.
 
-    Without m_indptr, the result is a list of matrices, which is empty if a is empty. With m_indptr, it is one matrix.
-    Raise the errors of matmul_grouped.
+    The arguments, results and errors are those of matmul_grouped. Without m_indptr, the result is a list of matrices,
+    which is empty if a is an empty sequence. With m_indptr, it is one matrix.
     """
     u = unit_of(OP, unit)
     b = prepared(OP, "b", b, u) if is_single(b) else _prepared_list("b", b, u)
@@ -95,8 +95,8 @@ def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: 
 
 
 def _prepared_list(name: str, xs: Any, u: Unit) -> list[Any]:
-    """Return the operands of a sequence in the form that the engines take, each as `prepared` returns it.
+    """Return a list of the operands in a sequence, each in the form in which the engines take it (see prepared).
 
-    name: "a" or "b", the argument that messages name. Raise TypeError if xs is not iterable.
+    name: "a" or "b", the argument that messages name. u: the unit. Raise TypeError if xs is not iterable.
     """
     return [prepared(OP, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(OP, name, xs))]

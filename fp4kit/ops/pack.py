@@ -28,7 +28,7 @@ def pack(codes: Any) -> Any:
             wait for the device; their high nibbles are dropped.
 
     Exact:
-        unpack is the inverse.
+        unpack returns the codes again.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -64,7 +64,10 @@ def unpack(packed: Any) -> Any:
 
 
 def _bytes(op: str, array: Any) -> Any:
-    """Return codes as a NumPy or CuPy array. Raise TypeError if they are not uint8, and ValueError if they are 0-d."""
+    """Return codes, an array of any library, as a NumPy or CuPy array without a copy. op: pack or unpack, for messages.
+
+    Raise TypeError if they are not uint8, and ValueError if they are 0-d.
+    """
     (array,) = import_arrays(op, codes=array)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: codes are {array.dtype}; needs uint8")

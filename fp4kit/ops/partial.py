@@ -23,7 +23,7 @@ from fp4kit.recipes import Recipe, recipe_of
 
 @returns_in_library
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
-    """Return the amax of every block of a matrix over the elements that a shard owns.
+    """Return, for every block of a matrix, the amax of those of its elements that a shard owns.
 
     The maximum of the results of all shards is the block amax of the whole matrix, which partial_cast needs.
 
@@ -36,7 +36,8 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
         recipe: a recipe id or a Recipe with blocks.
 
     Returns:
-        float32 (ceil(M / block rows), K / block), on the shard's device. Blocks without an element in the shard have 0.
+        A new float32 array (ceil(M / block rows), K / block), in the library and on the device of the shard. Blocks
+        without an element in the shard have 0.
 
     Raises:
         TypeError: shard has a dtype other than these three, or start is not an int.
@@ -72,7 +73,7 @@ def partial_cast(
     *,
     tensor_amax: Any = None,
 ) -> None:
-    """Write the codes of a shard's elements into the packed codes of the whole matrix.
+    """Write the codes of a shard's elements into `out`, the packed codes of the whole matrix. Return None.
 
         codes [start, start + n) of out = codes [start, start + n) of quantize(whole matrix, recipe).packed
 
@@ -141,9 +142,10 @@ def partial_cast(
 
 
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast are valid.
+    """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast fit the matrix.
 
-    Shapes and dtypes are checked. On a CPU, `out` must also be writable in place, and block_amax must not hold NaN.
+    Their shapes and dtypes are checked. In host memory, `out` must also be writable in place, and block_amax must not
+    hold NaN. On a GPU, values are not checked, because that would wait for the device.
 
     shape: the shape (M, K) of the matrix. is_on_device: True if the arrays are on a GPU.
     """
@@ -160,10 +162,10 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """Raise ValueError if block_amax holds an infinity and the recipe computes its tensor scale from finite elements.
+    """Raise ValueError if block_amax holds an infinity, but the recipe's tensor scale is that of finite elements only.
 
-    Recipes with amax_nan "lanes" compute the tensor scale in this way. Their tensor amax is then not the largest block
-    amax, so the caller must pass tensor_amax.
+    Recipes with amax_nan "lanes" and a tensor scale do so. Their tensor amax is then not the largest block amax, so
+    the caller of partial_cast must pass tensor_amax.
     """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():

@@ -143,10 +143,10 @@ def quantize(
 
 
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
-    """Return whether a cached call can write to out without overwriting memory that it still reads.
+    """Return whether a cached call can write to `out` without overwriting memory that it still reads.
 
-    Return True if out is None. As an exception, tensor_amax may be out.tensor_amax, because the call writes back the
-    value that it has read.
+    Return True if `out` is None, or if `out` shares no memory with x and tensor_amax. As an exception, tensor_amax may
+    be the array out.tensor_amax itself, because the call writes back the values that it has read.
     """
     if out is None:
         return True
@@ -157,10 +157,10 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments of quantize, and return the quantized x. Raise the errors of quantize.
+    """Check the arguments of quantize, and return the quantized x, in `out` if given. Raise the errors of quantize.
 
     options: the options scale_layout, rounding, seed and hadamard. given: the arguments tensor_amax, block_amax and
-    out. key: the key under which to store a cached call for later calls; None stores nothing.
+    out, by name. key: the key under which to store a cached call for later calls; None stores nothing.
     """
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
@@ -182,9 +182,10 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Compute the codes of x under scales that the caller of quantize passes, after checking all arguments.
+    """Return x quantized under the scales that the caller of quantize passes. Raise the errors of quantize.
 
-    Return a Quantized with these scales and no tensor_amax: `out` if it is given, otherwise a new Quantized.
+    Only codes are computed. The result is `out` if it is given, otherwise a new Quantized, with these scales and no
+    tensor_amax.
 
     options: the options scale_layout, rounding, seed and hadamard.
     """
@@ -196,7 +197,7 @@ def _quantize_with_scales(
 
 
 def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
-    """Raise ValueError if tensor_amax or block_amax is not None, for a caller of quantize who passes scales."""
+    """Raise ValueError if tensor_amax or block_amax is not None, because the caller of quantize also passed scales."""
     for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
         if given is not None:
             raise ValueError(
@@ -231,7 +232,7 @@ def quantize_both(
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        The pair (q_row, q_col): the results of quantize with axis=-1 and with axis=-2.
+        The pair (q_row, q_col) of new Quantized: the results of quantize with axis=-1 and with axis=-2.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for quantize.
@@ -263,8 +264,10 @@ def _quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """Check the arguments of quantize_both, and return the pair (rowwise result, columnwise result).
 
-    options: the options of the rowwise result. The columnwise result uses seed + 1, and it alone uses hadamard. key:
-    the key under which to store a cached call for later calls; None stores nothing. Errors are those of quantize_both.
+    Raise the errors of quantize_both.
+
+    options: the options scale_layout, rounding, seed and hadamard. The columnwise result uses seed + 1, and it alone
+    uses hadamard. key: the key under which to store a cached call for later calls; None stores nothing.
     """
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)

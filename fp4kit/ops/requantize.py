@@ -16,13 +16,13 @@ from fp4kit.types import RecipeId
 class Requantized(NamedTuple):
     """The result of requantize.
 
-    On a GPU, exact, changed and largest_error are CuPy arrays, bool (), int64 () and float32 (). Reading them, as
-    bool(exact) and int(changed) do, waits for the device.
+    On a GPU, exact, changed and largest_error are arrays on the device: bool (), int64 () and float32 (). Reading them,
+    as bool(exact) and int(changed) do, waits for the device.
 
     Attributes:
-        quantized: the new Quantized.
-        exact: True if every value stayed the same, bit for bit.
-        changed: the number of values that changed.
+        quantized: the new Quantized, with the new recipe.
+        exact: True if every decoded value stayed the same, bit for bit, where NaN equals NaN.
+        changed: the number of decoded values that changed.
         largest_error: the largest |new - old| of a value, float32 (); 0 if none changed, and NaN if a NaN became a
             number or a number became NaN.
 

@@ -48,7 +48,7 @@ def hadamard(
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        An array of the shape and dtype of x, in the library and on the device of x.
+        A new array of the shape and dtype of x, in the library and on the device of x.
 
     Raises:
         TypeError: x has an unsupported dtype, size, axis or seed is not an int, or inverse is not a bool.
@@ -168,5 +168,5 @@ def _signs_of_seed(op: str, size: Any, seed: Any) -> np.ndarray:
 
 
 def _run(call: Rotation) -> Any:
-    """Return the rotated array of a call, from the first engine that supports it."""
+    """Return the result of a parsed call of hadamard or rotate, from the first engine that supports the call."""
     return run("rotate", "rotate", on_device(call.x), call)

@@ -102,10 +102,10 @@ def quantize_static(
 
 
 def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, np.float32]:
-    """Return the argument name and the value of the scale that the caller gave, as (name, float32).
+    """Return which of the two scales the caller gave, as the pair (name of the argument, its value as float32).
 
-    Raise ValueError if not exactly one scale is given, if the recipe does not take this one, or if it is not positive
-    and finite. Raise TypeError if it is not a number.
+    Raise ValueError if none or both are given, if the recipe does not take the given one, or if it is not positive and
+    finite. Raise TypeError if it is neither a number nor an array of one element.
     """
     given = {"input_scale": input_scale, "input_global_scale": input_global_scale}
     passed = [name for name, value in given.items() if value is not None]

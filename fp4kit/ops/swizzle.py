@@ -30,9 +30,10 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
             offsets.
 
     Returns:
-        For a Quantized, a Quantized with its scales in that layout. For an array, uint8 (..., R padded, C padded), in
-        which each (R, C) matrix is laid out by itself and the padding is zero. The result is in the library and on the
-        device of the scales.
+        For a Quantized, a new Quantized with its scales in that layout; its other arrays are those of the argument.
+        For an array, uint8 (..., R padded, C padded), in which each (R, C) matrix is laid out by itself and the padding
+        is zero. The result is in the library and on the device of the scales. If the scales have the layout already,
+        they are not copied.
 
     Raises:
         TypeError: the scales are not uint8.
@@ -55,7 +56,7 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
 @returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return an array of linear block scales in the given layout.
+    """Return an array of linear block scales in the given layout, padded. For "linear", return the scales unchanged.
 
     Raise TypeError unless the scales are uint8. Raise ValueError if the layout is unknown, or the array has less than
     two dimensions.
@@ -66,7 +67,9 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """Return a Quantized with its block scales in the given layout, by a cached call if there is one.
+    """Return q with its block scales in the given layout. Raise the errors of the public function op.
+
+    If an earlier call on a Quantized of this kind left a cached call, use it, which saves the checks.
 
     op: "swizzle" or "unswizzle", the public function that error messages name.
     """
@@ -76,7 +79,9 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Check the arguments of swizzle or unswizzle, and return `original` with its scales in the given layout.
+    """Check the arguments of swizzle or unswizzle, and return a copy of `original` with its scales in the given layout.
+
+    The copy shares all arrays that do not change. If the scales have the layout already, they are shared too.
 
     op: the public function that error messages name. key: the key under which to store a cached call for later calls;
     None stores nothing. Raise ValueError if the layout is unknown, if `original` has no block scales, or if it is 1-d
@@ -115,7 +120,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
         shape: the linear shape (..., R, C) of an array; leave it out for a Quantized.
 
     Returns:
-        A Quantized with scale_layout "linear", or uint8 of `shape`. The padding is dropped.
+        A Quantized with scale_layout "linear", or a uint8 array of `shape`. The padding is dropped. If the scales are
+        linear already, they are not copied.
 
     Raises:
         TypeError: the scales are not uint8.
@@ -140,7 +146,9 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
 @returns_in_library
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
-    """Convert an array of block scales from layout `layout` to linear layout, and return it in the shape `shape`.
+    """Return an array of block scales, stored in layout `layout`, in linear layout and in the shape `shape`.
+
+    The padding is dropped. If `layout` is "linear", the scales are only reshaped.
 
     Raise TypeError unless the scales are uint8 and the shape consists of ints. Raise ValueError if layout or shape is
     None, if the layout is unknown, or if the array does not have the size that they imply.
@@ -157,9 +165,9 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Convert block scales from layout `source` to layout `target`. If both are equal, return the scales unchanged.
+    """Return block scales, stored in layout `source`, in layout `target`. If both are equal, return them unchanged.
 
-    shape: the shape (..., R, C) of the scales in the linear layout.
+    scales: a NumPy or CuPy array. shape: the shape (..., R, C) that the scales have in the linear layout.
     """
     if source == target:
         return scales
@@ -167,7 +175,7 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:
-    """Return scales as a NumPy or CuPy array.
+    """Return scales, an array of any library, as a NumPy or CuPy array without a copy.
 
     Raise TypeError unless they are uint8, and ValueError if they have less than `ndim` dimensions.
     """

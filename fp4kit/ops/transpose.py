@@ -15,18 +15,19 @@ from fp4kit.quantized.container import Quantized
 
 
 def transpose(q: Quantized) -> Quantized:
-    """Return a quantized array with square blocks in the other direction: rowwise to columnwise, or the reverse.
+    """Turn a rowwise quantized array with square blocks into the columnwise one, or the reverse.
 
-    The blocks of the result run along the other of the last two axes. Codes and scales are moved; nothing is decoded.
+    The quantized axis of the result is the other one of the last two axes. Codes and scales are moved; nothing is
+    decoded, so the values stay the same.
 
     Args:
         q: a Quantized in any scale layout, of a recipe with square blocks (16x16: nvfp4-te-2d, ...). It was quantized
             along axis -1 or -2 of an x (..., M, K), where M and K are multiples of the block.
 
     Returns:
-        A Quantized with the other axis, in the layout and on the device of q. If q is rowwise, with packed (..., M,
-        K/2), the result has packed (..., K, M/2) and block_scale (..., K, M/block). tensor_scale and tensor_amax are
-        those of q.
+        A new Quantized of q's shape with the other axis, in the scale layout and on the device of q. If q is rowwise,
+        with packed (..., M, K/2), the result has packed (..., K, M/2) and block_scale (..., K, M/block). tensor_scale
+        and tensor_amax are those of q.
 
     Raises:
         TypeError: q is not a Quantized.
@@ -52,7 +53,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument of transpose, and return the transposed q. Raise the errors of transpose.
+    """Check the argument of transpose, and return q with the other quantized axis. Raise the errors of transpose.
 
     key: the key under which to store a cached call for later calls; None stores nothing.
     """
@@ -71,7 +72,10 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
 
 
 def _check_square_blocks(q: Quantized) -> None:
-    """Raise ValueError unless q has square blocks and a quantized axis among the last two."""
+    """Raise ValueError unless the quantized axis of q is one of the last two, and q has square blocks.
+
+    Also raise it if the other of these axes is not a whole number of blocks long.
+    """
     if len(q.shape) < 2 or q.axis < len(q.shape) - 2:
         raise ValueError(f"transpose: q has axis {q.axis} of a {len(q.shape)}-d array; needs one of the last two axes")
     square_block("transpose", q.recipe, q.moved_shape[-2])
