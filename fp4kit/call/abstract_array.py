@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AbstractArray:
-    """An array without values: only its shape and dtype are known. It takes the place of an array while a call is parsed.
+    """An array without values, of which only shape and dtype are known. Parsers of calls take it in place of an array.
 
     Lengths are ints, or symbols of a compiler that support the arithmetic of ints.
     """

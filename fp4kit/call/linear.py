@@ -122,7 +122,7 @@ def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | 
 
 @lru_cache(256)
 def settings_from_text(text: str) -> LinearSettings:
-    """Return the LinearSettings that a text describes, and check them. PyTorch's operators take settings as such a text.
+    """Return the LinearSettings that a text describes, checked. PyTorch's operators take the settings as such a text.
 
     The text has ten lines: recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized,
     unit, out_dtype, backward, rounding and hadamard. Recipes and the unit are strings as to_spec makes them. For a
