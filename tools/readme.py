@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,40 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
 )
 
 
+SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in that section}
+    "NVFP4": ("nvfp4",),
+    "IF4, and integers with E4M3 scales": ("nvint4", "if4"),
+    "MXFP4": ("mxfp4",),
+    "MXFP6 and MXFP8": ("mxfp6", "mxfp8"),
+    "FP8": ("fp8",),
+    "INT8 and INT4": ("int8", "int4"),
+}
+
+
 def recipes() -> str:
-    """Return the Markdown table of all recipes, for the part "recipes"."""
-    return markdown(RECIPE_COLUMNS, grouped_recipe_rows())
+    """Return a section for each group of formats, for the part "recipes": a table of the recipes, and notes below it.
+
+    A cell of the table holds the first sentence of what a recipe equals, and the notes hold the rest.
+    """
+    return "\n\n".join(_recipe_section(heading, formats) for heading, formats in SECTIONS.items())
+
+
+def _recipe_section(heading: str, formats: tuple[str, ...]) -> str:
+    """Return the section with the recipes whose ids begin with one of `formats`."""
+    rows, notes = [], defaultdict(list)
+    for row in grouped_recipe_rows():
+        if row[0].split("-")[0] not in formats:
+            continue
+        names, *others = row
+        exact, versions = others[2].replace(f" ({others[3]})", ""), others[3]
+        first, end, rest = exact.partition(". ")
+        if rest:
+            notes[rest].append(names.split(" = ")[0])
+        marked = f"{first}{end.strip()} See the notes." if rest else first
+        rows.append((names, *others[:2], marked, versions, others[4]))
+    listed = [f"- {', '.join(f'`{name}`' for name in names)}: {rest}." for rest, names in notes.items()]
+    below = ["", "Notes:", "", *listed] if listed else []
+    return "\n".join([f"## {heading}", "", markdown(RECIPE_COLUMNS, rows), *below])
 
 
 def agreement() -> str:
