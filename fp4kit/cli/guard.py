@@ -79,12 +79,12 @@ class GuardedCommand:
 
 
 class _Signals:
-    """Handle signals: raise Stopped if a signal arrives while a command runs.
+    """Handle SIGINT, SIGTERM and SIGHUP from `install` on: raise Stopped if one arrives while a command runs.
 
-    A signal that arrives after the command ends the process with the command's exit code.
+    `fix_exit_code` marks the end of the command.
 
-    keep_handling: True to keep the handlers after the command, because the process ends with the command. False to
-        restore the old handlers.
+    keep_handling: True if the process ends with the command. A later signal then ends it with the command's exit code.
+        False to restore the old handlers after the command.
     """
 
     def __init__(self, keep_handling: bool) -> None:

@@ -72,7 +72,8 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
 def _warnings(checkpoint: Checkpoint) -> list[str]:
     """Return the warnings about a checkpoint as texts; [] if there are none.
 
-    They concern layers that seem to be cut or transposed, and a quantized output head that is tied to the embedding.
+    They concern layers that seem to be transposed, or to lack rows, columns or tensors; biases and scales that do not
+    fit their layer; and a quantized output head that is tied to the embedding.
     """
     return [*all_doubts(checkpoint.weights.values(), checkpoint.config or {}, checkpoint.tensors)]
 

@@ -108,8 +108,10 @@ class FakeQuantSettings:
             ValueError: if both flags are on, if a flag is not 0, 1 or empty, or if a size is not a positive even number
                 (also if its flag is off).
             TypeError: if ``environ`` is not a mapping, or a flag or a size is not a string.
+            ValueError, TypeError: as FakeQuantSettings, for the other arguments.
 
-        Source: slime's and miles' patch of Megatron (TEGroupedLinear) for INT4, a fork of Megatron for MXFP4.
+        Source: for INT4, the patch of Megatron (TEGroupedLinear) that slime and miles apply; for MXFP4, a fork of
+            Megatron.
         """
         env = os.environ if environ is None else as_mapping("from_environment", "environ", environ)
         mxfp4, int4 = (_flag(env, f"OPEN_TRAINING_{kind}_FAKE_QAT_FLAG") for kind in ("MXFP4", "INT4"))

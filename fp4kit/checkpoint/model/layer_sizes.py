@@ -127,7 +127,9 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
 
 
 def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """Return the header entry of a layer's bias; None if it has none. A stack of experts may have a bias too.
+    """Return the header entry of a layer's bias, the tensor LAYER.bias or LAYER_bias; None if it has none.
+
+    A stack of experts may have a bias too.
 
     Args:
         weight: the layer.

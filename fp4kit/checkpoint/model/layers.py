@@ -77,7 +77,7 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
     """Return the names of the output layers that a weight becomes.
 
     A single matrix stays one layer. A stack stays one layer if the container stores stacks, or if the output is
-    unquantized. Otherwise it becomes one layer per expert, or two if it holds gate and up.
+    unquantized. Otherwise it becomes one layer per expert, or two per expert if it holds gate and up.
 
     Args:
         weight: a matrix or a stack of experts of the source.

@@ -70,7 +70,7 @@ def names_in(folder: Path) -> list[str]:
 def is_hidden(name: PurePath) -> bool:
     """Return whether the name of a file, or of a directory in its path, begins with a dot.
 
-    A conversion writes no such file, so the manifest does not list them.
+    Conversions write no such files, so the manifest does not list them.
 
     Args:
         name: the path relative to the model directory.

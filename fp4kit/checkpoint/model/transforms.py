@@ -48,11 +48,12 @@ class _Transform(NamedTuple):
 
 
 class Undone(NamedTuple):
-    """A model whose transforms are undone when its weights are decoded.
+    """A model whose declared transforms, such as Hadamard transforms, are undone when its weights are decoded.
 
     Attributes:
-        weights: tensor name -> weight. Weights with transforms have a rotation.
-        items: every item of the model.
+        weights: tensor name -> weight. A weight whose transform is undone has a rotation.
+        items: every item (tensor, config key or metadata entry) of the model. A transform that cannot be undone is a
+            refused item, and then no weight has a rotation.
         matrices: the names of the tensors that hold the matrices of transforms; a decoded model does not need them.
     """
 

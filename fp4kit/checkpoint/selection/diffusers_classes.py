@@ -43,7 +43,7 @@ _MODULATION = ("img_mod", "txt_mod")  # components of names of modulation layers
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """Return the name of a model's Diffusers class, such as "FluxTransformer2DModel"; "" if it is not of Diffusers.
+    """Return the name of a model's Diffusers class, such as "FluxTransformer2DModel"; "" if it is no Diffusers model.
 
     Args:
         config: the content of the model's config.json.

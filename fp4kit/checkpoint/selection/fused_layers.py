@@ -197,9 +197,10 @@ def _without_numbers(module: str) -> str:
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the name of the up projection that belongs to each gate projection of a model.
+    """Return the names of the up projections that the gates of a model need, whether or not the model has them.
 
-    In these names, ``#`` replaces each number, so that all layers and experts give one name.
+    They are up_proj for each gate_proj, and w3 for each w1. In these names, ``#`` replaces each number, so that all
+    layers and experts give one name.
 
     Args:
         all_modules: the names of all modules of the model.

@@ -446,9 +446,9 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return the reason why a matrix of a GGUF file stays unquantized if llama.cpp's quantizer never quantizes it.
+    """Return the reason why a tensor of a GGUF file stays unquantized: llama.cpp never quantizes tensors of its name.
 
-    Return None for all other tensors, and for models that are not GGUF files.
+    Return None for other names, and for models that are not GGUF files.
     """
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 

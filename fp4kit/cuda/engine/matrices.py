@@ -61,8 +61,8 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     A stack of B matrices is split into B if scales are swizzled, if blocks lie along columns or have several rows, or
     if each expert has its own tensor scale.
 
-    Raise Declined if the call has a seed, there are several matrices, and a matrix would not begin at a multiple of
-    SEED_GROUP (16) elements.
+    Raise Declined if such a stack (also of one matrix) is rounded stochastically from a seed, and the size of a matrix
+    is not a multiple of SEED_GROUP (16) elements.
 
     Args:
         request: the LaunchRequest of the whole call.

@@ -75,9 +75,10 @@ def allocate(call: Call, amax: Any) -> Quantized:
 
 
 def _allocate_own(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call, like allocate, but with new memory for its tensor_amax.
+    """Return a new Quantized for the result of a call, like allocate, but with a new, uninitialized tensor_amax.
 
-    The array `amax` itself is not used, because it may belong to the caller or to another result.
+    Only the shape and dtype of `amax` are used, not its values, because the array may belong to the caller or to
+    another result. If `amax` is None, the result has no tensor_amax.
     """
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 

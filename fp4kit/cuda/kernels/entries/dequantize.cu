@@ -240,8 +240,10 @@ template <class R>
 constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
-// Decode a.packed with the scales a.scales and a.tensor_scale, and store the values in a.values. The kernel is launched
-// for fp4kit.dequantize. A thread takes several runs per step. Launch with any number of thread blocks.
+// Decode a.packed with the scales a.scales and a.tensor_scale, and store the values, rounded to Output, in a.values. If
+// the decode rule of R needs amaxes, a.tensor_amax is used, too. For one tensor scale per row or block, launch
+// implied_amax_kernel before, which fills it; for one per tensor it may be null. The kernel is launched for
+// fp4kit.dequantize. A thread takes several runs per step. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());

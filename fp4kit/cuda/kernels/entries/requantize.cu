@@ -152,9 +152,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(Re
 }
 
 // If 2^m can be the tensor scale, store the blocks whose codes can be kept in a.packed and a.scales, and leave all
-// other blocks unchanged. Also store *a.tensor_scale = 2^m, and the amax that gives it in *a.tensor_amax. If 2^m cannot
-// be the tensor scale, do nothing. This is the third launch of a requantization. A thread processes one block at a
-// time. Launch with any number of thread blocks.
+// other blocks unchanged. Blocks of zeros are always stored, with scale 0. If kUnsignedZero, codes of -0 become +0.
+// Also store *a.tensor_scale = 2^m, and the amax that gives it in *a.tensor_amax. If 2^m cannot be the tensor scale, do
+// nothing. This is the third launch of a requantization. A thread processes one block at a time. Launch with any number
+// of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }
