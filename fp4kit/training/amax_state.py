@@ -128,9 +128,9 @@ class AmaxCollector:
 class AmaxState(Mapping[str, Any]):
     """Frozen amaxes as a mapping {key: amax}, such as those of all quantizers of a model.
 
-    Iteration yields keys such as "...quantizer.3._amax". In a lookup, the expert number may follow "." or "_", and a key
-    without a last part such as "._amax" means "._amax". The constructor takes {AmaxName: amax}, and raises TypeError for
-    anything else.
+    Iteration yields keys such as "...quantizer.3._amax". In a lookup, the expert number may follow "." or "_". A key
+    without a last part such as "._amax" means "._amax". The constructor takes {AmaxName: amax}, and raises TypeError
+    for anything else.
 
     Attributes:
         named: the amaxes under AmaxName keys instead of str keys, sorted. It cannot be changed.
