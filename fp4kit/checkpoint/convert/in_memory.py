@@ -130,9 +130,10 @@ class TensorConverter:
                     yield from self._gathered(module, matrix, own)
 
     def _is_converted(self, name: str, array: Any) -> bool:
-        """Return whether the rules select a tensor. If not, record the reason, for the messages of flush.
+        """Return whether the rules select a tensor for quantization.
 
-        Raise CheckpointError if only its dtype keeps it from being selected.
+        If they do not, record the reason, for the messages of flush. Raise CheckpointError if they select it, but its
+        dtype is neither float32, float16 nor bfloat16.
         """
         shape, dtype = tuple(array.shape), _dtype_name(array)
         kind = _SAFETENSORS.get(dtype, "F32")
@@ -206,6 +207,8 @@ class TensorConverter:
     def flush(self) -> Iterator[Named]:
         """End the conversion after the last bucket.
 
+        All errors and the warning come at the call itself. Waiting layers are quantized when the result is iterated.
+
         Yields:
             With incomplete="quantize", the (name, array) pairs of the layers that still wait for a layer with the same
             tensor scale, except pairs that ``since`` holds already. Otherwise nothing.
@@ -243,7 +246,10 @@ class TensorConverter:
     def _why_waiting(self, members: list[_Member]) -> str:
         """Return why layers still wait for others with their tensor scale, as a clause with advice for a message.
 
-        Either layers of their group came and stay unquantized, or layers never came.
+        The clause names a layer of their group that stays unquantized, with its reason. If there is no such layer, the
+        others never came, and the clause names the layers that came.
+
+        members: the waiting layers of one group, at least one.
         """
         group = fused_layers.group_of(members[0][0])
         kept = [(name, why) for name, why in self._unconverted.items() if fused_layers.group_of(name) == group]
@@ -306,7 +312,7 @@ def _is_same(a: Any, b: Any) -> bool:
     """Return whether two arrays are equal in library, dtype, shape and every byte.
 
     Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0. Arrays of PyTorch and CuPy
-    on a GPU are compared there. PyTorch tensors on different devices count as different.
+    on a GPU are compared there. PyTorch tensors on different devices count as different, whatever their bytes.
     """
     if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False
@@ -345,7 +351,7 @@ def convert_tensors(
 
     Yields:
         (name, array) pairs in the library of the input. 8-bit floats have the dtypes of PyTorch or ml_dtypes; in CuPy
-        they are uint8 bit patterns.
+        and JAX they are uint8 bit patterns.
 
     Raises:
         CheckpointError: one of these cases:

@@ -113,10 +113,14 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
 def _typed(array: Any, dtype: str) -> Any:
     """Return an array of bytes, viewed as the safetensors dtype ``dtype`` in its own library.
 
-    Return the array unchanged if the dtype is stored as bytes, or if the library has no such dtype.
+    For "U32", four bytes of a row become one word. Return the array unchanged if ``dtype`` is "U8". In CuPy and JAX,
+    return it unchanged also if ``dtype`` is an 8-bit float or "I8".
     """
     if dtype == "U32":
-        return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
+        library = library_of(array)
+        if library is None:
+            return pack_mlx(array)
+        return array.view(torch_arrays.dtype_named("uint32") if library.name == "torch" else np.uint32)
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
     if dtype not in names or type(array).__module__ == "cupy":
         return array

@@ -213,6 +213,20 @@ def test_since_yields_only_what_changed(library):
     assert raw["new"] == {**raw["old"], **{name: raw_of(x) for name, x in some.items()}}
 
 
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_mlx_codes_are_words_in_every_library(library):
+    """MLX stores codes in 32-bit words; arrays of PyTorch and JAX give the words that NumPy arrays give."""
+    module = pytest.importorskip(library)
+    x = np.random.default_rng(11).standard_normal((32, 64), dtype=np.float32)
+    rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "llama"})
+    name = "model.layers.0.self_attn.o_proj.weight"
+    wanted = dict(convert_tensors([(name, x)], rules))
+    given = module.from_numpy(x) if library == "torch" else module.device_put(x)
+    got = {n: np.asarray(one) for n, one in convert_tensors([(name, given)], rules)}
+    assert wanted[name].dtype == np.uint32
+    assert {n: (a.dtype, a.tobytes()) for n, a in got.items()} == {n: (a.dtype, a.tobytes()) for n, a in wanted.items()}
+
+
 def test_an_incomplete_group_is_refused_or_quantized():
     w = np.ones((16, 32), np.float32)
     named = [(f"model.layers.0.self_attn.{n}_proj.weight", w) for n in "qv"]
