@@ -47,10 +47,11 @@ def contract_of_plan(plan: Plan) -> Contract:
 
 
 def signs_of(rotation: WeightRotation | None) -> str | None:
-    """Return the signs of a rotation, for a contract; None if there is no rotation, or one without signs.
+    """Return the signs of a rotation as text of "+" and "-", for a contract; None if there is no rotation.
 
-    In a contract, a transform of 16 elements without signs stands for the transform inside fp4kit.quantize. A
-    conversion uses fp4kit.hadamard instead. To record that, return 16 plus signs, which change no value.
+    Return None too for a rotation without signs, except if it has 16 elements: then return 16 plus signs, which change
+    no value. In a contract, a transform of 16 elements without signs stands for the transform inside fp4kit.quantize,
+    but a conversion uses fp4kit.hadamard.
     """
     if rotation is not None and not rotation.signs and rotation.size == HADAMARD_BLOCK:
         return "+" * rotation.size
@@ -72,7 +73,11 @@ def _shares(plan: Plan) -> bool:
 
 
 def shared_leaves(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``."""
+    """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``.
+
+    A leaf name is the last part of a layer's name. Each group is returned once, however many fused layers of the model
+    have it. A fused layer of which ``modules`` has only one part is ignored. Return () if there is no group.
+    """
     found: dict[tuple[str, ...], set[str]] = {}
     for (_, fusion), members in fused_groups(modules).items():
         if len(members) > 1:

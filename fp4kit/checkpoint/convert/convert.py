@@ -84,9 +84,9 @@ class ConversionReport:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The paths of the files that were written, if the result is one or several files; () if it is a directory.
+        """The paths of the files that were written, if ``destination`` names a file; () if it is a directory.
 
-        The files of a split GGUF model are in order.
+        There is one path, or one path per part of a split GGUF model, in order.
         """
         return tuple(paths_to_write(self.plan, self.destination).values())
 
@@ -100,10 +100,10 @@ class ConversionReport:
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The names of the layers whose values changed although they were to be kept; () if there are none.
+        """The names of the layers whose values changed although the plan was to keep them; () if there are none.
 
         They changed because the new format cannot hold all scales of the layer. Either the whole layer was requantized,
-        or a cast changed single blocks (see ``changes``).
+        or a cast changed single blocks (see ``changes``). Layers that the plan requantizes are not included.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         done = ((one.key.rpartition("#")[0], one) for one in self.done)
@@ -126,7 +126,10 @@ class ConversionReport:
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
-        """Layer name -> squared errors without and with the scale search, for the layers whose scales were searched."""
+        """Layer name -> squared errors without and with the scale search, for the layers whose scales were searched.
+
+        Layers without any nonzero value are left out. Without a scale search, the dict is empty.
+        """
         found: dict[str, Losses] = {}
         for one in self.done:
             losses, name = Losses(*one.losses), one.key.rpartition("#")[0]
@@ -136,7 +139,10 @@ class ConversionReport:
 
     @property
     def replaced(self) -> int:
-        """The number of NaN and infinite values that were replaced, over all tensors."""
+        """The number of NaN and infinite values that were replaced, over all tensors.
+
+        It is 0 unless the plan's ``nonfinite`` is "saturate".
+        """
         return sum(one.replaced for one in self.done)
 
 
@@ -387,14 +393,19 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
-        A ConversionReport. If ``options.resume`` is True and an earlier run had completed the result, it reports that
-        run.
+        A ConversionReport. If ``options.resume`` is True and an earlier run had completed the result, nothing is
+        written, and the report is about that run, with empty ``doubts``.
 
     Raises:
-        CheckpointError: before any work, if ``destination`` exists or cannot be written, or if the source has changed
-            since the plan was made. During the work, if a value or scale is found that the plan's request does not
-            allow, such as NaN with nonfinite="error". An exception leaves no incomplete ``destination``.
-        ChildProcessError: if a worker process died.
+        CheckpointError: one of these cases:
+
+            - Before any work: ``destination`` exists, has an unsuitable name or cannot be written.
+            - Before or during the work: the source has changed since the plan was made.
+            - During the work: a value or scale is found that the plan's request does not allow, such as NaN with
+              nonfinite="error".
+
+            An exception leaves no incomplete ``destination``.
+        ChildProcessError: a worker process died.
     """
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
@@ -413,8 +424,8 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
     """Return what each job of an earlier run of this plan did, if that run completed ``target`` but was then killed.
 
-    Such a run was killed between renaming its result to ``target`` and removing its journal. Return None if there was
-    no such run; then the plan must be executed.
+    Such a run was killed between renaming its result to ``target`` and removing its journal. The tuple has one item per
+    job, in the order of the plan. Return None if there was no such run; then the plan must be executed.
     """
     found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
@@ -466,15 +477,18 @@ def bytes_to_read(plan: Plan) -> int:
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return a dict that maps every output tensor of a plan to (dummy file, position 0).
+    """Return a dict that maps the name of every output tensor of a plan to the same dummy place: (Path(), 0).
 
-    The positions are for jobs that are only inspected, never run.
+    The dict stands in for (file, position in bytes) when jobs are only inspected, for example counted, and never run.
     """
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
 
 def bytes_to_write(plan: Plan) -> int:
-    """Return the size in bytes of the result: its tensors, and the files that are copied unchanged."""
+    """Return the size in bytes of the result: its tensors, and the files that are copied unchanged.
+
+    Headers, configs, the index and the manifest are not counted.
+    """
     return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
 
 
@@ -512,7 +526,10 @@ class _Run:
         self.doubts: dict[str, str] = {}
 
     def run(self) -> tuple[Done, ...]:
-        """Write all files into the partial directory, and return what each job did, in the order of the plan."""
+        """Write all files into the partial directory, and return what each job did, in the order of the plan.
+
+        A job that the journal lists as done is not run again if its bytes are still in the output files.
+        """
         kept = {file.name for file in self.plan.files} | {staging.LOCK, staging.JOURNAL}
         staging.clear(self.folder, kept)  # remove any other file that an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
@@ -535,7 +552,10 @@ class _Run:
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _doubt_order_of_columns(self) -> None:
-        """Store in ``doubts`` a warning for each quantized source layer whose bytes seem to have swapped nibbles."""
+        """Store in ``doubts`` a warning for each quantized source layer whose bytes seem to have swapped nibbles.
+
+        If a tensor has a warning already, that warning is kept instead.
+        """
         pieces = [piece for tensor in self.plan.tensors for piece in tensor.pieces]
         read = {piece.weight.name for piece in pieces if piece.weight.container is not None}
         if read:
@@ -605,8 +625,8 @@ class _Run:
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
     """Create an output file with its final size and its header, so that jobs can write into it in any order.
 
-    The data of a file that an interrupted run left is kept. Return a dict from tensor name to (file, position of its
-    data in bytes).
+    If an interrupted run left the file, its tensor data is kept, and only the header is written again. Return a dict
+    from tensor name to (path of the file, position of the tensor's data in bytes).
 
     plan: the plan; a GGUF header takes keys from its source.
     file: the output file to create.
@@ -625,7 +645,11 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts about a conversion that the manifest records: version, format, source and request."""
+    """Return the facts about a conversion that the manifest records.
+
+    The dict has the keys version (of fp4kit), format, source and request. If the plan carries codes from another
+    checkpoint, it also has "codes": "carried".
+    """
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
     carried = {"codes": "carried"} if plan.carries_codes else {}
     return facts | {"request": request_facts(plan.request)} | carried
@@ -634,8 +658,10 @@ def _facts(plan: Plan) -> dict[str, Any]:
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return a dict from file name to JSON content, for the index and configs that engines need to load the result.
 
-    config.json is always present. The index is present if the source has one, or if the result has several files of
-    tensors. hf_quant_config.json is present only for the formats whose loaders read it.
+    - config.json is always present. It is the source's config with the declaration of the new quantization. If the
+      result is unquantized, or in ComfyUI's format, it declares no quantization.
+    - The index is present if the source has one, or if the result has several files of tensors.
+    - hf_quant_config.json is present only for the formats whose loaders read it.
     """
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.files) > 1:

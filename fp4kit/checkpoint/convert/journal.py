@@ -175,11 +175,17 @@ class Journal:
             data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
-        """Append a line with the measurements of a job's weight, such as its amax."""
+        """Append a line with the measurements of a job's weight, such as its amax.
+
+        ``measured`` is not changed.
+        """
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
-        """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote."""
+        """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote.
+
+        ``done`` is not changed.
+        """
         self._write({"done": list(found)})
 
 

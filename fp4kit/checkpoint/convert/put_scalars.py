@@ -19,8 +19,8 @@ from fp4kit.storage.errors import CheckpointError, shown
 def usable_tensor_scale(scale: Any) -> bool:
     """Return whether a scale is a positive normal float32, so that every loader can use it.
 
-    Subnormals are not usable, because loaders that flush subnormals would read them as 0. NaN, infinity and 0 are not
-    usable either.
+    Subnormals are not usable, because loaders that flush subnormals would read them as 0. NaN, infinity, 0 and negative
+    numbers are not usable either.
     """
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
@@ -28,8 +28,10 @@ def usable_tensor_scale(scale: Any) -> bool:
 def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
     """Write the scalars of a layer with new codes: its tensor scale, and its input scale if the output has one.
 
-    Raise CheckpointError if a scale is not a positive normal float32, or if the output has an input scale, but the job
-    gives none.
+    Raise CheckpointError in these cases:
+
+    - The tensor scale, or the input scale that the user gave, is not a positive normal float32.
+    - The output has an input scale, but the job gives none.
 
     job, output: the job of the layer, which gives the input scale, and where to write the scalars.
     tensor_scale: the scale as a multiplier on decode; None if the layer has none.

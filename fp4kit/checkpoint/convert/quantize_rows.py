@@ -27,12 +27,15 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
-    """Quantize the weight of a job, and write its codes, block scales, tensor scale and input scale.
+    """Quantize the weight of a job, and write its codes and the scales of its blocks or rows.
+
+    If the recipe has a tensor scale, write the tensor scale and, if the output has one, the input scale too.
 
     Return the number of NaN and infinite values that were replaced, and the errors without and with the job's scale
     search. The errors are all 0 if the job has no search. Raise CheckpointError if a scale is unusable (see
     check_scales).
 
+    job: the job, which gives the weight and the recipe.
     readers, output: where to read the weight from, and where to write the result.
     amax: the largest amax of the layers that share the tensor scale. With nonfinite="saturate", it also replaces
         infinities.

@@ -43,7 +43,7 @@ def apply(
         destination: the new directory or file; it appears when all files are complete. If the new version is a split
             GGUF model, DST.gguf stands for DST-00001-of-00003.gguf and so on.
         resume: True to continue an interrupted run with this patch; files that are complete are kept.
-        progress: called with the number of bytes written since the last call.
+        progress: called with the number of bytes written since the last call. Files that are kept count as written.
 
     Returns:
         The destination as a Path.

@@ -140,7 +140,8 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
 def _check_kinds(old: Path, new: Path) -> None:
     """Raise CheckpointError unless both versions exist and are of one kind.
 
-    The kinds are directories, safetensors files and GGUF models.
+    The kinds are directories, safetensors files and GGUF models. If the versions are files, raise it also if the file
+    ``old`` is not a checkpoint.
     """
     for root in (old, new):
         if not root.exists():
@@ -294,7 +295,7 @@ def _write(path: Path, stored: list[_Stored], new: Mapping[str, Path], metadata:
 class _Flips:
     """Count the codes and bytes of block scales that differ, per quantized layer of the new version.
 
-    root: the new version: a directory or a file.
+    root: the new version: a directory or a file. CheckpointError is raised if it is not a checkpoint.
     paths: name in the patch -> path, for the files of the new version.
     """
 
@@ -374,10 +375,10 @@ def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 def _changed_items(
     weight: Weight, part: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]
 ) -> dict[str, int]:
-    """Count the codes (under CODES) and the bytes of block scales (under SCALES) that differ in a tensor.
+    """Count the changes in one tensor of a layer: CODES -> number of codes, SCALES -> number of bytes of block scales.
 
     A byte of two 4-bit codes counts once per code that differs. A tensor of GGUF blocks holds both parts, so the result
-    has both; otherwise it has only ``part``.
+    has both keys; otherwise it has only the key ``part``.
 
     weight: the weight that the tensor belongs to.
     part: the part that the tensor holds, CODES or SCALES.

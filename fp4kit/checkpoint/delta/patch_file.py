@@ -75,7 +75,9 @@ class Patch:
 def metadata_of(
     base: Mapping[str, FileFacts], result: Mapping[str, FileFacts], is_directory: bool = True
 ) -> dict[str, str]:
-    """Return the metadata of a patch file: one entry, which records the version of the format and all files.
+    """Return the metadata of a patch file: one entry, whose value is JSON text.
+
+    The JSON records the version of the format, whether the model is a directory, and all files of both versions.
 
     base, result: file name -> size and SHA-256, for the files of the old and of the new version.
     is_directory: True if both versions are directories.
@@ -138,9 +140,14 @@ def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
 
 
 def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
-    """Raise CheckpointError if the tensors that store a file do not fit together or do not fit the file's size.
+    """Raise CheckpointError if the shapes of the tensors that store a file do not fit together or do not fit its size.
 
-    A file without tensors in the patch must have equal size and SHA-256 in both versions.
+    - If the file is stored as a whole, the tensor must have as many bytes as the file.
+    - If it is stored as runs, all four tensors must exist, the old file must have the same size, ``counts`` must have
+      one row per chunk, and ``starts`` and ``lengths`` must have equal shapes.
+    - If it has no tensors, its size and SHA-256 must be equal in both versions.
+
+    The content of the tensors is not read.
 
     path: the patch file, for messages.
     name: the name of a file of the new version.

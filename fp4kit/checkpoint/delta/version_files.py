@@ -27,7 +27,8 @@ _NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")
 def files_of(root: Path) -> dict[str, Path]:
     """Return a dict from the name in a patch to the path, for all files of a version.
 
-    Hidden files of a directory are left out.
+    For a directory, the manifest is included, and hidden files are left out. For any file of a split GGUF model, all
+    its files are returned.
 
     Raises CheckpointError if ``root`` does not exist, or is an incomplete GGUF model.
     """
@@ -64,7 +65,8 @@ def path_of(root: Path, name: str) -> Path:
 def are_of_files(names: Collection[str]) -> bool:
     """Return whether all names in a patch are names of the files of a model that is not a directory.
 
-    Return False if there are no names.
+    Such names are model.safetensors, model.gguf, and names such as 00001-of-00003.gguf. Return False if ``names`` is
+    empty.
     """
     return bool(names) and all(_NAME_OF_FILE.fullmatch(name) for name in names)
 

@@ -303,8 +303,11 @@ def _in_layout(
 def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
     """Yield the scales in linear order for each pair of layouts (true, assumed) that a reader may have confused.
 
-    Such a reader took the true layout for the assumed layout, and stored the result as linear scales. Only layouts that
-    need no padding for this ``shape`` are tried.
+    Such a reader took scales in the true layout for scales in the assumed layout, and stored the result as linear
+    scales. Only layouts that need no padding for this ``shape`` are tried.
+
+    stored: the scales (N, B) as they are stored.
+    shape: the shape (N, B).
     """
     unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
     for read in unpadded[1:]:
@@ -349,7 +352,12 @@ class CorruptedRows(NamedTuple):
 
 
 def _stacks(rows: int) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders that the rows of a matrix may have if it stacks gate and up. ``rows`` must be even."""
+    """Yield the five wrong orders that the rows of a matrix may have if it stacks gate and up.
+
+    The halves are exchanged, interleaved, or both; or rows that should be interleaved are stacked, exchanged or not.
+
+    rows: the number of rows of both halves together; it must be even.
+    """
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
     yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
     yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
@@ -399,6 +407,8 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
     """Yield the wrong orders that one half of a gated pair has if it was cut out of a wrongly ordered stack of both.
+
+    In each order, numbers below ``rows`` are rows of this half, and higher ones are rows of the other half.
 
     rows: the number of rows of one half.
     second: True for the second half (up), False for the first (gate).

@@ -145,8 +145,8 @@ _NEEDED = re.compile(r" \([^()]* is needed\)$")
 def without_numbers(mishap: str) -> str:
     """Return the name of a mishap (fault) without the numbers of one layer, so that layers can be compared.
 
-    mishap: one name, or several joined by "; ". The numbers in parentheses are removed from each: "tensor scale is
-        missing (0.5 is needed)" becomes "tensor scale is missing".
+    mishap: one name, or several joined by "; ". From each, the end "(... is needed)" is removed: "tensor scale is
+        missing (0.5 is needed)" becomes "tensor scale is missing". Other numbers stay.
     """
     return "; ".join(_NEEDED.sub("", part) for part in mishap.split("; "))
 
@@ -353,11 +353,14 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
-    The explanation applies if a recipe reproduces all codes with the stored scales. It does not apply if the nearest
-    hypothesis reproduces all codes, and more than 95% of the codes and scales together. In that case, the few scales
-    that differ count as damaged.
+    The explanation applies if a recipe reproduces all codes with the stored scales. If the search is known, the
+    explanation names it (see _search_family).
+
+    The explanation does not apply if the nearest hypothesis reproduces all codes, and more than 95% of the codes and
+    scales together. In that case, the few scales that differ count as damaged.
 
     evidence: the stored layer and its source (the original weight).
+    plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in the layout ``plain``.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
@@ -389,11 +392,11 @@ def _search_family(
 ) -> Diagnosis | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
-    These searches are known:
+    These searches are tried, and the first that fits is named:
 
-    - the search of a recipe, which may choose differently if two scales of a block have equal errors
-    - Model-Optimizer's four over six
-    - auto-round's search with an importance matrix
+    1. the search of the nearest recipe, which may choose differently if two scales of a block have equal errors
+    2. Model-Optimizer's four over six
+    3. auto-round's search with an importance matrix
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.

@@ -121,7 +121,7 @@ _NEARLY_ALL = 0.98
 
 
 def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether at least 98% of the codes are nearest to the source if the stored scales are divisors on decode.
+    """Return whether at least 98% of the codes are nearest to the source if the stored scales are taken as divisors.
 
     Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
 
@@ -196,10 +196,11 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
 
 
 def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> tuple[list[str], int]:
-    """Return the dtypes in which amax / 448 gives all stored scales, and the number of scales that the best one gives.
+    """Return (dtypes, count) for the rule scale = amax / 448, rounded to float32 or bfloat16.
 
-    A scale is made from the amax of the elements that share it. A single scale may also be made from one of ``amaxes``,
-    the amaxes of groups of layers.
+    dtypes lists the names of those of the two dtypes in which the rule gives all stored scales; it may be empty. count
+    is the number of stored scales that the better dtype gives. A scale is made from the amax of the elements that share
+    it. A single scale may also be made from one of ``amaxes``, the amaxes of groups of layers.
 
     x: the source (the original weight), of shape (N, K).
     """

@@ -148,7 +148,10 @@ class MatchCount:
 
     @property
     def all_bytes(self) -> bool:
-        """True if every byte of codes and block scales that was compared equals the prediction."""
+        """True if every byte of codes and block scales that was compared equals the prediction.
+
+        It is True, too, if no byte was compared.
+        """
         return self.codes + self.scales == self.total
 
     @property
@@ -221,24 +224,29 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
 def _largest(values: np.ndarray, axis: int | None = None) -> np.ndarray:
     """Return the largest magnitudes of an array along ``axis`` as float32; over all elements if ``axis`` is None.
 
-    NaN is ignored. The result is 0 where there are no elements.
+    NaN is ignored, infinity is not. The result is 0 where there are no elements or only NaN.
     """
     return np.asarray(np.fmax.reduce(np.abs(values), axis=axis, initial=0), np.float32)
 
 
 def own_amax(x: np.ndarray) -> np.float32:
-    """Return the largest magnitude of a matrix, ignoring NaN; 0 if it is empty. It is computed in chunks of rows."""
+    """Return the largest magnitude of a matrix as float32, ignoring NaN; 0 if the matrix is empty or has only NaN.
+
+    Infinity is not ignored. The amax is computed in chunks of rows.
+    """
     step = max(CHUNK // max(x.shape[1], 1), 1)
     return np.float32(max((float(_largest(x[i : i + step])) for i in range(0, len(x), step)), default=0.0))
 
 
 def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
-    """Return the tensor amaxes with which a recipe may have made the layer, or [None] if the recipe uses none.
+    """Return the tensor amaxes with which a recipe may have made the layer.
 
-    Return the members of ``evidence.amaxes`` that give the stored tensor scale, up to 2 ulp. If no member gives it,
-    return all members and the amaxes that follow from the stored scale. If no tensor scale is stored, return all
-    members. Amaxes that give equal tensor scales are returned once. A member 0 is left out unless the layer's own amax
-    is 0.
+    - If the recipe has no tensor scale, or one per row: [None].
+    - If no tensor scale is stored: all members of ``evidence.amaxes``.
+    - If one is stored: the members that give this scale, up to 2 ulp. If no member gives it: all members, and the
+      amaxes that follow from the stored scale.
+
+    Amaxes that give equal tensor scales are returned once. A member 0 is left out unless the layer's own amax is 0.
     """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
@@ -341,9 +349,10 @@ def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
 
 
 def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
-    """Return the number of bytes that hold equal codes in a and b, and the number of all bytes.
+    """Return (number of bytes that hold equal codes in a and b, number of all bytes).
 
-    a, b: codes in the format of ``r``, one per byte. Two 4-bit codes count as one byte.
+    a, b: codes in the format of ``r``, one per byte. Two 4-bit codes count as one byte, which is equal if both codes
+        are.
     """
     same = a == b
     if r.element.packing.codes == 2:

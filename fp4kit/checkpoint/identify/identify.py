@@ -71,7 +71,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """The name of a layer and its explanation.
+    """The name of a layer, and the explanation of how its bytes were made.
 
     format: the name of the layer's format, such as "E2M1 E4M3 16".
     producer: the producer that the file names, such as "modelopt"; "" if it names none.
@@ -213,7 +213,7 @@ class CheckpointVerdict:
 
     @property
     def _own_sentence(self) -> str:
-        """The verdict on the layers of this format alone, in one sentence; ``unpaired`` is left out."""
+        """The verdict on the layers of this format alone, in one sentence, without ``others`` and ``unpaired``."""
         if not self.layers:
             return "there are no quantized layers"
         if not self._names:
@@ -386,8 +386,10 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
 def _explained(layer: LayerPair, unnamed: bool) -> Diagnosis:
     """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer.
 
-    If the file declares AWQ or SmoothQuant, the explanation names this method alone. A layer with a low-rank part is
-    explained by ``_of_rest``. A tuned layer is recognized as auto-round's if the file names auto-round.
+    - An FP8 layer is explained by ``explain_fp8``, and nothing is added.
+    - If the file declares AWQ or SmoothQuant, the explanation names this method alone.
+    - A layer with a low-rank part is explained by ``_of_rest``, unless its signs differ from the source.
+    - A tuned layer is recognized as auto-round's if the file names auto-round and its codes are near the source.
 
     unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
         result says that they were not tried.

@@ -113,7 +113,10 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
 
 @dataclass(frozen=True)
 class TurnedOrigin(Origin):
-    """The rows of a source tensor that the layer stores transposed."""
+    """The rows of a source tensor that the layer stores transposed.
+
+    ``values`` and ``shape`` are transposed; all other methods are about the rows as the source stores them.
+    """
 
     def values(self, readers: Readers) -> np.ndarray:
         """Read the rows and return the transpose of their values."""
@@ -193,6 +196,9 @@ class Counterparts:
 
     def of(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
         """Return the rows of the source from which a matrix of a weight was made, or None if the source has none.
+
+        Equal names are tried first, then the names that tools give the layer. For embed_q of mlx-lm, the result is a
+        TurnedOrigin, because it stores a part of kv_b_proj transposed.
 
         weight: the weight of the checkpoint.
         expert: the number of the matrix in a stack of experts; 0 for a single layer.
@@ -304,7 +310,10 @@ class _Pairs:
         return LayerPair(name, parts, x, other, leaf in _SECOND, heads, amaxes, **self._declared(weight))
 
     def _declared(self, weight: Weight) -> dict[str, Any]:
-        """Return the facts that the file declares about the tool that made a layer, as arguments of LayerPair."""
+        """Return the facts that the file declares about the tool that made a layer, as keyword arguments of LayerPair.
+
+        The keys are "producer", "recorded" (the id of the recipe that fp4kit recorded; "" if none) and "scaling".
+        """
         own = "" if self.recorded is None else self.recorded.id
         return {"producer": self._producer(weight), "recorded": own, "scaling": self.scaling}
 
@@ -335,7 +344,9 @@ class _Pairs:
             return (x.astype(np.float64) / slab.column_scale - slab.low_rank[0] @ slab.low_rank[1]).astype(x.dtype)
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
-        """Return the possible numbers of heads of a layer according to the config; () if the layer is not q or k.
+        """Return the possible numbers of heads of a layer according to the config, in ascending order.
+
+        The config and its ``text_config`` are searched. Return () if the layer is not q or k, or if no number is found.
 
         leaf: the last part of the layer's name, such as "q_proj".
         """
@@ -363,7 +374,11 @@ class _Pairs:
         return found
 
     def _largest(self, key: tuple[str, int], members: list[Origin]) -> tuple[float, ...]:
-        """Return the largest amax of ``members``, computed once per ``key``, as a tuple of one number."""
+        """Return the largest amax of ``members``, as a tuple of one number, which is computed once per ``key``.
+
+        key: the group's name and the expert number, or the stack's name and -1 for all experts of the stack.
+        members: the rows of the source of all layers in the group; not empty.
+        """
         if key not in self.amaxes:
             self.amaxes[key] = (max(origin.amax(self.readers) for origin in members),)
         return self.amaxes[key]

@@ -61,7 +61,8 @@ RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
 def modifiers_of(path: Path) -> list[str]:
     """Return the modifier names, such as "GPTQModifier", from an llm-compressor recipe file, in the order of the file.
 
-    Return [] if there is no such file. A regular expression finds the names, so that no YAML parser is needed.
+    Each name is returned once. Return [] if there is no such file. A regular expression finds the names in the first
+    MiB, so that no YAML parser is needed.
     """
     if not path.is_file():
         return []

@@ -47,8 +47,9 @@ _WITH_INPUT_SCALES = (
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint must store input scales according to compressed-tensors' config.
 
-    Input scales are needed if the layers are NVFP4 or FP8, and a config group quantizes input activations with scales
-    that are not computed at run time. Return False for other containers.
+    Input scales are needed if the container is one of NVFP4 or of FP8 per tensor or per row, and a config group
+    quantizes input activations with scales that are not computed at run time (its ``dynamic`` is not true). Return
+    False for all other containers.
 
     container: one of ``containers.CONTAINERS``.
     config: the content of config.json.
@@ -240,8 +241,11 @@ def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors.
 
-    The model type, the ``quant_method``, the data type of the experts and, for NVFP4 experts, ``moe_quant_algo`` are
-    checked.
+    The model type, the ``quant_method``, the data type of the experts (fp4 if it is absent) and, for NVFP4 experts,
+    ``moe_quant_algo`` are checked.
+
+    container: the container of the tensors, one of ``containers.CONTAINERS``.
+    config: the content of config.json.
     """
     method = quantization_config(config).get("quant_method")
     for key, value, needed in (
@@ -288,8 +292,9 @@ def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]
 
 
 def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding if a config declares an FP8 KV cache, but no tensor stores its scales.
+    """Yield a finding if a config declares an FP8 KV cache, but the checkpoint has neither a k_scale nor a v_scale.
 
+    config: the content of config.json.
     nested: the content of hf_quant_config.json; {} if there is no such file.
     tensors: the names of all tensors.
     """

@@ -123,7 +123,9 @@ def _parts(module: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) -> bool:
-    """Return True if all parts of a fused layer are excluded, and False if none is. Otherwise raise PartsDisagree.
+    """Return True if all parts of a fused layer are excluded, and False if none is or ``parts`` is empty.
+
+    Raise PartsDisagree if only some of them are excluded.
 
     module: the name of the fused layer, for the message.
     parts: the names of the layers that it joins.
@@ -272,9 +274,11 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized.
 
-    A module is excluded by a pattern, with or without a leading ``model.``, that is a dotted path within its name.
-    There are no wildcards: ``model.visual.*`` excludes nothing. A fused layer is excluded if all its parts are; raise
-    PartsDisagree if only some are.
+    - A module is excluded by a pattern, with or without a leading ``model.``, that is a dotted path within its name.
+    - A fused layer is excluded if all its parts are; raise PartsDisagree if only some are.
+    - A container of experts is also excluded by a pattern that contains its name, such as the name of one expert.
+
+    There are no wildcards: ``model.visual.*`` excludes nothing.
 
     patterns: the exclusion list.
 
@@ -285,7 +289,10 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _ct_expression(pattern: str) -> str | None:
-    """Return the regular expression after ``re:`` in a compressed-tensors pattern, or None if it is a plain name."""
+    """Return the text after ``re:`` of a compressed-tensors pattern. Return None if the pattern has no such beginning.
+
+    A pattern without ``re:`` is a plain name. The text is not checked: it may be no regular expression.
+    """
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
@@ -353,8 +360,12 @@ def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name. Fused
-    layers and containers of experts have the rules of vllm_compressed_tensors, but SGLang fuses other layers.
+    - A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name.
+    - A fused layer is excluded by its exact name, or if all its parts are excluded.
+    - A container of experts is excluded if 0.gate_proj, 0.up_proj and 0.down_proj below it are all excluded.
+
+    Raise PartsDisagree if only some of these parts are excluded. Only the fused layers differ from vLLM: see
+    SGLANG_FUSED.
 
     patterns: the exclusion list.
 
@@ -364,9 +375,12 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Return a regular expression for the matches of ``pattern`` that end between parts of a dotted name.
+    """Return a regular expression that accepts a match of ``pattern`` only if it ends at a boundary of a dotted name.
 
-    Such a match ends just before a dot, just after a dot, or at the end of the name.
+    A boundary is just before a dot, just after a dot, or at the end of the name. Example: "model.layers.1" matches the
+    beginning of "model.layers.1.mlp" but not of "model.layers.10.mlp".
+
+    pattern: a regular expression.
     """
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
@@ -375,7 +389,8 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint.
 
     A pattern, read as a regular expression, applies if it matches the whole name or a leading part of it that ends just
-    before or after a dot. A pattern also applies if the name ends in the pattern as plain text.
+    before or after a dot. A pattern also applies if the name ends in the pattern as plain text. Raise ValueError if a
+    pattern is not a regular expression.
 
     patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
 
@@ -459,8 +474,8 @@ class Reader:
     def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
         """Group modules by the name that the engine looks up for them: looked-up name -> the modules that it covers.
 
-        For example, a fused layer's name covers the layers that it joins. Modules that the engine does not look up are
-        left out.
+        For example, a fused layer's name covers those of the layers it joins that are in ``modules``. Modules that the
+        engine does not look up are left out.
         """
         fused_of = {part: leaf for leaf, parts in self.fused.items() for part in parts}
         groups: dict[str, list[str]] = {}

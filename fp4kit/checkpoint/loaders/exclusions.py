@@ -79,8 +79,10 @@ def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
 def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
     """Return whether SGLang's MLA rule would exclude a quantized layer if ``names`` were the exclusion list.
 
-    By this rule, a pattern that ends in an MLA projection excludes this projection in every layer of the model.
+    By this rule, a pattern that ends in the name of an MLA projection, such as kv_b_proj, excludes every module of the
+    model whose last part contains this name.
 
+    names: the patterns of the list.
     converted: names of the quantized layers.
     """
     leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
@@ -90,8 +92,9 @@ def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
 def _starred(name: str) -> str:
     """Return a pattern that excludes the MLA projection ``name`` in its own layer only, such as "a.kv_b_proj*".
 
-    The pattern ends in ``*``, which turns off SGLang's MLA rule, by which the name would apply to every layer. A name
-    that is not an MLA projection is returned unchanged.
+    The pattern ends in ``*``, which turns off SGLang's MLA rule, by which the name would apply to every layer. For the
+    fused layer of MLA projections, the pattern is "a.fused_qkv_a_proj*", which matches vLLM's and SGLang's names of it.
+    Any other name is returned unchanged.
     """
     parent, leaf = split_module(name)
     if leaf == _MLA_ALIAS:
@@ -115,12 +118,16 @@ def _modelopt(names: set[str], roots: set[str], containers: set[str], converted:
 
 
 def _expression(root: str) -> str:
-    """Return a ``re:`` pattern of compressed-tensors that matches everything below ``root``."""
+    """Return a ``re:`` pattern of compressed-tensors that matches every name below ``root``, but not ``root``."""
     return rf"re:{re.escape(root)}\..*"
 
 
 def _mounted(root: str) -> str:
     """Return the name that serving engines give the subtree ``root`` of a multimodal model; it may equal ``root``.
+
+    - "model.language_model.X" and "language_model.X" become "language_model.model.X".
+    - "model.layers.X" is unchanged.
+    - Any other name loses a leading "model.".
 
     A list needs regular expressions for both names, because engines map plain names in a list to their own names, but
     not regular expressions.
@@ -260,7 +267,7 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
     ``ignored_layers`` is absent. A key with null counts as absent. Raises ValueError if the value is not a list of
     strings, because engines fail on such a value.
 
-    syntax: "modelopt", "compressed-tensors", "dotted" or "mxfp4".
+    syntax: "modelopt", "compressed-tensors", "dotted" or "mxfp4"; KeyError for any other.
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)

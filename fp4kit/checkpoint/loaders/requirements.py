@@ -74,7 +74,7 @@ _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
 
 
 def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
-    """Return the tensors of an MXFP4 or MXFP8 layer: codes and block scales.
+    """Return what is required of the two tensors of an MXFP4 or MXFP8 layer: first the codes, then the block scales.
 
     weight, scale: the suffixes of codes and block scales.
     kind: "packed" for 4-bit codes, "bytes" for 8-bit codes.
@@ -83,7 +83,7 @@ def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
 
 
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the tensors of an NVFP4 layer: codes, block scales and scalars.
+    """Return what is required of the tensors of an NVFP4 layer: the codes, the block scales, then the scalars.
 
     weight: the suffix of the codes.
     scalars: the suffixes of the float32 scalars, such as the tensor scale.
@@ -162,10 +162,10 @@ def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str
 
 
 def _is_quantized(parts: LayerTensors) -> bool:
-    """Return whether a layer has codes or scales.
+    """Return whether a layer has codes or scales. Any tensor other than ``.weight``, such as an input scale, is enough.
 
-    parts: suffix -> (safetensors dtype, shape). A layer whose only tensor is a ``.weight`` is quantized if this is a
-        matrix of an 8-bit dtype.
+    parts: suffix -> (safetensors dtype, shape); not empty. A layer whose only tensor is a ``.weight`` is quantized if
+        this tensor has an 8-bit dtype and at least two dimensions.
     """
     if set(parts) - {".weight"}:
         return True
@@ -270,11 +270,16 @@ def _faults(container: str, parts: LayerTensors, required: tuple[Required, ...])
 
 
 def readers(container: str, family: str) -> tuple[str, ...]:
-    """Return the names of the engines whose requirements a checkpoint is checked against.
+    """Return the names of the engines whose requirements a checkpoint is checked against; at least one.
 
-    Return the serving engines that are known to load the container for this family of models. If no engine is known,
-    return the serving engines that read exclusion lists of the container. If there are none either, return
-    ("Model-Optimizer",).
+    These are the first of the following that exist:
+
+    1. the serving engines that are known to load the container for this family of models
+    2. the serving engines that read exclusion lists of the container
+    3. ("Model-Optimizer",)
+
+    container: one of ``containers.CONTAINERS``.
+    family: the model's family, one of ``support.FAMILIES``.
     """
     loading = engines_for(container, family)
     serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))

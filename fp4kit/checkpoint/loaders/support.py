@@ -148,7 +148,10 @@ def best_format(kind: str, family: str) -> str | None:
     - the format that more engines were seen to load in a run
     - the first in FORMATS
 
-    Raises ValueError for a kind that is not in KINDS.
+    kind: a kind of recipe, one of KINDS, such as "nvfp4".
+    family: one of FAMILIES.
+
+    Raises ValueError for an unknown kind or family.
     """
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
@@ -157,9 +160,11 @@ def best_format(kind: str, family: str) -> str | None:
 
 
 def _way_out(kind: str, family: str) -> str:
-    """Return advice for an error message: a format that engines load for ``family``, with a recipe of ``kind``.
+    """Return advice for an error message: a format that engines load for ``family``, with the names of these engines.
 
-    If there is none for this kind of recipe, name another kind that has one as well. If no kind has one, name bf16.
+    - If engines load a format for recipes of ``kind``, the advice names the best of these formats.
+    - Otherwise, it names the first other kind of recipe for which engines load a format, and this format.
+    - If there is no such kind, it names bf16.
     """
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
@@ -201,10 +206,10 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown".
+    """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown"; () if none has.
 
     A Cell says what an engine does with a container, for models of one family. These engines fail on the container,
-    misread it, or load it under a condition.
+    misread it, or load it under a condition, which the note states.
     """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
     return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
@@ -216,7 +221,9 @@ _MIXABLE = ("modelopt NVFP4", "modelopt W4A16_NVFP4", "modelopt FP8")
 
 
 def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
-    """Return a warning if a mixture has layers that vLLM may take for unquantized, otherwise [].
+    """Return a list with one warning if a mixture has layers that vLLM may take for unquantized, otherwise [].
+
+    Only containers of Model-Optimizer are concerned, except NVFP4, W4A16_NVFP4 and FP8.
 
     container_ids: the containers of the layers. A single container is not a mixture, and gives [].
     """

@@ -314,13 +314,21 @@ def dask_executor(address: str) -> Iterator[Executor]:
 
 
 def is_under_mpi() -> bool:
-    """Return whether this process was started by ``mpiexec -n N python -m mpi4py.futures ...``."""
+    """Return whether this process was started with ``python -m mpi4py.futures``, as in ``mpiexec -n N python -m ...``.
+
+    Only the command line is examined, so the result is True without mpiexec too.
+    """
     return ("-m", "mpi4py.futures") in pairwise(sys.orig_argv)
 
 
 @contextmanager
 def mpi_executor() -> Iterator[Executor]:
-    """Yield the executor of mpi4py.futures. Its workers are the other processes that mpiexec started."""
+    """Yield the executor of mpi4py.futures. Its workers are the other processes that mpiexec started.
+
+    When the with statement ends, the executor finishes its calls and is shut down.
+
+    Raises ImportError if mpi4py is not installed.
+    """
     from mpi4py.futures import MPIPoolExecutor
 
     with MPIPoolExecutor() as executor:

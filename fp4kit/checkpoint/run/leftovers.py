@@ -67,8 +67,8 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
     """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result.
 
-    The dict is read from the journal, one of the run's leftovers. Return None if no journal has this key, because then
-    a run with other options may have made the destination.
+    The dict is read from the journal, one of the run's leftovers. Return None if there are no leftovers, if the journal
+    cannot be read, or if it has another key, because then a run with other options may have made the destination.
 
     destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     key: the key of the run, which identifies source, request and version (see convert/journal.py).
@@ -83,7 +83,10 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a finished conversion wrote this directory: whether it contains a valid manifest."""
+    """Return whether a finished conversion wrote this directory, that is, whether it contains a valid manifest.
+
+    Return False if the manifest is missing or damaged.
+    """
     try:
         return load_manifest(folder) is not None
     except CheckpointError:

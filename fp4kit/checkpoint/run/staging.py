@@ -188,7 +188,7 @@ def recovery_advice(destination: Path) -> str:
 def is_live(partial: Path) -> bool:
     """Return whether a run is writing to a directory, which is the case while it holds the lock there.
 
-    Return False if there is no lock file, or if locks are not supported.
+    Return False if there is no lock file, if the file cannot be opened, or if locks are not supported.
 
     partial: a partial directory, or a destination to which a run may just have renamed its partial directory.
     """
@@ -247,7 +247,8 @@ def removable(destination: Path) -> Path | None:
 def remove_partial(destination: Path) -> Path | None:
     """Remove the partial directory that an interrupted run left beside a destination.
 
-    Return the path of the removed directory, or None if there was none.
+    Files that the run had already renamed to their final paths are removed too, unless the result is complete. Return
+    the path of the removed directory, or None if there was none.
 
     Raises CheckpointError if a run is writing to the partial directory, or if no run made it.
     """
@@ -390,7 +391,8 @@ def staged_directory(
 def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None:
     """Flush the partial directory to disk, then rename it, or files in it, to their final paths.
 
-    If a rename fails, files that were already renamed are moved back.
+    The result gets the permissions that the umask allows. If a rename fails, files that were already renamed are moved
+    back.
 
     stage: the partial directory. Its ``published`` is set to True.
     destination: the destination of the run.
@@ -460,7 +462,10 @@ def _moved_files(destination: Path) -> dict[Path, str]:
 
 
 def _move_back(destination: Path) -> None:
-    """Move the files that an interrupted run had renamed to their final paths back into its partial directory."""
+    """Move the files that an interrupted run had renamed to their final paths back into its partial directory.
+
+    Do nothing if there are no such files, or if the run had renamed all files, so that its result is complete.
+    """
     for path, name in _moved_files(destination).items():
         os.rename(path, partial_of(destination) / name)
 

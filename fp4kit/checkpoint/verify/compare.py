@@ -86,7 +86,7 @@ class CheckpointComparison:
 
     @property
     def equal(self) -> bool:
-        """True if all tensors, configs and metadata of a and b are equal."""
+        """True if all tensors, configs and metadata of a and b are equal. ``refused`` does not matter."""
         return not self.tensors and not self.configs
 
 

@@ -109,7 +109,10 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
-    """Yield the differences of two JSON objects. Nested objects are compared entry by entry.
+    """Yield the differences of two JSON objects, in the order of their keys.
+
+    If both objects have an object under a key, these two are compared entry by entry. All other values, lists too, are
+    compared as a whole.
 
     place: the name of the file, for the results.
     prefix: a text to put before every key: the outer keys with "." after each, or "".
@@ -133,7 +136,10 @@ def _text(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long."""
+    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long.
+
+    Strings and numbers are never shortened.
+    """
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:
         return f"{len(value)} entries"
     return _text(value)

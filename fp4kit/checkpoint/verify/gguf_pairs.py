@@ -38,7 +38,11 @@ def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str
 
 
 def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (name in the directory, its rows there, its rows in the GGUF file) for the layers that both have."""
+    """Yield (name in the directory, its rows there, its rows in the GGUF file) for the layers that both have.
+
+    Layers whose shapes differ are left out. Rows of q and k in the GGUF file are reordered if that brings their values
+    closer to those in the directory.
+    """
     names, stored = GgufNames(file, "compare"), origins(file, GGUF_NVFP4)
     for layer, own in origins(directory, CT_NVFP4).items():
         name = names.of(directory, layer)

@@ -369,7 +369,8 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
     """Merge issues that have equal severity, loader and text, so that a report can show them in one line.
 
-    Return (first issue with the sum of all counts, the subjects of all issues) for each such group.
+    Return one pair per group, in the order in which the groups first occur: (first issue of the group, with the sum of
+    all counts; the subjects of all its issues).
     """
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:

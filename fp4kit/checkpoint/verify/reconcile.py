@@ -94,10 +94,11 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Find the fused layers whose parts (such as q, k and v) store different tensor scales. Return these parts.
+    """Find the fused layers whose parts (such as q, k and v) store different tensor scales.
 
-    The result maps the name of the fused layer to {part name: weight}; it is {} if all parts agree. The stored numbers
-    are compared, because engines compare them. Two different divisors may have equal reciprocals.
+    Return a dict that maps the name of each such fused layer to {part name: weight}, with all its parts. The dict is
+    empty if the parts of every fused layer agree. The stored numbers are compared, because engines compare them. Two
+    different divisors may have equal reciprocals.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}

@@ -46,8 +46,10 @@ def origins_of(
 ) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
 
-    A matrix is left out if the source has no counterpart of equal shape, or only a transposed one. A single layer has
-    the expert number 0.
+    A single layer has the expert number 0. A matrix is left out in these cases:
+
+    - The source has no counterpart of equal shape, or only a transposed one.
+    - Neither the matrix nor its counterpart is quantized, and the counterpart has another name.
 
     stored: the weights of the checkpoint.
     original: the source.
@@ -162,7 +164,7 @@ class Check:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the source rows of the matrix, or of the stored matrix if there are no source rows."""
+        """The size in bytes of the source rows of the matrix, or of the stored matrix if ``origin`` is None."""
         if self.origin is None:
             return self.stored.nbytes // self.stored.experts
         source = self.origin.weight
@@ -350,7 +352,7 @@ class _Comparison:
         self.differing = dict.fromkeys(self._targets, 0)
 
     def has(self, part: str) -> bool:
-        """Return whether ``part`` is compared."""
+        """Return whether ``part`` is compared, that is, whether the targets contain it."""
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
@@ -392,8 +394,13 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
 def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
     """Run one check: re-encode the matrix, compare it with the file, and count its stored values.
 
-    If the matrix differs and ``check.may_saturate`` is True, it is re-encoded a second time with NaN and infinities
-    replaced. The second result is returned if it equals the file, otherwise the first.
+    The matrix is re-encoded a second time, with NaN and infinities replaced, if all of these hold:
+
+    - The first result failed or differs from the file.
+    - ``check.may_saturate`` is True, and the job quantizes or requantizes.
+    - The source rows contain NaN or infinities.
+
+    The second result is returned if it equals the file, otherwise the first.
 
     shared: the combined measurements of the layers that share its tensor scale; None if none are needed.
     """
@@ -405,9 +412,10 @@ def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check, except that the result has no ``doubt``: re-encode the matrix and compare it with the file.
+    """Run one check like run_check, except that the result has no ``doubt``.
 
-    If the check has no job, the result has only the counts of the stored values and the usual SQNR.
+    If the check has no job, nothing is re-encoded: the result has only the counts of the stored values and the usual
+    SQNR.
     """
     with Readers() as readers:
         found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
@@ -510,7 +518,7 @@ def usual_db(check: Check, readers: Readers) -> float | None:
 
 
 def rows_of(origin: Origin, start: int, count: int) -> Origin:
-    """Return an Origin that holds only the ``count`` rows of ``origin`` that begin at its row ``start``."""
+    """Return a copy of ``origin`` with only the ``count`` rows that begin at its row ``start``; nothing is read."""
     first = origin.span[0] + start
     return replace(origin, span=(first, first + count))
 
@@ -518,7 +526,8 @@ def rows_of(origin: Origin, start: int, count: int) -> Origin:
 def differing_bytes(stored: Located, source: Located) -> int:
     """Return the number of bytes that differ between an unconverted tensor and the source's tensor of the same name.
 
-    If both have float dtypes and these differ, the source's values are rounded to the stored dtype first.
+    If both have float dtypes and the dtypes differ, the source's values are rounded to the stored dtype first.
+    Otherwise the bytes are compared as they are. The tensors must have equally many values.
     """
     found = 0
     have, want = (NUMPY_DTYPES.get(place.entry.dtype) for place in (stored, source))

@@ -172,8 +172,10 @@ def _share(count: int, of: int) -> float:
 def _charts(report: VerifyReport) -> Iterator[str]:
     """Yield the HTML of the legend, then of one chart per quantity, such as the SQNR.
 
-    If a quantity is equal in all layers, a sentence takes the place of its chart. A quantity that is unknown in all
-    layers is left out. Yield nothing if no layer name has a number.
+    - If there are several points, and all known values of a quantity are equal, a sentence takes the place of its
+      chart.
+    - A quantity that is unknown in all layers is left out.
+    - If no layer name has a number, nothing is yielded.
     """
     points, other = _points(report.layers)
     if not points:
@@ -291,7 +293,8 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float], other: 
     """Return the SVG of a chart's horizontal grid lines and of the labels of both axes.
 
     place: maps numbers and values to positions.
-    numbers: the layer numbers; at most 24 of them are labelled.
+    numbers: the layer numbers. At most 24 of them, equally spaced in the sequence, and the number ``other`` are
+        labelled.
     ticks: the values that get a grid line and a label.
     other: the number that is labelled "other"; None if there is none.
     """
@@ -444,7 +447,10 @@ def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
 
 
 def _content(cell: str) -> str:
-    """Return the content of a table cell: the HTML between the tags of the cell ``cell``."""
+    """Return the HTML between the opening and the closing tag of a table cell.
+
+    cell: the HTML of the whole cell, such as '<td class="text">nvfp4</td>', for which "nvfp4" is returned.
+    """
     return cell[cell.index(">") + 1 : cell.rindex("<")]
 
 
@@ -452,7 +458,8 @@ def _number(value: float | None, text: str | None = None) -> str:
     """Return the HTML of a table cell that sorts as a number. None is shown as "-" and sorts last.
 
     value: the number.
-    text: the text to show instead of the number; None to show the number, a float with four digits.
+    text: the text to show instead of the number; None to show the number, a float with four significant digits and an
+        int in full.
     """
     if value is None:
         return '<td data-value="NaN">-</td>'

@@ -102,7 +102,10 @@ class LayerReport:
         return self.codes[1] + self.scales[1] + self.others[1]
 
     def as_data(self) -> dict[str, Any]:
-        """Return this report as a dict for JSON, with the fields of the class, the differing bytes and the SQNR."""
+        """Return this report as a dict for JSON: the fields of the class, ``differing``, and the SQNR as ``sqnr_db``.
+
+        The values of "codes", "scales" and "others" are dicts with the keys "differing" and "compared".
+        """
         parts = {"codes": self.codes, "scales": self.scales, "others": self.others}
         counts = {name: {"differing": differing, "compared": compared} for name, (differing, compared) in parts.items()}
         return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
@@ -159,7 +162,10 @@ class VerifyReport:
         return not self.errors
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON. The caller must convert infinities and Path objects in it."""
+        """Return the report as a dict for JSON: the fields of the class, ``clean``, ``errors`` and ``total``.
+
+        Layers, changed tensors and the total are dicts. The caller must convert infinities and Path objects.
+        """
         layers = [layer.as_data() for layer in self.layers]
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
         changed = [{"name": name, "bytes": count} for name, count in self.changed]
@@ -239,8 +245,10 @@ def verify(
             - The activations do not fit the layers.
             - A pattern of ``recipes`` matches no layer that has a counterpart in the source, or other patterns take
               precedence for all layers that it matches.
+            - A device of ``options`` does not exist.
         ValueError: an id is not the id of any recipe.
         TypeError: a recipe is neither an id nor a Recipe.
+        ChildProcessError: a worker process died.
     """
     return execute(prepare(destination, source, recipe, options, search, ignore, activations, recipes), options)
 
@@ -316,7 +324,10 @@ def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
 
 
 def _opened(root: Path) -> Checkpoint:
-    """Open a model directory or file as a Checkpoint. A directory must have a config, unlike in ``fp4kit inspect``."""
+    """Open a model directory or file as a Checkpoint, with its config and the content of hf_quant_config.json, if any.
+
+    A directory must have a config, unlike in ``fp4kit inspect``. Raise CheckpointError if the model cannot be opened.
+    """
     found = open_source(root)
     beside = (
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
