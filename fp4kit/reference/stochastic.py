@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -101,13 +101,13 @@ class Noise(NamedTuple):
     blocks: np.ndarray
 
 
-class MslkStream(NamedTuple):
-    """The random words that MSLK draws from a seed for the elements and the blocks of a matrix.
+PlaceT = TypeVar("PlaceT", bound="_Place")
 
-    Element i, counted in row-major order, has the first word that Philox4x32-7 makes from counter i and the key seed ^
-    0x5A5A5A5A. Block i has the first word from counter i and the key seed. Counters have 32 bits, as in Triton's
-    tl.randint.
 
+class _Place(NamedTuple):
+    """The place of a matrix in an array whose elements and blocks are counted in row-major order.
+
+    seed: the seed of the random numbers.
     first: the position of the matrix's element (0, 0) in the whole array.
     K: the number of columns of the array. It is a multiple of block.
     block: the number of elements per block.
@@ -118,15 +118,44 @@ class MslkStream(NamedTuple):
     K: int
     block: int
 
+    def cut(self: PlaceT, rows: slice, columns: slice) -> PlaceT:
+        """Return the place of the rectangle with these rows and columns. K stays that of the whole array."""
+        return self._replace(first=self.first + rows.start * self.K + columns.start)
+
+    def positions(self, rows: slice, columns: slice, step: int = 1) -> np.ndarray:
+        """Return the positions of every step-th element of a tile in the array: int64 (m, k / step)."""
+        starts = self.first + np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] * self.K
+        return starts + np.arange(columns.start, columns.stop, step)
+
+
+class MslkStream(_Place):
+    """The random words that MSLK draws from a seed for the elements and the blocks of a matrix.
+
+    Element i of the array, counted in row-major order, has the first word that Philox4x32-7 makes from counter i and
+    the key seed ^ 0x5A5A5A5A. Block i has the first word from counter i and the key seed. Counters have 32 bits, as in
+    Triton's tl.randint.
+    """
+
     def tile(self, rows: slice, columns: slice) -> Noise:
         """Return the random words of the tile with these rows and columns, which consists of whole blocks."""
-        starts = self.first + np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] * self.K
-        elements, blocks = (starts + np.arange(columns.start, columns.stop, step) for step in (1, self.block))
+        elements, blocks = (self.positions(rows, columns, step) for step in (1, self.block))
         return Noise(_triton_words(self.seed ^ 0x5A5A5A5A, elements), _triton_words(self.seed, blocks // self.block))
 
-    def cut(self, rows: slice, columns: slice) -> MslkStream:
-        """Return an MslkStream for the rectangle with these rows and columns. K stays that of the whole array."""
-        return self._replace(first=self.first + rows.start * self.K + columns.start)
+
+class ScaleStream(_Place):
+    """The random numbers that fouroversix's MS-EDEN draws from a seed for the block scales of a matrix.
+
+    Block i of the array, counted in row-major order, has the number that Triton's tl.rand(seed, i) gives.
+    """
+
+    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+        """Return the numbers of the blocks in these rows and columns: float32 (m, k / block), at least 0, below 1.
+
+        The tile must consist of whole blocks.
+        """
+        blocks = self.positions(rows, columns, self.block) // self.block
+        words = _triton_words(self.seed, blocks, ROUNDS).view(np.int32)
+        return np.where(words < 0, ~words, words).astype(np.float32) * np.float32(4.6566127342e-10)
 
 
 def _triton_words(seed: int, index: np.ndarray, rounds: int = 7) -> np.ndarray:
@@ -134,36 +163,6 @@ def _triton_words(seed: int, index: np.ndarray, rounds: int = 7) -> np.ndarray:
     counter = np.zeros((*index.shape, 4), np.uint32)
     counter[..., 0] = index & 0xFFFFFFFF
     return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32), rounds=rounds)[..., 0]
-
-
-class ScaleStream(NamedTuple):
-    """The random numbers that fouroversix's MS-EDEN draws from a seed for the block scales of a matrix.
-
-    Block i of the array, counted in row-major order, has the number that Triton's tl.rand(seed, i) gives.
-
-    first: the position of the matrix's element (0, 0) in the whole array.
-    K: the number of columns of the array. It is a multiple of block.
-    block: the number of elements per block.
-    """
-
-    seed: int
-    first: int
-    K: int
-    block: int
-
-    def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return the numbers of the blocks in these rows and columns: float32 (m, k / block), at least 0, below 1.
-
-        The tile must consist of whole blocks.
-        """
-        starts = self.first + np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] * self.K
-        blocks = (starts + np.arange(columns.start, columns.stop, self.block)) // self.block
-        words = _triton_words(self.seed, blocks, ROUNDS).view(np.int32)
-        return np.where(words < 0, ~words, words).astype(np.float32) * np.float32(4.6566127342e-10)
-
-    def cut(self, rows: slice, columns: slice) -> ScaleStream:
-        """Return a ScaleStream for the rectangle with these rows and columns. K stays that of the whole array."""
-        return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
 RandomNumbers = RandomStream | GivenNumbers | MslkStream | ScaleStream
