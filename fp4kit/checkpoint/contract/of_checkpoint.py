@@ -59,7 +59,13 @@ def _loaded(path: Path) -> Contract:
 
 
 def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
-    """Return the contract of a file that fp4kit.save wrote: its most frequent recipe, and patterns for the others."""
+    """Return the contract of a file that fp4kit.save wrote.
+
+    Its ``weights`` is the recipe that most tensors have; the first of them if several are equally frequent. Its
+    ``patterns`` give every tensor of another recipe this recipe. The settings of the server are unknown.
+
+    recipes: tensor name -> recipe, as the file records them; not empty.
+    """
     layers = {name.removesuffix(".weight"): r for name, r in recipes.items()}
     (usual, _), *_ = Counter(layers.values()).most_common()
     found = _Inferred()
@@ -112,14 +118,21 @@ class _Inferred:
         self.how: dict[str, str] = {}
 
     def add(self, name: str, value: object, how: str) -> None:
-        """Store the value of the setting `name`, and how it was found. Do nothing if the value is None or ()."""
+        """Store the value of the setting `name`, and how it was found. A value that was stored before is replaced.
+
+        Do nothing if the value is None or ().
+        """
         if value not in (None, ()):
             self.values[name], self.how[name] = value, how
 
     def identified(self, verdict: CheckpointVerdict) -> None:
-        """Store the recipes that an identification found: the main recipe, and patterns for layers of other recipes.
+        """Store what an identification found as the settings ``weights`` and ``patterns``.
 
-        If the identification found no main recipe, store nothing.
+        ``weights`` is the first recipe of the verdict. ``patterns`` name the layers that another recipe explains, but
+        none of the verdict's recipes. Layers that no recipe explains get no pattern. If the verdict has no recipe,
+        store nothing.
+
+        verdict: the result of identify_checkpoint.
         """
         if verdict.recipe is None:
             return

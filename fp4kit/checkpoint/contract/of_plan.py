@@ -18,8 +18,11 @@ SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # set
 def contract_of_plan(plan: Plan) -> Contract:
     """Return the contract of the checkpoint that a plan writes.
 
-    Settings of the server are listed as unknown, except the input scales if the plan writes them. ``weights`` is
-    unknown too if the output is quantized but the recipe of its codes is not known.
+    These settings are listed as unknown:
+
+    - the settings of the server, except the input scales if the plan writes them
+    - ``weights``, if the output is quantized but the recipe of its codes is not known
+    - ``hadamard``, if only some layers are rotated, because a contract states one transform for all layers
     """
     recipe = _recorded(plan)
     unknown = [name for name in SERVER if name != "input_scales" or not plan.has_input_scale]
@@ -68,7 +71,10 @@ def _recorded(plan: Plan) -> Recipe | None:
 
 
 def _shares(plan: Plan) -> bool:
-    """Return whether layers that loaders fuse share a tensor amax in the output."""
+    """Return whether a plan gives some layers that loaders fuse, such as q, k and v, one shared tensor amax.
+
+    Return False if the output is unquantized.
+    """
     return plan.form is not None and any(tensor.group for tensor in plan.converted)
 
 

@@ -456,9 +456,9 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ..
 
 
 def _check_planned(plan: Plan) -> None:
-    """Raise CheckpointError if the size or header of a source file is no longer what planning read.
+    """Raise CheckpointError if the size or header of a file of the plan's source is no longer what planning read.
 
-    The bytes of tensors are not compared.
+    The bytes of tensors are not compared, so that a change of values alone is not noticed here.
     """
     for file in plan.source.files:
         read = read_gguf if isinstance(file, GgufFile) else read_header

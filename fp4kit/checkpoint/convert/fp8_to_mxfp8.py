@@ -40,7 +40,7 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
 def is_exact(weight: Weight, slab: Slab) -> bool:
     """Return whether a slab (some rows of a weight) can become MXFP8 without loss.
 
-    Return True if all scales of the slab are powers of two that E8M0 can represent.
+    This is so if all scales of the slab are powers of two that E8M0 can represent. Codes are not examined.
     """
     assert slab.scales is not None
     return _are_exact(slab.scales)
@@ -58,6 +58,8 @@ def check(weights: Iterable[Weight]) -> None:
     """Raise CheckpointError for the first weight with a scale that is not a power of two that E8M0 can represent.
 
     Only the scales are read, so that a plan can call this before any conversion.
+
+    weights: weights in FP8 with 128x128 blocks.
     """
     with Readers() as readers:
         for weight in weights:

@@ -177,14 +177,14 @@ class Journal:
     def note_measured(self, found: Measured) -> None:
         """Append a line with the measurements of a job's weight, such as its amax.
 
-        ``measured`` is not changed.
+        ``measured``, which holds what an interrupted run recorded, is not changed.
         """
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
         """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote.
 
-        ``done`` is not changed.
+        ``done``, which holds what an interrupted run recorded, is not changed.
         """
         self._write({"done": list(found)})
 

@@ -53,7 +53,10 @@ class Rules:
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
-        """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules, such as format="modelopt".
+        """Return Rules for a recipe or its id.
+
+        recipe_id: a Recipe, or the id of one.
+        fields: the other fields of Rules, such as format="modelopt".
 
         Raises ValueError if no recipe has this id, and TypeError for anything that is not a recipe. Also raises the
         errors of Rules.
@@ -101,6 +104,9 @@ class Rules:
         """Return rules with the recipe and the container that were chosen for a layer.
 
         Input scales are left out if the chosen recipe has no tensor scale but another recipe of the rules has one.
+        Equal choices give one and the same Rules object.
+
+        choice: the recipe and the container of the layer, from ``mixture``.
         """
         assert choice.form is not None
         key = choice.recipe.id, choice.form.name
@@ -138,9 +144,12 @@ class Rules:
     def names(self, name: str) -> tuple[str, ...]:
         """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
 
-        A fused parameter has several names; ``_extra_state`` has none. If ``name`` is a Hugging Face name already, it
-        is the only one that is returned. Prefixes that wrappers add, such as ``_orig_mod.`` and ``module.``, are
-        removed.
+        - A fused parameter has several names.
+        - ``_extra_state`` has none; the result is ().
+        - If ``name`` is a Hugging Face name already, it is the only one that is returned.
+
+        Prefixes that wrappers add, such as ``_orig_mod.`` and ``module.``, are removed. Raise CheckpointError for an
+        unknown Megatron-Core name.
         """
         return hugging_face_names(unwrapped(name), layers=self._facts.layers)
 

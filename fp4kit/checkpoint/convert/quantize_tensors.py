@@ -23,11 +23,14 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
-    """Quantize (layer name, matrix) pairs that share a tensor scale, and yield all resulting (name, array) pairs.
+    """Quantize layers that share a tensor scale, and yield all resulting (name, array) pairs: codes and scales.
 
     The tensor scale, if the container has one, follows from the largest amax of the layers. Raise CheckpointError if a
     matrix contains NaN or infinity, if the tensor scale is not a positive normal float32, or if ``rules.activations``
     does not fit a layer.
+
+    members: (layer name, matrix) per layer; a single pair for a layer with a tensor scale of its own.
+    rules: the recipe, the container and the input scales.
     """
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None

@@ -331,14 +331,19 @@ class _Output:
 
 
 def write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all bytes of ``data`` at the byte ``position`` of an open file."""
+    """Write all bytes of ``data`` at the byte ``position`` of an open file, in several system calls if necessary.
+
+    The position of the file itself is neither used nor changed.
+
+    descriptor: the file descriptor, open for writing.
+    """
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
 
 
 def _joined_sums(sums: Iterable[int]) -> str:
-    """Return CRC-32 values as one text, in hexadecimal with "-" between them."""
+    """Return CRC-32 values as one text: eight hexadecimal digits per value, with "-" between them."""
     return "-".join(f"{one:08x}" for one in sums)
 
 

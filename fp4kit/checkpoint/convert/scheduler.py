@@ -73,7 +73,12 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Mark jobs as done if the journal records them as done and their bytes still have the recorded CRC-32."""
+        """Mark jobs as done if the journal records them as done and their bytes still have the recorded CRC-32.
+
+        The bytes of these jobs are reported to ``tick``. All other jobs stay to be done.
+
+        executor: where the bytes are read; None for this process.
+        """
         noted = self._journal.done
         for now in run_all(
             executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)
@@ -132,10 +137,12 @@ class JobScheduler:
         return calls
 
     def _take_measured(self, found: Measured) -> list[FunctionCall[Any]]:
-        """Check and record the measurements of a job. If its group is complete, return the calls that write the group.
+        """Check and record the measurements of a job, and return the calls that write its group.
 
-        Otherwise return []. Jobs that are done already are not written again. Raise CheckpointError if the measurements
-        show values that the request does not allow.
+        A group is written when the last of its jobs is measured; until then, return []. Jobs that are done already are
+        not written again. Raise CheckpointError if the measurements show values that the request does not allow.
+
+        found: the measurements of the job.
         """
         job = self._jobs[found.key]
         self._check(job, found)
@@ -148,9 +155,11 @@ class JobScheduler:
         return [self._call(run_job.write, member, shared) for member in members if member.key not in self.done]
 
     def _take_done(self, result: Done) -> list[FunctionCall[Any]]:
-        """Record that a job is done, and return the calls that sync and hash the files that this job completed.
+        """Record in ``done`` what a job did, and return the calls that sync and hash the files that it completed.
 
-        Return [] if the job completed no file.
+        A file is complete when all jobs that write into it are done. Return [] if the job completed no file.
+
+        result: what the job did.
         """
         self.done[result.key] = result
         calls: list[FunctionCall[Any]] = []

@@ -15,7 +15,11 @@ _RANKS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # config keys with
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raise TypeError if the value that was passed for a tensor is not an array."""
+    """Raise TypeError if the value that was passed for a tensor has no ``dtype`` or no ``shape``, so is no array.
+
+    name: the name of the tensor, for the message.
+    array: the value.
+    """
     if not (hasattr(array, "dtype") and hasattr(array, "shape")):
         kind = type(array).__name__
         raise TypeError(f"convert_tensors: {shown(name)} is {kind}; an array of NumPy, CuPy, PyTorch or JAX is needed")

@@ -332,7 +332,7 @@ class _Flips:
     def add(self, name: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]) -> None:
         """Count changed bytes of a file for the layers to which they belong.
 
-        Bytes that are neither codes nor block scales of a layer are not counted.
+        Bytes that are neither codes nor block scales of a layer are not counted. Call this only if has_layout is True.
 
         name: the name of the file.
         at: the positions of the changed bytes in the file.
@@ -368,7 +368,10 @@ class _Flips:
 
 
 def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """Return a dict from name to file, for the files of a model directory."""
+    """Return a dict from name to file, for the files of a model directory.
+
+    In a patch, the name of such a file is its path in the directory.
+    """
     return {file.name: file for file in files}
 
 

@@ -41,7 +41,7 @@ class StoredLayer:
     codes: uint8 (N, bytes per row), with two 4-bit codes or one 8-bit code per byte.
     block_scale: uint8 bit patterns of the block scales, of any shape.
     tensor_scale: float32, a scalar or one number per row, as the multiplier on decode that the container declares; None
-        if the file has none.
+        if the file has none. An array of a single number becomes a scalar.
     recipe: any recipe of the format; only its element format, scale format and block size are used.
     scale_layout: the layout of the block scales that the container declares.
 

@@ -295,7 +295,10 @@ def _explain_source(
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
-    """Return whether the number of stored block scales fits a layout in at least one order of block scales."""
+    """Return whether the stored block scales of a layer can be read in a layout, in at least one order of block scales.
+
+    Only their number matters: it must fit the shape of the codes in the layout.
+    """
     return next(stored_scales(layer, layout), None) is not None
 
 
@@ -462,10 +465,11 @@ def _other_codes_under_scales(
 
 
 def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
-    """Return the explanation that columns were multiplied by factors before the layer was quantized.
+    """Return the explanation that columns were multiplied by factors before the layer was quantized, as AWQ does.
 
-    The explanation has no recipe if no recipe reproduces every byte with the factors that were tried. Return None if
-    the layer does not look scaled per column.
+    - If a recipe reproduces every byte with factors that were tried, the explanation names it.
+    - If none does, but the layer looks scaled per column, the explanation has no recipe, and a ``cause``.
+    - If the layer does not look scaled per column, return None.
     """
     rows = scaled_rows(evidence.layer, evidence.x)
     if rows is None:
@@ -515,7 +519,10 @@ def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> D
 
 
 def _all_bytes(evidence: LayerEvidence) -> MatchCount:
-    """Return the MatchCount for an explanation that reproduces every byte of the layer: all codes and scales match."""
+    """Return the MatchCount of an explanation that reproduces every byte of the layer: the numbers of all its bytes.
+
+    One byte per block scale is counted.
+    """
     scales = evidence.x.size // evidence.layer.recipe.block_size
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 

@@ -337,9 +337,12 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
 
 
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
-    """Yield the indices of all stored rows, in chunks of consecutive rows.
+    """Yield the numbers of all stored rows, as arrays of consecutive rows with about a million elements each.
 
-    A chunk ends where blocks of ``r`` end, so that no block of several rows is divided between chunks.
+    An array ends where blocks of ``r`` end, so that no block of several rows is divided between arrays.
+
+    layout: the shape of the layer, and whether rows were moved after they were quantized; then arrays are shorter.
+    r: the recipe, which determines the height of blocks.
     """
     height = lcm(32, r.block_rows)
     size = CHUNK // (r.block_rows if layout.moved_after_quantizing else 1)

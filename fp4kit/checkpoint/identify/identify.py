@@ -363,17 +363,20 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
 def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the names that occur in the largest number of tuples, in the order in which they first occur.
 
-    Return () if there are no names.
+    Several names are returned if they occur equally often. Return () if there are no names.
+
+    votes: one tuple of names per voter, without duplicates.
     """
     counts = Counter(name for names in votes for name in names)
     return tuple(name for name, count in counts.items() if count == max(counts.values()))
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer. After four failures in a row, stop the search for faults without a name.
+    """Yield the verdict on each layer, in order.
 
-    A failure is a layer without explanation or cause. Layers of zeros are not counted. The next layer with an
-    explanation or a cause resumes the search.
+    After four failures in a row, faults without a name are not searched for, because that takes long. A failure is a
+    layer without explanation or cause. Layers of zeros are not counted. The next layer with an explanation or a cause
+    resumes the search.
     """
     failed = 0
     for layer in layers:

@@ -175,7 +175,14 @@ def identify_checkpoint(
 
 
 def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
-    """Return the error message if no quantized layer of a checkpoint has a counterpart in the source."""
+    """Return the error message for a checkpoint of which no quantized layer has a counterpart in the source.
+
+    If the checkpoint is a GGUF file and the source is not, the message says how to write a source in GGUF. Otherwise,
+    it says to give the model that the checkpoint was made from.
+
+    weights: the quantized weights of the checkpoint.
+    destination, source: the paths of both models.
+    """
     in_gguf, from_gguf = any(w.container and w.container.in_blocks for w in weights), str(source).endswith(".gguf")
     start = f"{destination}: no quantized layer has the name of a weight of {source}; "
     if in_gguf and not from_gguf:
@@ -487,7 +494,10 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 def _any_recipe(form: Container) -> Recipe:
     """Return a recipe with the element format, scale format and block size of a container, to stand for this format.
 
-    If no recipe of the table has this block size, the result is a variant of a recipe with this block size.
+    The recipe is the first of the table that the container stores. If there is none, it is a variant of a recipe of the
+    table, changed to have this block size.
+
+    form: the container.
     """
     found = next((recipe for recipe in RECIPES.values() if form.stores(recipe)), None)
     return found or next(variant for variant in _variants(form) if form.stores(variant))

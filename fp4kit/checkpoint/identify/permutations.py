@@ -125,6 +125,9 @@ def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | No
 
     Return None if they are not, or if a code or the tensor scale differs from the prediction. The name says whether
     scales only moved within their rows.
+
+    evidence: the stored layer and its source (the original weight).
+    hypothesis: a hypothesis that reproduces all codes of a sample.
     """
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     stored = _linear_scales(evidence, layout)

@@ -76,7 +76,7 @@ _LONGEST = 120  # longer metadata, such as a vocabulary, is left out
 
 
 def _sample(checkpoint: Checkpoint) -> list[Weight]:
-    """Return at most 64 evenly spaced quantized layers; all of them if there are no more."""
+    """Return at most 64 evenly spaced quantized layers of a checkpoint; all of them if there are no more."""
     layers = list(checkpoint.layers.values())
     count = min(len(layers), _MOST_LAYERS)
     return [layers[i * len(layers) // count] for i in range(count)]
@@ -85,8 +85,9 @@ def _sample(checkpoint: Checkpoint) -> list[Weight]:
 def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a layer.
 
-    A sample of the layers with a tensor scale is read; if there are none, nothing is yielded. The largest block scale
-    tells how a layer was scaled: a tensor scale of amax / (6 x 448) gives 448, and one of amax / (6 x 256) gives 256.
+    The text says in how many layers, and what the value tells: a tensor scale of amax / (6 x 448) gives 448, and one of
+    amax / (6 x 256) gives 256. Among at most 64 sampled layers, only those with a tensor scale and separate block
+    scales are read. If there are none, nothing is yielded.
     """
     found: Counter[float] = Counter()
     with Readers() as readers:

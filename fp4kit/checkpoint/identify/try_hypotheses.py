@@ -143,7 +143,13 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
 
 
 def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
-    """Return the share of nonzero codes that have the sign of the source, for a sample that is read in ``layout``."""
+    """Return the share of nonzero codes that have the sign of the source, from 0 to 1, for a sample of a layer.
+
+    Codes whose source value is NaN are not counted. Return 1 if no code is counted.
+
+    evidence: the stored layer and its source (the original weight).
+    layout: how the sample is read, and from which source rows its rows were made.
+    """
     sample = sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
     values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
@@ -203,8 +209,9 @@ def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
     """Return whether both halves of a pair can be quantized together without changing their blocks of rows.
 
     Return False if rows of the second half of a gated pair occur and the first half ends within a block. In this case,
-    the blocks of the second half are shifted.
+    the blocks of the second half would be shifted.
 
+    layout: the source row of each stored row; rows with the number ``rows`` or a higher one belong to the second half.
     rows: the number of rows of one half.
     height: the number of rows per block.
     """

@@ -232,7 +232,13 @@ def _fp8(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the ``model_type`` is not gpt_oss, because engines read this container for no other model."""
+    """Yield a finding if the ``model_type`` of config.json is not "gpt_oss", or if there is none.
+
+    Engines read this container for no other model.
+
+    container: not used; all config checks have this argument.
+    config: the content of config.json.
+    """
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)

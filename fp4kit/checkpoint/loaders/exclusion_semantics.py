@@ -237,8 +237,8 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
 def _sglang_glob(pattern: str) -> str | None:
     """Translate a glob to a regular expression as SGLang does: ``.`` stands for itself and ``*`` for any text.
 
-    SGLang escapes no other character. Return None for a plain name, which has only letters, digits, ``_``, ``.`` and
-    ``-``.
+    All other characters keep their meaning in regular expressions, because SGLang escapes none of them. Return None for
+    a plain name, which has only letters, digits, ``_``, ``.`` and ``-``.
     """
     return pattern.replace(".", r"\.").replace("*", ".*") if re.search(r"[^\w.-]", pattern) else None
 

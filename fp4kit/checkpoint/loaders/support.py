@@ -119,9 +119,9 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
-    """Return a sort key for a container; a larger key is better.
+    """Return a sort key of three numbers for a container and a family of models; a larger key is better.
 
-    The key consists of three numbers:
+    The numbers are:
 
     - the number of serving engines that load the container
     - the number of serving engines that silently misread the container, negated
@@ -297,9 +297,9 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
 
 
 def _alike(container_id: str) -> list[list[str]]:
-    """Group the families that every engine treats alike, as a list of groups.
+    """Group the families that every engine treats alike, for one container. Return a list of groups of family names.
 
-    Families about which nothing is known for this container are left out.
+    A group of families about which nothing is known is left out, so that the result may be [].
     """
     groups: dict[tuple[Cell, ...], list[str]] = {}
     for family in FAMILIES:

@@ -78,9 +78,12 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of the metadata in file headers. A difference that several files share is yielded once.
+    """Yield the differences of the metadata in file headers.
 
-    If the checkpoints have files of different names, the merged metadata of all files is compared instead.
+    If both checkpoints have files of the same names, files are compared one by one, and a difference that several files
+    share is yielded once. Otherwise, the merged metadata of all files is compared.
+
+    left, right: the checkpoints a and b.
     """
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():

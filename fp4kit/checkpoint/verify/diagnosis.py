@@ -82,8 +82,11 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
     """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals.
 
-    Only the first 64 rows are decoded. Return False if the layer has no such factors, if it has a low-rank part, or if
-    its usual SQNR is unknown.
+    The first 64 rows are decoded. Their SQNR must be above the usual SQNR of the format minus 10 dB. Return False if
+    the layer has no such factors, if it has a low-rank part, or if its usual SQNR is unknown.
+
+    check: the layer, with its source rows.
+    readers: where to read both from.
     """
     count, origin, form = min(_ROWS, check.stored.shape[-2]), check.origin, check.stored.container
     assert origin is not None and form is not None

@@ -92,10 +92,11 @@ def unlike_activations(
 
 
 def recorded_activations(root: Path) -> tuple[Any, Any]:
-    """Return two recorded options by which a conversion computed input scales from activations.
+    """Return (rule, unseen), the options by which a conversion computed input scales from activations.
 
-    The manifest of the checkpoint records them. They are (rule, policy for unseen experts), as for Activations.of. An
-    option is None if the manifest does not record it, or if its value is unknown.
+    The manifest of the checkpoint ``root`` records them. They have the meaning of the arguments of Activations.of:
+    ``unseen`` says what to do with experts that saw no input other than zero. Each option is None if the manifest does
+    not record it, if its value is unknown, or if there is no manifest.
     """
     request = (load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None

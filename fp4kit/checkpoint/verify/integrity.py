@@ -73,7 +73,7 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield an issue for each contradiction between layers and the configs, or between layers and other tensors:
+    """Yield an issue for each of these contradictions within a checkpoint:
 
     - A config declares factors per column (AWQ), and no layer has them.
     - Fewer than half of the NVFP4 layers lack a tensor scale, or fewer than half have one.
@@ -121,6 +121,8 @@ _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
     """Yield an error for every item that reading refuses, and a warning for every item that ``--ignore`` leaves out.
+
+    Nothing is yielded for all other items.
 
     items: the tensors, config keys and metadata entries of a checkpoint, each with the group that it belongs to.
     """

@@ -258,9 +258,12 @@ def checks_of_restored(
 
 
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Return layer name -> name of its group, for the layers that share a tensor scale with other layers.
+    """Return a dict: layer name -> name of its group, for the layers that share a tensor scale with other layers.
 
-    Such layers are, for example, q, k and v. All other layers are left out.
+    Such layers are, for example, q, k and v. Unquantized layers, and layers without a tensor scale or a partner, are
+    left out.
+
+    stored: the weights of the checkpoint.
     """
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
@@ -356,7 +359,13 @@ class _Comparison:
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
-        """Compare the next bytes of a part with the file. Raise CheckpointError if the stored part has fewer bytes."""
+        """Compare the next bytes of a part with the file, and add to ``compared`` and ``differing``.
+
+        Raise CheckpointError if the stored part has fewer bytes.
+
+        part: codes, scales, ...; one for which ``has`` is True.
+        array: the re-encoded values; their bytes are compared.
+        """
         encoded: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, done = self._targets[part], self.compared[part]
         if done + encoded.size > target.nbytes:

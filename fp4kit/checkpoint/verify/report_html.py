@@ -29,7 +29,10 @@ _WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18
 
 
 def write_report(report: VerifyReport, path: str | Path) -> None:
-    """Write the HTML page of a report to ``path``. The file appears only when it is complete."""
+    """Write the HTML page of a report to ``path``.
+
+    The file appears only when it is complete. A file that exists at ``path`` is replaced.
+    """
     with whole_file(Path(path)) as temporary:
         temporary.write_bytes(page(report).encode("utf-8"))
 
@@ -99,7 +102,11 @@ def _summary(report: VerifyReport) -> str:
 
 
 def _counted(word: str, count: int) -> str:
-    """Return a count with its noun, such as "1 error" or "2 errors"."""
+    """Return a count with its noun, such as "1 error" or "2 errors".
+
+    word: the noun in the singular; an "s" makes its plural.
+    count: the number; the plural is used for every number but 1.
+    """
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
@@ -165,7 +172,7 @@ def _common_start(names: Iterable[str]) -> int:
 
 
 def _share(count: int, of: int) -> float:
-    """Return ``count`` as a percentage of ``of``, or 0 if ``of`` is 0."""
+    """Return ``count`` as a percentage of ``of``, from 0 to 100; 0 if ``of`` is 0."""
     return 100 * count / of if of else 0.0
 
 

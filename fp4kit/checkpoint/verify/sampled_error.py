@@ -42,7 +42,10 @@ class SampledError:
 
     @property
     def outliers(self) -> tuple[str, ...]:
-        """The names of the layers whose SQNR is at least 3 dB, a factor of two, below the median; worst first."""
+        """The names of the layers whose SQNR is at least 3 dB, a factor of two, below the median; worst first.
+
+        The tuple is empty if there are none.
+        """
         return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
 
 
@@ -75,7 +78,12 @@ def sampled_error(destination: str | Path, source: Source) -> SampledError:
 
 
 def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, int], ...]]]:
-    """Yield (matrix, spans of rows) for the sample: evenly spaced matrices, at least one if there are any."""
+    """Yield (matrix, spans of rows) for the sample: at most 256 evenly spaced matrices, with one or four spans each.
+
+    The sample has about 2^23 elements at most. If there are any matrices, at least one is yielded.
+
+    checks: all matrices that have a counterpart in the source.
+    """
     if not checks:
         return
     mean = sum(_elements(check) for check in checks) / len(checks)

@@ -76,8 +76,11 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
 def unchecked(report: VerifyReport) -> list[str]:
     """Return one text per thing that the verification did not check; [] if it checked everything that it can.
 
-    The things are the values (without a source), the checksums of files (without a manifest), and with a source, the
-    bytes of layers that were not re-encoded.
+    The things are:
+
+    - the values of quantized layers, if no source was given
+    - the checksums of files, if there is no manifest
+    - the bytes of layers that were not re-encoded, if a source was given
     """
     found = []
     if report.source is None and report.layers:
