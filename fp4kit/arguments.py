@@ -27,10 +27,9 @@ def index_of(value: Any) -> int:
 
 
 def as_index(op: str, name: str, value: Any) -> int:
-    """Return an argument that is an integer of any library as an int.
+    """Return an argument that is an integer of any library, such as np.int64(3), as an int.
 
-    Raise TypeError for a bool, and for anything that is not an integer. The message begins with op, the public
-    function, and calls the argument `name`.
+    Raise TypeError for a bool, and for anything that is not an integer.
     """
     if type(value) is int:
         return value
@@ -68,12 +67,12 @@ _OTHER_NAMES = {
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
-    """Raise TypeError with a helpful message for the most frequent mistakes in a call that Python has rejected.
+    """Raise TypeError with a helpful message for a frequent mistake in a call that has raised TypeError.
 
-    The mistakes are: too many positional arguments, a missing recipe, and a keyword that the function does not have.
-    For any other mistake, return None; the caller then raises Python's own error again.
+    The mistakes are, in this order: too many positional arguments, a missing recipe, and a keyword that the function
+    does not have. If the call has none of them, return None; the caller then raises the first error again.
 
-    args: the positional arguments. names: the names of the keyword arguments.
+    function: the function that was called. args: the positional arguments. names: the names of the keyword arguments.
     """
     parameters = signature(function).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -97,14 +96,17 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:
-    """Return whether value is a string among `names`. Any other object, such as an array, gives False."""
+    """Return True if `value` is a string among `names`, otherwise False.
+
+    Unlike ``value in names``, this accepts every object, such as an array or a list.
+    """
     return isinstance(value, str) and value in names
 
 
 def as_flag(op: str, name: str, value: Any) -> bool:
-    """Return a flag, the argument `name` of the function op, as a bool.
+    """Return a flag, an argument that is True or False, as a bool.
 
-    Bools of Python and NumPy and the ints 0 and 1 are accepted; anything else raises TypeError.
+    Bools of Python and NumPy and the ints 0 and 1 are accepted. Raise TypeError for anything else.
     """
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
@@ -112,16 +114,16 @@ def as_flag(op: str, name: str, value: Any) -> bool:
 
 
 def as_word(op: str, name: str, value: Any) -> str:
-    """Return a string, the argument `name` of the function op, unchanged. Raise TypeError for anything else."""
+    """Return an argument that is a string, unchanged. Raise TypeError for anything else."""
     if isinstance(value, str):
         return value
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs a string")
 
 
 def as_indices(op: str, name: str, values: Any) -> list[int]:
-    """Return a sequence of integers of any library, the argument `name` of the function op, as a list of ints.
+    """Return an argument that consists of integers of any library, such as a tuple or an array, as a list of ints.
 
-    Raise TypeError for anything else, bools included.
+    Raise TypeError if it is not iterable, or if an entry is a bool or not an integer.
     """
     try:
         return [index_of(value) for value in values]
@@ -130,7 +132,7 @@ def as_indices(op: str, name: str, values: Any) -> list[int]:
 
 
 def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
-    """Return a mapping, the argument `name` of the function op, unchanged. Raise TypeError for anything else."""
+    """Return an argument that is a mapping, such as a dict, unchanged. Raise TypeError for anything else."""
     if isinstance(value, Mapping):
         return value
     raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a mapping, such as a dict")
@@ -150,9 +152,10 @@ def as_entries(op: str, name: str, value: Any) -> Any:
 
 
 def as_path(op: str, path: Any) -> Path:
-    """Return a file path as a Path.
+    """Return the argument path as a Path. It need not exist.
 
-    Raise TypeError if it is not a path, and ValueError if it does not end with a file name.
+    Raise TypeError unless it is a str or another path. Raise ValueError if it has no last part that could name a file,
+    as "", "." and "/".
     """
     try:
         found = Path(path)

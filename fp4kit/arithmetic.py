@@ -99,11 +99,10 @@ def default_environment(op: str) -> Iterator[None]:
 
 @cache
 def environment() -> Environment | None:
-    """Return C's functions (fegetenv, fesetenv) on Linux (glibc or musl, x86-64 or aarch64), or None elsewhere.
+    """Return C's functions (fegetenv, fesetenv), which read and set the floating-point environment of a thread.
 
-    They read and set the floating-point environment of a thread. Other platforms are excluded, because FE_DFL_ENV, the
-    default environment, is not the pointer -1 there. Android's C library, Bionic, is recognized by its symbol
-    __fe_dfl_env.
+    Return None except on Linux with glibc or musl, on x86-64 or aarch64. On other platforms, FE_DFL_ENV, the default
+    environment, may not be the pointer -1. Android's C library, Bionic, is recognized by its symbol __fe_dfl_env.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         return None
@@ -116,7 +115,7 @@ def environment() -> Environment | None:
 
 
 def _refusal(op: str) -> str:
-    """Return the error message for a thread whose floating-point mode is wrong and cannot be corrected.
+    """Return the error message for a thread that does not compute in IEEE arithmetic, and cannot be made to do so.
 
     op: the public function that the message begins with.
     """

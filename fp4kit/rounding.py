@@ -25,12 +25,12 @@ _LAYOUTS: dict[np.dtype, tuple[Any, int, int]] = {  # integer type of the bits, 
 
 
 def _round_ties_to_zero(a: np.ndarray) -> np.ndarray:
-    """Return a >= 0 rounded to the nearest integers, ties toward zero."""
+    """Return a >= 0, an array of floats, rounded to the nearest integers, as floats. A tie rounds toward zero."""
     return np.ceil(a - a.dtype.type(0.5))  # exact, because a < 2^(M + 1) and M is small
 
 
 def _round_ties_away(a: np.ndarray) -> np.ndarray:
-    """Return a >= 0 rounded to the nearest integers, ties away from zero."""
+    """Return a >= 0, an array of floats, rounded to the nearest integers, as floats. A tie rounds away from zero."""
     floor = np.floor(a)
     return floor + (a - floor >= a.dtype.type(0.5))
 
@@ -56,34 +56,36 @@ ROUNDINGS: dict[str, Rounding] = {
 
 
 def exponent_field(x: np.ndarray) -> np.ndarray:
-    """Return the exponent bits of x as integers: the exponent plus its bias. The sign of x is ignored.
+    """Return the exponent bits of x, which is float32 or float64, as integers of its width: the exponent plus the bias.
 
-    The result is 0 for zero and subnormals, and 255 (float64: 2047) for inf and NaN.
+    The bias is 127 in float32, and 1023 in float64. The sign of x is ignored. The result is 0 for zero and subnormals,
+    and 255 (float64: 2047) for inf and NaN.
     """
     bits, mantissa, bias = _LAYOUTS[x.dtype]
     return (x.view(bits) >> mantissa) & (2 * bias + 1)
 
 
 def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
-    """Return 2^exponent, for exponents of normal numbers: -126 to 127 in float32, -1022 to 1023 in float64.
+    """Return 2^exponent as an array of floats, exact, for an array of integer exponents.
 
-    Exponents are not checked; others give a wrong number. dtype: float32 or float64, the dtype of the result.
+    Exponents must be those of normal numbers: -126 to 127 in float32, -1022 to 1023 in float64. They are not checked,
+    and others give a wrong number. dtype: float32 or float64, the dtype of the result.
     """
     bits, mantissa, bias = _LAYOUTS[np.dtype(dtype)]
     return ((exponent.astype(bits) + bias) << mantissa).view(dtype)
 
 
 def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -> np.ndarray:
-    """Return the codes of magnitudes a, rounded to a float format: int32 for float32 a, int64 for float64.
+    """Return the codes, without sign bits, of magnitudes rounded to a float format: int32 for float32, else int64.
 
     With e = max(exponent of a, emin), a code is (e - emin) * 2^mantissa_bits + rounding(a / 2^(e - mantissa_bits)). The
-    format is treated as if it had no largest value, so the caller must clip a or the codes.
+    format is treated as if it had no largest value, so the caller must clip the magnitudes or the codes.
 
-    emin and mantissa_bits are those of the format. rounding is a function that rounds magnitudes to integers, such as
-    one of ROUNDINGS.
-
-    a is float32 or float64 without NaN. It must be below 2^(127 + mantissa_bits), in float64 below 2^(1023 +
-    mantissa_bits). A nonzero a must not be so small that a / step underflows.
+    a: the magnitudes, float32 or float64, not negative and not NaN. They must be below 2^(127 + mantissa_bits), in
+        float64 below 2^(1023 + mantissa_bits). A nonzero one must not be so small that a / step underflows.
+    emin: the exponent of the format's smallest normal value.
+    mantissa_bits: the mantissa bits of the format.
+    rounding: a function that rounds magnitudes to integers, such as one of ROUNDINGS.
     """
     bits, _, bias = _LAYOUTS[a.dtype]
     exponent: np.ndarray = np.maximum(exponent_field(a) - bias, bits(emin))
@@ -132,10 +134,13 @@ class Format(Protocol):
 
 
 class _Direction(NamedTuple):
-    """A function that rounds magnitudes to integers, and a mask of the elements whose mode is "toward zero".
+    """How a rounding mode of `encode` rounds the magnitudes of an array.
 
-    toward_zero: the mask, or one bool for all elements. For "rm" it holds the positive elements, for "rp" the negative
-    ones, for "rz" all, and otherwise none. Such an element must not overflow to infinity if it is finite.
+    Attributes:
+        rounding: the function that rounds magnitudes to integers.
+        toward_zero: a mask of the elements that are rounded toward zero, or one bool for all. True for the positive
+            elements with "rm", for the negative ones with "rp", and for all with "rz"; otherwise False. Such an element
+            must not overflow to infinity if it is finite.
     """
 
     rounding: Rounding
@@ -145,9 +150,11 @@ class _Direction(NamedTuple):
 def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> Any:
     """Return the codes of x in fmt, each number rounded once: uint8 in the shape of x, or a scalar if x is a number.
 
-    This is the code behind ElementFormat.encode, whose docstring describes the arguments and the numerics. fmt is the
-    ElementFormat itself. Raise TypeError if x is not an array of numbers, and ValueError if rounding is unknown, if
-    random bits are missing or not needed, or if an integer is beyond 2^53.
+    This implements ElementFormat.encode, whose docstring describes the arguments and the numerics. fmt is the
+    ElementFormat itself. In a format without a sign, negative numbers get the code of NaN.
+
+    Raise TypeError if x is not an array of numbers. Raise ValueError if rounding is unknown, if random bits are missing
+    or given without need, or if an integer is beyond 2^53.
     """
     op = f"{fmt.name}.encode"
     numbers = as_float64(op, x)
@@ -161,10 +168,11 @@ def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> A
 
 
 def as_float64(op: str, x: Any) -> np.ndarray:
-    """Return x as float64, exactly. op, the public function, begins every error message.
+    """Return x, a number or an array that NumPy can read, as a new float64 array with equal values.
 
     Accept floats of at most 64 bits, and integers of a magnitude up to 2^53. Raise TypeError for other dtypes, masked
-    arrays and objects that NumPy cannot read. Raise ValueError for larger integers.
+    arrays and objects that NumPy cannot read. Raise ValueError for larger integers. Every error message begins with op,
+    the public function.
     """
     if hasattr(x, "filled"):
         raise TypeError(f"{op}: x is a masked array; needs plain numbers; pass x.filled(0)")
@@ -186,10 +194,10 @@ def as_float64(op: str, x: Any) -> np.ndarray:
 
 
 def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction:
-    """Return the _Direction of the rounding with the given name, for the elements of x.
+    """Return the _Direction of the rounding mode with the name `rounding`, for the elements of x.
 
-    "rm" and "rp" depend on the signs of x, and "rs" on the random bits. Raise ValueError for an unknown name, or if
-    `random` is missing or not needed.
+    "rm" and "rp" depend on the signs of x, and "rs" on the random bits. Raise ValueError for an unknown name, if "rs"
+    comes without `random`, or if another mode comes with it. op: the public function that messages begin with.
     """
     if not isinstance(rounding, str) or rounding not in NAMES:
         raise ValueError(f"{op}: rounding is {rounding!r}; needs one of {', '.join(NAMES)}")
@@ -207,9 +215,9 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
 
 
 def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
-    """Return a function that rounds magnitudes stochastically: a to floor(a + random / 2^n), where random has n bits.
+    """Return a function that rounds magnitudes stochastically: a to floor(a + r / 2^n), where r is `random`, of n bits.
 
-    It is exact, because it compares a - floor(a) with a threshold instead of adding. Raise ValueError unless random is
+    The sum is not rounded, because a - floor(a) is compared with a threshold instead. Raise ValueError unless random is
     uint8, uint16 or uint32 in the shape of x. op: the public function that the message begins with.
     """
     bits = np.asarray(random)

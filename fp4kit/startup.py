@@ -16,8 +16,10 @@ from types import FrameType
 def is_command(argv: list[str], original: list[str]) -> bool:
     """Return whether this process is the command `fp4kit ...` or `python -m fp4kit ...`.
 
-    argv is sys.argv, and original is sys.orig_argv, the arguments of the interpreter itself. Both are needed, because a
-    process started by multiprocessing inherits sys.argv from the command, but has its own sys.orig_argv.
+    Return False for a program that merely imports fp4kit, and for a process that the command started by
+    multiprocessing. Such a process inherits sys.argv from the command, but has its own sys.orig_argv.
+
+    argv: sys.argv. original: sys.orig_argv, the arguments of the interpreter itself.
     """
     name = argv[0] if argv else ""
     if name == "-m":
@@ -29,10 +31,11 @@ COMMAND = is_command(getattr(sys, "argv", []), sys.orig_argv)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C while the command starts: print a message and end the process at once.
+    """Handle the signal of Ctrl-C while the command starts: write a line to stderr and end the process at once.
 
-    No cleanup is needed, because nothing has been started yet. number is the signal number; the exit status is 128 +
-    number.
+    The exit status is 128 + number. No cleanup is needed, because nothing has been started yet.
+
+    number: the signal number. frame: not used; Python passes it to every signal handler.
     """
     os.write(2, b"fp4kit: interrupted while it started; nothing was written\n")
     os._exit(128 + number)

@@ -19,7 +19,7 @@ ORDERS: tuple[str, ...] = get_args(Order)
 
 @dataclass(frozen=True)
 class DotAdd:
-    """One step of an NVIDIA matrix unit, which is what one instruction adds.
+    """The arithmetic of one step of an NVIDIA matrix unit. A step is what one instruction adds.
 
     The terms of a step are C and the products of k pairs of elements, added exactly in groups of `group` products. All
     terms are aligned to the largest exponent among them, and each is truncated toward zero to fraction_bits fraction
@@ -59,7 +59,7 @@ class DotAdd:
 
 @dataclass(frozen=True)
 class FloorDotAdd:
-    """One step of a matrix unit of AMD's CDNA3, which is what one instruction adds.
+    """The arithmetic of one step of a matrix unit of AMD's CDNA3. A step is what one instruction adds.
 
     The products are divided among `sums` partial sums: product i belongs to partial sum i % sums. To round down is to
     take the floor. One step does the following:
@@ -186,7 +186,7 @@ class Unit:
             self._check_step(kind, step)
 
     def _check_step(self, kind: str, step: Any) -> None:
-        """Raise an error unless the unit can have this step for a kind of operands, one of KINDS.
+        """Raise an error unless the unit can have `step`, not None, for the kind of operands `kind`, one of KINDS.
 
         The error is TypeError unless the step is a DotAdd or, for kinds other than "mx" and "fp4", a FloorDotAdd. It is
         ValueError in these cases:
@@ -273,10 +273,13 @@ UNITS: Mapping[str, Unit] = {
 
 
 def unit(id: str) -> Unit:
-    """Return a Unit by its id.
+    """Return the Unit with the given id.
 
     Args:
         id: an id that fp4kit.units() lists, such as "sm100".
+
+    Returns:
+        The Unit.
 
     Raises:
         TypeError: id is not a str.
@@ -291,10 +294,10 @@ def unit(id: str) -> Unit:
 
 
 def unit_of(op: str, given: Any) -> Unit:
-    """Return the Unit that the caller gave, as a Unit or by its id.
+    """Return the argument unit of a public function as a Unit. A Unit is returned unchanged, and an id is looked up.
 
-    op: the public function that error messages name. Raise TypeError if `given` is neither a Unit nor a str, and
-    ValueError if no unit has this id.
+    op: the public function that error messages name. given: the argument. Raise TypeError if it is neither a Unit nor a
+    str, and ValueError if no unit has this id.
     """
     if type(given) is Unit:
         return given
@@ -309,8 +312,9 @@ def unit_of(op: str, given: Any) -> Unit:
 
 @lru_cache(256)
 def to_spec(u: Unit) -> str:
-    """Return a string from which from_spec makes an equal Unit: its id if it is listed, otherwise one line of JSON.
+    """Return a string from which from_spec makes an equal Unit.
 
+    It is the id if u equals the unit of this id that fp4kit.units() lists, otherwise one line of JSON with all fields.
     JAX's traced calls and the files of contracts hold units as such strings.
 
     >>> from dataclasses import replace
@@ -323,9 +327,9 @@ def to_spec(u: Unit) -> str:
 
 @lru_cache(256)
 def from_spec(spec: str) -> Unit:
-    """Return the Unit that a string describes: a string made by to_spec, or the id of a listed unit.
+    """Return the Unit that a string describes: a string made by to_spec, or the id of a unit that units() lists.
 
-    Raise KeyError if an id is not listed.
+    Raise KeyError if no unit has the id. JSON must be a string of to_spec, with every field.
     """
     if not spec.startswith("{"):
         return UNITS[spec]

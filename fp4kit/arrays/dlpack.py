@@ -79,9 +79,10 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 class _ExportedMemory:
-    """Describe an exporter's memory by NumPy's array interface, so that np.asarray makes an array on it.
+    """An object that describes an exporter's memory by NumPy's array interface.
 
-    The object refers to the capsule, which keeps the memory alive.
+    np.asarray of it makes an array on the memory, of plain bytes: the caller views it in the right dtype. The object
+    refers to the capsule, which keeps the memory alive as long as such an array exists.
     """
 
     def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
@@ -115,10 +116,10 @@ def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _export(x: Any) -> object:
-    """Return the DLPack capsule of x. It is versioned (DLPack 1.0) if x can make such a capsule, otherwise unversioned.
+    """Return the DLPack capsule of x: versioned (DLPack 1.0) if x knows the argument max_version, else unversioned.
 
-    Only a versioned capsule says whether its memory may be written, so this module treats unversioned capsules as
-    read-only. Raise the errors that x.__dlpack__ raises, except a TypeError for the argument max_version.
+    Only a versioned capsule says whether its memory may be written, so this module treats unversioned ones as
+    read-only. Raise the errors that x.__dlpack__ raises. After a TypeError, it is called again without max_version.
     """
     try:
         return x.__dlpack__(max_version=_VERSION)
@@ -127,7 +128,7 @@ def _export(x: Any) -> object:
 
 
 def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array on the memory that a capsule describes, or a new array if its shape has no elements.
+    """Return a NumPy array on the memory that a DLPack capsule describes; a new, empty array if it has no elements.
 
     name: how error messages call the exporter. Raise the errors of `read`, except those that x.__dlpack__ raises.
     """
@@ -166,7 +167,7 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
 
 
 def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of a DLPack dtype. Raise TypeError for a dtype that is not in DTYPES.
+    """Return the NumPy or ml_dtypes dtype of a DLPack dtype. Raise TypeError for a dtype that is not in DTYPES.
 
     name: how the error message calls the exporter.
     """
@@ -180,14 +181,14 @@ def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
 
 
 def _shape(tensor: _DLTensor) -> tuple[int, ...]:
-    """Return the shape of a DLTensor; () if it has no dimensions."""
+    """Return the shape of a DLTensor (DLPack's description of an array) as a tuple; () if it has no dimensions."""
     return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
 
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of a DLTensor in bytes.
+    """Return the strides of a DLTensor in bytes; None for an array whose elements lie in row-major order without gaps.
 
-    Return None if the tensor has no axes, or if it gives no strides because it is row-major without gaps.
+    The strides are None if the tensor has no axes, or if it states no strides, which means this order.
 
     itemsize: the bytes per element, because DLPack counts strides in elements.
     """

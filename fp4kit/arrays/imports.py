@@ -90,9 +90,9 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def check_unmasked(x: Any, name: str) -> None:
-    """Raise TypeError for a masked array, whose mask would be dropped silently.
+    """Raise TypeError if x is a masked array, because its mask would be dropped silently. Any other object passes.
 
-    A masked array is recognized by its method `filled`. name: how the message calls the array.
+    A masked array is recognized by its method `filled`. name: how the message calls it, such as "quantize: x".
     """
     if hasattr(x, "filled"):
         variable = _variable(name)
@@ -103,7 +103,9 @@ def check_unmasked(x: Any, name: str) -> None:
 
 
 def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
-    """Return every argument as `as_array` does, after checking that all arguments are on one device.
+    """Return every argument as a NumPy array that shares its memory, after checking that all are on one device.
+
+    Each is converted by `as_array`, so all must be in host memory.
 
     Args:
         operation: the function that error messages begin with, such as "quantize".
@@ -124,8 +126,8 @@ def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
 def check_one_device(operation: str = "", /, **named: Any) -> None:
     """Raise ValueError unless all arrays are on one device. The message names the device of each array.
 
-    Arguments that are None are ignored. Also raise the errors of device_name. operation: the function that messages
-    begin with.
+    Arguments that are None are ignored. Also raise the errors of device_name, for example for an object that is not an
+    array. operation: the function that messages begin with; "" for none. named: the arrays by their names in messages.
     """
     prefix = f"{operation}: " if operation else ""
     devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
@@ -171,9 +173,10 @@ def device_name(x: Any, name: str = "x") -> str:
 
 
 def way_to_array(x: Any, variable: str) -> str:
-    """Return the end of an error message about an object that is not an array, which tells how to get an array from it.
+    """Return the end of an error message about an object x that is not an array: how to get an array from it.
 
-    variable: the expression for the object in the caller's code, such as "x".
+    There is a special text for a PyTorch module, a mapping, a Quantized, a file name and None. For anything else, it is
+    "pass np.asarray(x, np.float32)". variable: the expression for x in the caller's code, such as "x".
     """
     if hasattr(x, "named_parameters"):  # a torch.nn.Module
         weight = "weight" if hasattr(x, "weight") else next((name for name, _ in x.named_parameters()), "weight")
@@ -205,12 +208,15 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
 
 
 def is_distributed(x: Any) -> bool:
-    """Return whether x is a DTensor of PyTorch, a tensor that is sharded or replicated over ranks."""
+    """Return whether x is a DTensor of PyTorch, that is a tensor spread over the processes of a distributed program.
+
+    It is recognized by three attributes, so PyTorch need not be imported.
+    """
     return hasattr(x, "full_tensor") and hasattr(x, "to_local") and hasattr(x, "placements")
 
 
 def way_to_local(variable: str) -> str:
-    """Return the end of an error message about a DTensor, which tells the user how to get a plain tensor from it.
+    """Return the end of an error message about a DTensor: "needs a plain tensor", and two ways to get one from it.
 
     variable: the expression for the DTensor in the caller's code, such as "x".
     """
@@ -256,10 +262,12 @@ def check_tensor(x: Any, name: str = "x") -> None:
 
 
 def _check_grad(x: Any, name: str) -> None:
-    """Raise ValueError for a tensor that requires grad, because fp4kit's own functions carry no gradient.
+    """Raise ValueError for x, a PyTorch tensor that requires grad, because fp4kit's functions would lose its gradient.
 
-    If grad mode is off, do nothing. A Parameter is accepted too, except by the functions in DIFFERENTIABLE, whose
-    results usually need a gradient.
+    Do nothing if grad mode is off. Also do nothing for a Parameter, such as a weight to be exported, unless the
+    function is one of DIFFERENTIABLE, whose results usually need a gradient.
+
+    name: the function and its argument, such as "quantize: x".
     """
     torch, op = sys.modules["torch"], name.partition(":")[0]
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
@@ -273,7 +281,7 @@ def _check_grad(x: Any, name: str) -> None:
 
 
 def _variable(name: str) -> str:
-    """Return the last word of `name`, which is the name of the argument: "quantize: x" gives "x"."""
+    """Return the last word of `name`, how messages call an array: "quantize: x" gives "x", the argument."""
     return name.rpartition(" ")[2]
 
 
@@ -289,9 +297,10 @@ def _require_host(device: str, name: str) -> None:
 
 
 def _detached(x: Any) -> Any:
-    """Return a PyTorch tensor detached from its autograd graph. PyTorch exports no tensor that requires grad.
+    """Return an array in a form that DLPack can export.
 
-    Any other object is returned unchanged.
+    A PyTorch tensor that requires grad is detached, because PyTorch does not export such tensors. The result shares its
+    memory. Any other object is returned unchanged.
     """
     return x.detach() if getattr(x, "requires_grad", False) else x
 
@@ -311,10 +320,10 @@ def is_traced() -> bool:
 
 
 def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return function(*args, **kwargs), called outside of torch.compile's graph.
+    """Return function(*args, **kwargs), called outside of the graph that torch.compile makes.
 
-    In traced code this is a graph break, or an error with fullgraph=True. Requires that is_traced has returned True
-    before, because it marks this function for torch.compile.
+    In traced code this splits the graph, or raises an error with fullgraph=True. Call it only after is_traced has
+    returned True, because is_traced tells torch.compile not to trace this function.
     """
     return function(*args, **kwargs)
 
@@ -340,9 +349,10 @@ _NOTHING = nullcontext()
 
 @cache
 def cupy() -> Any:
-    """Return the cupy module, imported at the first call.
+    """Return the module cupy, which is imported at the first call.
 
-    Raise RuntimeError if CuPy, a CUDA driver or a device is missing. The message says what to install or check.
+    Raise RuntimeError if CuPy is not installed, if there is no usable CUDA driver, or if the driver sees no device. The
+    message says what to install or check.
     """
     try:
         import cupy as module
@@ -371,19 +381,25 @@ def to_device(host: np.ndarray) -> Any:
 
 
 def on_device(array: Any) -> bool:
-    """Return True for a CuPy array, False for a NumPy array. `array` must be a result of import_arrays."""
+    """Return True for a CuPy array, which is on a GPU, and False for a NumPy array.
+
+    `array` must be one of the two, as the results of import_arrays are.
+    """
     return not isinstance(array, np.ndarray)
 
 
 def to_host(array: Any) -> Any:
-    """Return a result of import_arrays as a NumPy array. A CuPy array is copied, after waiting for its values."""
+    """Return an array, a result of import_arrays, as a NumPy array.
+
+    A NumPy array is returned unchanged. A CuPy array is copied to host memory, after waiting for its values.
+    """
     return array.get() if on_device(array) else array
 
 
 def making_current(device: int) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a CUDA device the current one.
+    """Return a context manager that makes a CUDA device, given by its number, the current one within a with block.
 
-    If the device already is the current one, the context manager does nothing.
+    If it is the current device when this function is called, the context manager does nothing.
     """
     cuda = cupy().cuda
     return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
@@ -421,9 +437,9 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 
 
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
-    """Return whether all arrays are CuPy arrays on one device.
+    """Return whether all arrays are CuPy arrays on one device; False if there are none or CuPy is not imported.
 
-    If so, import_arrays returns the arrays unchanged, because a DLPack export would cost a call of the driver.
+    If so, import_arrays returns the arrays at once, because a DLPack export would cost a call of the driver.
     """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1

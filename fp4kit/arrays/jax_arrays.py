@@ -14,7 +14,7 @@ from fp4kit.arrays import imports
 
 @contextmanager
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield a function that converts results to JAX arrays on the device of x.
+    """Yield a function that converts results, NumPy or CuPy arrays, to JAX arrays on the device of x, a JAX array.
 
     Entering the context changes nothing. It exists because ArrayLibrary.call_context is a context manager for every
     library, and PyTorch's context manager sets the stream and the allocator.
@@ -24,9 +24,10 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def giver(x: Any) -> Callable[[Any], Any]:
-    """Return a function that converts NumPy and CuPy arrays to JAX arrays on the device of x.
+    """Return a function that converts a NumPy or CuPy array to a JAX array on the device of x, a JAX array.
 
-    If x is committed to its device, the new arrays are committed too. Otherwise, JAX may move the new arrays.
+    If x is committed to its device, as after jax.device_put with a device, the new arrays are committed too. Otherwise
+    JAX may move them. NumPy arrays are copied, and CuPy arrays share their memory (see array_of).
     """
     device, is_committed = x.device, getattr(x, "committed", True)
 
@@ -42,8 +43,8 @@ def giver(x: Any) -> Callable[[Any], Any]:
 def facts(a: Any) -> Hashable:
     """Return a hashable tuple of the facts about a JAX array that the checks of a call depend on, such as its shape.
 
-    Two arrays with equal facts can use one cached call. Raises TypeError unless `a` is a JAX array on one CPU
-    device that is not deleted.
+    Two arrays with equal facts can use one cached call. The call waits until the array has its values. Raise TypeError
+    unless `a` is a JAX array on a single CPU device that was not deleted.
     """
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
@@ -65,10 +66,10 @@ def array_of(array: Any, device: Any = None) -> Any:
 
 
 def _device_array(array: Any) -> Any:
-    """Return a JAX array on the memory of a CuPy array.
+    """Return a JAX array on the memory of a CuPy array, or on that of a contiguous copy if it is not contiguous.
 
     DLPack transfers the array, and makes the stream of JAX wait for the stream of CuPy. The elements are exported as
-    integers, because CuPy does not export every dtype.
+    integers and then viewed in their dtype by JAX, because CuPy does not export every dtype.
     """
     jax: Any = sys.modules["jax"]
     array = imports.cupy().ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a row of a 0-d array

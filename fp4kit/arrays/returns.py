@@ -27,8 +27,11 @@ Give = Callable[[Any], Any]  # converts a NumPy or CuPy array to a library's arr
 class ArrayLibrary(NamedTuple):
     """An array library, PyTorch or JAX, to whose arrays results are converted.
 
-    name: the name of its module. call_context(a): a context manager to enter around a call on `a`, an array of the
-    library; it yields the function that converts results. is_mutable: whether arrays of the library can be written to.
+    Attributes:
+        name: the name of its module.
+        call_context: call_context(a) is a context manager to enter around a call on `a`, an array of the library. It
+            yields the function that converts results.
+        is_mutable: whether arrays of the library can be written to.
     """
 
     name: str
@@ -41,9 +44,10 @@ JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 
 
 def library_of(a: Any) -> ArrayLibrary | None:
-    """Return TORCH or JAX if an array belongs to that library; return None for NumPy, CuPy and every other library.
+    """Return TORCH or JAX if `a` is an array of that library; None for NumPy, CuPy and every other library.
 
-    For a list or tuple, the first array decides. For a Quantized, the codes decide.
+    For a list or tuple, the first array decides. For a Quantized, the codes decide. For anything else, such as None,
+    return None.
     """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
@@ -97,11 +101,13 @@ def convert_arrays(result: Any, give: Give) -> Any:
 
 
 def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function so that it returns arrays in the library of its first argument.
+    """Decorate a function that computes NumPy or CuPy arrays so that it returns arrays of its first argument's library.
 
-    Results are NumPy or CuPy arrays if that library is neither PyTorch nor JAX. Otherwise, if the caller passed `out`
-    by name, the function returns that very object. If the first argument is an iterator, it is first made a list. A
-    call in code that torch.compile traces runs outside of the compiled graph.
+    - If this library is PyTorch or JAX, the arrays in the result are converted. But if the caller passed `out` by name,
+      the decorated function returns that very object, unless the result is None.
+    - For any other library, the result is returned unchanged.
+    - If the first argument is an iterator, it is first made a list.
+    - In code that torch.compile traces, the call runs outside of the compiled graph.
     """
     first = next(iter(signature(function).parameters))
 
@@ -140,9 +146,9 @@ def mark_written(out: Any) -> Any:
 class PlanLibrary:
     """Convert the results of a plan's methods to the library of the plan's tensors.
 
-    A plan is a GroupedPlan or a MasterWeightsPlan. It overwrites and returns the same arrays in every call. For PyTorch
-    the arrays are converted once, and later calls return the same tensors. JAX arrays cannot be written to, so each
-    call returns new copies. For tensors of any other library, results are not converted.
+    A plan is a GroupedPlan or a MasterWeightsPlan. It overwrites and returns its own arrays in every call. For PyTorch
+    the arrays are converted once, to tensors on their memory, and later calls return these tensors again. JAX arrays
+    cannot be written to, so each call returns new copies. For any other library, results are not converted.
 
     arrays: the tensors of the plan, a sequence or one stacked array. The first one decides the library and the device.
     """
@@ -189,14 +195,14 @@ class PlanLibrary:
 
 
 def _unchanged(array: Any) -> Any:
-    """Return `array` itself. PlanLibrary uses this function for plans on NumPy or CuPy arrays."""
+    """Return `array` itself: the function that "converts" the results of plans on NumPy or CuPy arrays."""
     return array
 
 
 def returns_in_plan_library(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method of a plan so that it returns arrays in the library of the plan's tensors.
+    """Decorate a method of a plan, such as GroupedPlan, so that it returns arrays in the library of the plan's tensors.
 
-    The plan holds a PlanLibrary as its attribute `_home`.
+    The plan must have a PlanLibrary as its attribute `_home`, whose method `call` converts the result.
     """
 
     @wraps(method)

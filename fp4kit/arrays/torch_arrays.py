@@ -40,15 +40,15 @@ _BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address -> the
 
 
 def _module() -> Any:
-    """Return the torch module, which the caller's tensors have already loaded."""
+    """Return the module torch. It has been imported already, because the caller has tensors; otherwise KeyError."""
     return sys.modules["torch"]
 
 
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """Return a dict from PyTorch dtypes to NumPy dtypes, without those that this version of PyTorch lacks.
+    """Return {PyTorch dtype: NumPy or ml_dtypes dtype} for all dtypes that tensors are converted from and to.
 
-    float4_e2m1fn_x2, which has two codes per byte, gives uint8.
+    Dtypes that this version of PyTorch lacks are left out. float4_e2m1fn_x2, which has two codes per byte, gives uint8.
     """
     dtypes = {
         getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name))
@@ -68,7 +68,7 @@ def _torch_dtypes() -> dict[np.dtype, Any]:
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
     """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype; uint8 for torch.float4_e2m1fn_x2.
 
-    Raise TypeError if there is none.
+    Raise TypeError if there is none. op: the public function that the message begins with.
     """
     if dtype not in _dtypes():
         raise TypeError(f"{op}: dtype is {dtype}; needs a dtype that NumPy or ml_dtypes has, such as torch.float32")
@@ -84,9 +84,9 @@ def dtype_named(name: str) -> Any:
 
 
 def count_writes(tensors: list[Any]) -> None:
-    """Tell autograd that tensors were written to, so that it rejects a backward pass that needs the old values.
+    """Tell autograd that PyTorch tensors were written to, so that it rejects a backward pass that needs the old values.
 
-    PyTorch's function takes a list, or in older versions a single tensor. If PyTorch is too old to have this function,
+    PyTorch has a function for this, which takes a list, or in older versions a single tensor. In versions without it,
     do nothing.
     """
     count = getattr(_module().autograd.graph, "increment_version", None)
@@ -139,7 +139,7 @@ class TorchStream(NamedTuple):
 
 
 def stream_of(device: Any) -> TorchStream:
-    """Return the stream that is now PyTorch's current stream on a device."""
+    """Return the stream that is now PyTorch's current stream on a CUDA device, a torch.device with a number."""
     return streams_of(device)()
 
 
@@ -164,9 +164,9 @@ def _raw_stream() -> Callable[[int], int]:
 
 @lru_cache(_CACHED_STREAMS)
 def cupy_stream(stream: TorchStream) -> Any:
-    """Return a PyTorch stream as a CuPy stream, which a with statement makes CuPy's current stream.
+    """Return a CuPy stream for a PyTorch stream. `with cupy_stream(stream):` makes it CuPy's current stream.
 
-    The stream's device must be the current one.
+    The device of the stream must be the current one. Results are cached.
     """
     cuda = imports.cupy().cuda
     make = getattr(cuda.Stream, "from_external", None)
@@ -174,15 +174,16 @@ def cupy_stream(stream: TorchStream) -> Any:
 
 
 def address() -> Callable[[Any], int]:
-    """Return Tensor.data_ptr, the function that returns the address of a tensor's data."""
+    """Return the function Tensor.data_ptr, which takes a tensor and returns the address of its first element."""
     data_ptr: Callable[[Any], int] = _module().Tensor.data_ptr
     return data_ptr
 
 
 def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> Callable[[], Any]:
-    """Return a function without arguments that allocates a tensor with the given shape and NumPy dtype.
+    """Return a function without arguments that allocates a new tensor with the given shape and NumPy dtype.
 
-    device must be the current device. The tensors are zeros if `zeros` is set, otherwise uninitialized.
+    The tensors are zeros if `zeros` is True, otherwise uninitialized. device: a torch.device, the host or the current
+    CUDA device.
 
     Uninitialized tensors are allocated with the function that PyTorch's compiled code uses, which calls the allocator
     directly. If this PyTorch lacks that function, torch.empty_like of a tensor without memory is used instead. That is
@@ -218,7 +219,10 @@ def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
 
 
 def tensor_type() -> Any:
-    """Return torch.Tensor, or an empty tuple if PyTorch is not imported, for the second argument of isinstance."""
+    """Return the class torch.Tensor, or () if PyTorch is not imported.
+
+    Use it as isinstance(a, tensor_type()), which is False without PyTorch.
+    """
     return getattr(sys.modules.get("torch"), "Tensor", ())
 
 
@@ -265,7 +269,10 @@ def allocate(size: int) -> Any:
 
 
 def _host_tensor(array: np.ndarray) -> Any:
-    """Return a tensor on the memory of a NumPy array, or on a copy if the array is read-only."""
+    """Return a CPU tensor on the memory of a NumPy array, or on a copy if the array is read-only.
+
+    Raise KeyError if this version of PyTorch lacks the dtype of the array.
+    """
     array = array if array.flags.writeable else array.copy()
     bits = array.view(f"u{array.itemsize}") if array.dtype.kind == "V" or array.dtype not in _plain() else array
     return _module().from_numpy(bits).view(_torch_dtypes()[array.dtype])
@@ -273,15 +280,15 @@ def _host_tensor(array: np.ndarray) -> Any:
 
 @cache
 def _plain() -> tuple[np.dtype, ...]:
-    """Return the NumPy dtypes that torch.from_numpy accepts directly."""
+    """Return the dtypes of NumPy itself, without those of ml_dtypes. torch.from_numpy accepts these directly."""
     return tuple(dtype for dtype in _torch_dtypes() if dtype.isbuiltin == 1)
 
 
 def _device_tensor(array: Any) -> Any:
-    """Return a tensor on the memory of a CuPy array.
+    """Return a CUDA tensor on the memory of a CuPy array.
 
-    If `allocate` made the memory, the tensor is a view of the block that owns it. Otherwise the memory is shared by
-    DLPack.
+    If the memory came from `allocate`, the tensor is a view of the PyTorch tensor that owns it. Otherwise DLPack shares
+    the memory. Raise KeyError if this version of PyTorch lacks the dtype of the array.
     """
     dtype = _torch_dtypes()[array.dtype]
     block = _BLOCKS.get(array.data.mem.ptr)

@@ -131,7 +131,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 
 def is_searchable(r: Recipe) -> bool:
-    """Return whether search_scales accepts a recipe, for one of the three searches that the head of this file lists."""
+    """Return whether search_scales accepts a recipe: to search E4M3 or E8M0 block scales, or multiples of amaxes."""
     return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 

@@ -15,9 +15,11 @@ from fp4kit.layouts.nibbles import check_array, check_bytes, contiguous
 
 
 class GgufBlock(NamedTuple):
-    """The layout of a block in a GGUF format: `scales` scale bytes, followed by the codes, two per byte.
+    """The layout of a block in a GGUF format: first the scales, one byte each, and then the codes, two per byte.
 
-    Each scale belongs to `group` elements, so a block holds scales * group elements.
+    Attributes:
+        scales: the number of scales in a block.
+        group: the number of elements that each scale belongs to.
     """
 
     scales: int
@@ -25,7 +27,7 @@ class GgufBlock(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements per block.
+        """The number of elements per block, scales * group.
 
         A row of a GGUF tensor consists of whole blocks, so its length is a multiple of this number.
         """
@@ -33,7 +35,7 @@ class GgufBlock(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes per block."""
+        """The number of bytes per block: its scales and codes."""
         return self.scales * (1 + self.group // 2)
 
 
@@ -137,9 +139,9 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 
 
 def _gguf_block(op: str, format: str) -> GgufBlock:
-    """Return the GgufBlock of the GGUF format "mxfp4" or "nvfp4".
+    """Return the GgufBlock of a GGUF format, "mxfp4" or "nvfp4". Raise ValueError for any other format.
 
-    Raise ValueError for an unknown format. The message begins with op.
+    op: the public function that the message begins with.
     """
     if not is_one_of(format, GGUF_BLOCKS):
         raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, llama.cpp's formats")
@@ -203,7 +205,7 @@ def unpack_mlx(words: Any) -> Any:
         words: uint32 (..., n).
 
     Returns:
-        uint8 (..., 4 n).
+        uint8 (..., 4 n): a view of words if they are contiguous, otherwise a view of a copy.
 
     Raises:
         TypeError: words are not uint32.

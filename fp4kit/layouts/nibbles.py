@@ -43,9 +43,10 @@ def check_pairs(shape: tuple[int, ...]) -> None:
 
 
 def check_array(op: str, name: str, array: Any) -> None:
-    """Raise TypeError unless array is a NumPy or CuPy array. The message begins with op and calls the array `name`.
+    """Raise TypeError unless `array` is a NumPy array or scalar, or a CuPy array.
 
-    The layout functions need such an array, because they call its methods.
+    The layout functions need such an array, because they call its methods. The message begins with op and calls the
+    array `name`.
     """
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
@@ -53,9 +54,9 @@ def check_array(op: str, name: str, array: Any) -> None:
 
 
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
-    """Raise TypeError unless codes are a NumPy or CuPy array of uint8, and ValueError if they are 0-d.
+    """Raise TypeError unless `codes` is a NumPy or CuPy array of uint8, and ValueError if it is 0-d.
 
-    The message begins with op and calls the array `name`.
+    The values are not checked. The message begins with op and calls the array `name`.
     """
     check_array(op, name, codes)
     if codes.dtype != np.uint8:
@@ -91,7 +92,9 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """Pack codes as their element format stores them: 4-bit codes two per byte, wider codes unchanged.
+    """Return codes as their element format stores them: 4-bit codes in a new array, two per byte.
+
+    Wider codes are stored one per byte, so `codes` itself is returned.
 
     codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing.
     """
@@ -111,7 +114,9 @@ def unpacked(stored: Any, packing: Packing) -> Any:
 
 
 def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
-    """Write a block of codes into a matrix of stored codes, without changing other codes that share a byte with them.
+    """Write a block of codes into `out`, a matrix of stored codes, in place.
+
+    Other codes stay unchanged, even those that share a byte with a written one. Nothing is checked.
 
     Args:
         out: the matrix, as the element format stores it.

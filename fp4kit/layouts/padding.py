@@ -14,9 +14,9 @@ _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
 
 def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
-    """Return n as an int. Raise ValueError unless it is an integer of at least `minimum`.
+    """Return n, an integer of any library, as an int. Raise ValueError unless it is one of at least `minimum`.
 
-    The message begins with op and calls the number `name`.
+    Bools and floats raise ValueError too. The message begins with op and calls the number `name`.
     """
     try:
         number = index_of(n)
@@ -39,7 +39,7 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
         axis: the axis to pad.
 
     Returns:
-        A new array in the library of x, or x itself if its length already is a multiple.
+        A new array in the library of x, with the dtype of x; or x itself if its length already is a multiple.
 
     Raises:
         TypeError: x is a masked array or not an array, or axis is not an int.
@@ -80,7 +80,7 @@ def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
         epilogue_tile: FlashInfer's epilogue tile, a positive int.
 
     Returns:
-        Row indices, int64 (M,).
+        Row indices, int64 (M,): entry r is the old index of new row r.
 
     Raises:
         ValueError: M is not an int, is negative or is not a multiple of B; or epilogue_tile is not a positive int.

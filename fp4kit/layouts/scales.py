@@ -30,7 +30,7 @@ def _ceil_to(n: int, multiple: int) -> int:
 
 
 def check_layout(op: str, layout: str) -> None:
-    """Raise ValueError unless layout is one of SCALE_LAYOUTS. The message begins with op."""
+    """Raise ValueError unless layout is "linear", "swizzled_128x4" or "swizzled_8x4". The message begins with op."""
     if not is_one_of(layout, SCALE_LAYOUTS):
         raise ValueError(f"{op}: scale_layout is {layout!r:.60}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
@@ -48,7 +48,8 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
         layout: "linear", "swizzled_128x4" or "swizzled_8x4".
 
     Returns:
-        The shape with R padded to a multiple of 128 or 8, and C to a multiple of 4. For "linear", the shape itself.
+        The shape with R rounded up to a multiple of 128 or 8 (as the name of the layout says), and C rounded up to a
+        multiple of 4. For "linear", the shape itself, as a tuple.
 
     Raises:
         TypeError: shape is not a sequence of ints.
@@ -74,7 +75,7 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """Rearrange linear block scales to a layout that kernels read.
+    """Return linear block scales in another layout, such as one of those that GPU kernels read.
 
     Args:
         scales: a NumPy or CuPy array (..., R, C). Each (R, C) matrix is rearranged separately.

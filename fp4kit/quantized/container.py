@@ -51,7 +51,7 @@ _OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized array: value = decode(code) * block_scale * tensor_scale.
+    """A quantized array, as codes and scales: value = decode(code) * block_scale * tensor_scale.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -122,20 +122,27 @@ class Quantized:
         self._check_tensor(covered, host)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle and copy need to recreate this object. With tensors, torch.load can use it too."""
+        """Return what pickle and copy need to recreate this object.
+
+        For a Quantized of PyTorch tensors, it is a function that torch.load trusts (weights_only=True) and its
+        arguments.
+        """
         if library_of(self.packed) is TORCH and type(self) is Quantized:
             return FUNCTIONS["Quantized.__reduce_ex__"](self)
         return object.__reduce_ex__(self, protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the fields of a pickled or copied Quantized, with the checks of a new one."""
+        """Set the fields of this object, which pickle or copy is recreating, with the checks of a new Quantized.
+
+        state: {name of a field: its value}.
+        """
         Quantized.__init__(self, **state)
 
     def _check_parts_of(self, library: ArrayLibrary) -> None:
-        """Check the parts of a Quantized of PyTorch or JAX.
+        """Raise an error unless the parts of a Quantized of PyTorch or JAX are valid.
 
-        Raise TypeError unless all parts are arrays of `library`. Then make the checks of a Quantized of NumPy or CuPy
-        arrays, on arrays that share their memory.
+        Raise TypeError unless all parts that are not None are arrays of `library`. The other checks and errors are
+        those of a Quantized of NumPy or CuPy arrays, made on arrays that share the parts' memory.
         """
         for name in PARTS:
             array = getattr(self, name)
@@ -145,10 +152,10 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless the field `name` is a uint8 array of the given shape.
+        """Raise an error unless the field `name`, packed or block_scale, is a uint8 array of the given shape.
 
-        If shape is None, the field must be None. If an array is needed, a field that is neither None nor an array of
-        the library of packed gives a TypeError. All other errors are ValueErrors.
+        If shape is None, the field must be None. Raise TypeError if an array is needed and the field is an object other
+        than an array of packed's library. Raise ValueError in all other cases.
 
         host: whether packed is a NumPy array.
         """
@@ -201,16 +208,18 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise a ValueError that states the shape of the array field `name` and the shapes that are allowed."""
+        """Raise ValueError, always: it states the dtype and shape of the array field `name`, and what is needed.
+
+        shapes: the shapes that are allowed; () if the field must be None.
+        """
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise TypeError unless an array field belongs to the library (NumPy or CuPy) of the codes, packed.
+        """Raise TypeError unless `array`, the field `name`, is a NumPy or CuPy array as the codes, packed, are.
 
-        Raise ValueError if the field is a CuPy array on another device than packed. name, array: the field. host: True
-        if packed is a NumPy array.
+        Raise ValueError if it is a CuPy array on another device than packed. host: True if packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
@@ -226,16 +235,19 @@ class Quantized:
         raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
-        """Return a Quantized with each of its arrays replaced by convert(array), without further checks.
+        """Return a new Quantized with each array replaced by convert(array), and all other fields unchanged.
 
-        Use it to move the arrays to another library or device. convert must keep the bytes. Array fields that are None
-        stay None.
+        Use it to move the arrays to another library or device. The result is not checked, so convert must keep shapes
+        and bytes. Array fields that are None stay None.
         """
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
         return assembled({**vars(self), **parts})
 
     def parts(self) -> dict[str, Any]:
-        """Return a dict of the four array fields by name, such as "packed". Fields that are missing have None."""
+        """Return {name: array} for packed, block_scale, tensor_scale and tensor_amax, in this order.
+
+        The arrays are not copied. The value of a part that the Quantized lacks is None.
+        """
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
@@ -258,12 +270,15 @@ class Quantized:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Shape of the block scales in linear layout."""
+        """The shape that the block scales have in linear layout, without padding.
+
+        For a recipe without block scales, it is the shape that one scale per block would have.
+        """
         return scale_shape(self.moved_shape, self.recipe)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all codes and scales. tensor_amax is not counted."""
+        """The number of bytes of all codes and scales, padding included. tensor_amax is not counted."""
         parts = (self.packed, self.block_scale, self.tensor_scale)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
@@ -436,7 +451,11 @@ class Quantized:
     if not TYPE_CHECKING:  # type checkers know all attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError for an unknown attribute. If known, the message names the attribute to use."""
+            """Raise AttributeError. Python calls this only for an attribute that a Quantized does not have.
+
+            For names that users may expect, such as "scales" or a method of NumPy's arrays, the message says what to
+            use instead.
+            """
             usual = "call q.dequantize() for an array of the values" if name in _OF_ARRAYS else ""
             hint = f"; {found}" if (found := _OTHER_NAMES.get(name, usual)) else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
@@ -502,9 +521,10 @@ class Quantized:
 
 @contextmanager
 def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> Iterator[None]:
-    """Append a hint to a ValueError raised in the with block if the caller may have swapped codes and block scales.
+    """Add a hint to a ValueError that is raised in the with block, if the caller may have swapped codes and scales.
 
-    The hint is appended if the scales are in linear layout and have more elements than the codes.
+    The hint is added to the message if there are block scales in linear layout that have more elements than the codes.
+    Otherwise, the error passes unchanged.
     """
     try:
         yield
@@ -525,5 +545,5 @@ def assembled(fields: dict[str, Any]) -> Quantized:
 
 
 def _spelled(array: Any) -> str:
-    """Return the dtype and shape of an array as text for an error message."""
+    """Return the dtype and shape of an array as text for an error message, such as "uint8 (2, 16)"; "None" for None."""
     return "None" if array is None else f"{array.dtype} {tuple(array.shape)}"

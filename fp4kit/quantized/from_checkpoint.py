@@ -36,9 +36,13 @@ _NIBBLES = ("float4_e2m1fn", "int4")  # dtypes of JAX, one element per byte in m
 
 
 class Stored(NamedTuple):
-    """An imported array, and the name of the dtype that it had in its own library.
+    """An imported array of a checkpoint, and the name of the dtype that it had in its own library.
 
-    The two can differ, because narrow floats of PyTorch are imported as uint8.
+    The dtype of `array` can be another one, because narrow floats of PyTorch are imported as uint8.
+
+    Attributes:
+        array: a NumPy or CuPy array.
+        dtype: the name of the original dtype, such as "float8_e4m3fn".
     """
 
     array: Any
@@ -46,11 +50,14 @@ class Stored(NamedTuple):
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """Import the arrays of a checkpoint as NumPy or CuPy arrays, without a copy if possible, and return them by name.
+    """Import the arrays of a checkpoint as NumPy or CuPy arrays. Return {name: Stored} for the arguments in `named`.
 
-    An argument that is None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one byte per
-    element is imported as uint8, because CuPy and some PyTorch versions do not export the narrow floats. A JAX array of
-    4-bit elements is copied to uint8, because DLPack cannot describe it byte by byte.
+    - An argument that is None stays None.
+    - A Python float becomes a 0-d float64 array.
+    - A PyTorch tensor with one byte per element is imported as uint8, because CuPy and some PyTorch versions do not
+      export the narrow floats.
+    - A JAX array of 4-bit elements is copied to uint8, because DLPack cannot describe it byte by byte.
+    - Any other array is imported without a copy.
 
     Raise ValueError if the arrays are on several devices. Also raise the errors of import_arrays. op: the name of the
     function, with which messages begin.
@@ -82,14 +89,18 @@ def _dtype_name(a: Any, imported: Any) -> str:
 
 
 def _has_nibbles(a: Any) -> bool:
-    """Return whether a is a JAX array of 4-bit elements."""
+    """Return whether a is a JAX array of dtype float4_e2m1fn or int4, which has one element per byte in memory."""
     return "jax" in sys.modules and isinstance(a, sys.modules["jax"].Array) and str(a.dtype) in _NIBBLES
 
 
 def _as_bytes(a: Any, name: str) -> Any:
-    """Return a PyTorch tensor with one byte per element, or a JAX array of 4-bit elements, as an array of uint8.
+    """Return an array that the import would not accept in its own dtype as uint8, in the same library.
 
-    Return anything else unchanged.
+    - A PyTorch tensor with one byte per element is viewed as uint8. Raise the errors of check_tensor.
+    - A JAX array of 4-bit elements is copied to uint8, with one element per byte.
+    - Anything else is returned unchanged.
+
+    name: how error messages call the array.
     """
     if _has_nibbles(a):
         jax: Any = sys.modules["jax"]
@@ -172,18 +183,21 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
 
 
 def _size(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shape."""
+    """Return the number of elements of an array of the given shape; 1 for ()."""
     return int(np.prod(shape, dtype=np.int64))
 
 
 def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """Return the tensor scale by which decoding multiplies, in float32 on the device of packed. None if given is None.
+    """Return a checkpoint's tensor scale as the float32 number by which decoding multiplies; None if given is None.
+
+    The result is on the device of packed. It is the array `given.array` itself if that is float32, does not divide and
+    has a fitting shape.
 
     Args:
         given: the stored tensor scale: float32, or another float dtype whose numbers are all float32 numbers.
         packed: the imported codes.
         shapes: the allowed shapes. If one of them differs from the shape of given only by trailing axes of length 1,
-            the result gets that shape.
+            the result gets that shape. If none fits, the shape stays, and Quantized rejects it.
         divides: True if the stored scale divides on decode. Then the result is 1 / given, rounded to nearest even.
 
     Raises:
@@ -205,7 +219,10 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """Return `host` itself if `array` is a NumPy array. If `array` is a CuPy array, return a copy on its device."""
+    """Return `host`, a NumPy array, in the memory of `array`: itself if `array` is a NumPy array.
+
+    If `array` is a CuPy array, the result is a copy of `host` on its device.
+    """
     if isinstance(array, np.ndarray):
         return host
     with making_current(array.device.id):
@@ -233,7 +250,10 @@ def _exact(op: str, scale: np.ndarray) -> np.ndarray:
 
 @ieee("from_parts")
 def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
-    """Return 1 / scale, rounded to float32. Raise ValueError if scale holds 0."""
+    """Return 1 / scale for float32 scales, rounded to float32; 0 for infinity, and NaN for NaN.
+
+    Raise ValueError if scale holds 0.
+    """
     if (scale == 0).any():
         raise ValueError(f"{op}: tensor_scale holds 0, but tensor_scale_divides is True; needs positive numbers")
     with np.errstate(all="ignore"):
@@ -241,10 +261,10 @@ def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
 
 
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
-    """Return the shape of x, the array that was quantized, from the shape of its packed codes.
+    """Return the shape of x, the array that was quantized, as the shape of its packed codes implies.
 
-    The last axis of packed is the quantized axis. axis: the position of the quantized axis in x, which may be negative.
-    Raise ValueError if x has no such axis.
+    The last axis of packed is the quantized axis. In the result, it is at the position `axis`, which may be negative,
+    and its length counts elements instead of bytes. Raise ValueError if x has no such axis.
     """
     ndim = packed.ndim
     if not -ndim <= axis < ndim:

@@ -21,28 +21,33 @@ NEVER_NAN = ("te_primary_weight", "compressed_tensors", "fp8_transformers")
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the packed codes of an array.
+    """Return the shape of an array's packed codes: (..., K/2) for 4-bit elements, (..., K) for wider ones.
 
-    moved_shape: the shape of the array with the quantized axis last.
+    moved_shape: the shape (..., K) of the array with the quantized axis last.
     """
     *lead, K = moved_shape
     return (*lead, recipe.element.packing.length(K))
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of an array's linear block scales.
+    """Return the shape (..., K / block columns) of an array's block scales in linear layout.
 
-    moved_shape: the shape of the array with the quantized axis last.
+    Scales of blocks with several rows are stored once per row, so the rows of blocks do not matter.
+
+    moved_shape: the shape (..., K) of the array with the quantized axis last.
     """
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of an array's tensor amax. moved_shape: the shape of the array with the quantized axis last.
+    """Return the shape of an array's tensor amaxes, as quantize computes them.
 
-    The result is () for one amax per tensor. If the recipe has one tensor scale per row or per block, there is one amax
-    per row or block. The amax of a block with several rows is repeated for each row.
+    - If the recipe has one tensor scale per row: (...).
+    - If it has one per block: (..., K / block columns). The amax of a block with several rows is repeated for each row.
+    - Otherwise: ().
+
+    moved_shape: the shape (..., K) of the array with the quantized axis last.
     """
     *lead, K = moved_shape
     return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
@@ -73,7 +78,7 @@ def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without its trailing axes of length 1."""
+    """Return a shape without its trailing axes of length 1: (2, 1, 1) gives (2,), and (1, 1) gives ()."""
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
@@ -131,7 +136,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that the tensor scale of an array may have, depending on the recipe's tensor_scaling.
+    """Yield the shapes that the tensor_scale of a Quantized may have, which depend on the recipe's tensor_scaling.
 
     - "row": one scale per row, moved[:-1].
     - "block": one scale per block, which is repeated for every row of the block.
@@ -153,10 +158,10 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
     """Raise ValueError if codes of fewer than 8 bits that are stored one per byte have higher bits set.
 
-    4-bit codes are stored two per byte, so they always pass.
+    4-bit codes always pass, because they are stored two per byte. Codes on a device always pass, because they are not
+    read.
 
-    packed: the codes as a Quantized stores them. element: their format. Codes on a device are not read, so they always
-    pass.
+    packed: the codes as a Quantized stores them. element: their format.
     """
     one_per_byte = element.packing.codes == 1 and element.bits < 8
     if one_per_byte and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
@@ -180,11 +185,12 @@ def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) ->
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
     """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot give.
 
-    Numbers must not be negative. A tensor scale must not be NaN if the recipe never gives NaN. If an amax is NaN, its
-    tensor scale must be NaN, unless the recipe gives a number even for a NaN amax.
+    - Numbers must not be negative.
+    - A tensor scale must not be NaN if the recipe's tensor rule never gives NaN (NEVER_NAN).
+    - If an amax is NaN, its tensor scale must be NaN too, unless the tensor rule never gives NaN.
 
-    name: "tensor_scale" or "tensor_amax". array: the array of this name. tensor_scale: the tensor scale of the
-    Quantized.
+    name: "tensor_scale" or "tensor_amax". array: the array of this name, in host memory. tensor_scale: the tensor scale
+    of the Quantized.
     """
     if (array >= 0).all():
         return

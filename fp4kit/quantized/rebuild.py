@@ -23,9 +23,10 @@ _Facts = tuple[tuple[int, ...], str, int, str, ScaleLayout]
 
 
 def reduced(q: Quantized) -> tuple[Any, ...]:
-    """Return the function and the arguments that ``__reduce_ex__`` returns for a Quantized of tensors.
+    """Return the pair (function, arguments) by which pickle recreates a Quantized of PyTorch tensors.
 
-    Tell PyTorch to trust this function, so that the current process can load the files that it saves.
+    Quantized.__reduce_ex__ returns it. The function is rebuild_quantized. It is also added to those that torch.load
+    trusts, so that this process can load the files that it saves.
     """
     allow_torch_load()
     facts = tuple(q.shape), q.dtype.name, q.axis, to_spec(q.recipe), q.scale_layout
@@ -48,9 +49,10 @@ rebuild_quantized.__module__ = "fp4kit.torch"
 
 
 def allow_torch_load() -> None:
-    """Tell PyTorch to trust rebuild_quantized, and the classes that files from earlier versions of fp4kit name.
+    """Let torch.load load a Quantized with weights_only=True: add what its files name to what PyTorch trusts.
 
-    Do nothing if PyTorch is not imported, or if its version has no function for this.
+    That is rebuild_quantized, and the classes and functions that files of earlier versions of fp4kit name. Do nothing
+    if PyTorch is not imported, or if its version has no function for this.
     """
     serialization = getattr(sys.modules.get("torch"), "serialization", None)
     add = getattr(serialization, "add_safe_globals", None)

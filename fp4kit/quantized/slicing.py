@@ -20,7 +20,10 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
-    """Return the Quantized of x[box], which shares the memory of q.
+    """Return the Quantized of x[box], whose arrays are views of those of q.
+
+    tensor_scale and tensor_amax stay those of the whole tensor, or of the rows and blocks in the box. The box is not
+    checked.
 
     box: a slice with start and stop for every axis of x. It must not cut a block. If scales are swizzled, it must not
     cut a tile of rows either.
@@ -41,10 +44,10 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Convert an index into linear block scales to an index into the block scales of q, which may be swizzled.
+    """Return the index into the block scales of q, which may be swizzled, for an index into linear block scales.
 
-    The rows of the index must begin at a tile. For swizzled scales, the returned index covers all columns and is
-    extended to whole rows of tiles. For linear scales, `index` is returned.
+    If the scales are linear, return `index` unchanged. If they are swizzled, the result covers all columns, and its
+    rows are extended to whole tiles. The rows of `index` must then begin at a tile.
     """
     if q.scale_layout == "linear":
         return index
@@ -82,14 +85,21 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return the n for which a slice of x's first axis cuts no block if its ends are multiples of n."""
+    """Return the number n such that a slice of x's first axis cuts no block if its ends are multiples of n.
+
+    It is 1 if no block spans several entries of the first axis.
+    """
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1
 
 
 def _check_edges(q: Quantized, start: int, stop: int) -> None:
-    """Raise ValueError if the slice start:stop of the first axis cuts a block, or a tile of swizzled scales."""
+    """Raise ValueError if the slice start:stop of the first axis cuts a block, or a tile of swizzled scales.
+
+    Swizzled scales cannot be cut at all if the first axis is the quantized one. An end of the slice at the end of the
+    axis never cuts a block or a tile.
+    """
     blocks = _multiple(q)
     inside = [edge for edge in (start, stop) if edge != len(q)]
     if any(edge % blocks for edge in inside):
@@ -108,9 +118,10 @@ def _check_edges(q: Quantized, start: int, stop: int) -> None:
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
-    """Return a Quantized whose arrays are NumPy arrays, or q itself if they already are.
+    """Return q with its arrays as NumPy arrays; q itself if they already are.
 
-    Arrays of PyTorch and JAX on the host are shared. Arrays on a GPU are copied, after waiting for their values.
+    Arrays of PyTorch and JAX in host memory are shared, not copied. Arrays on a GPU are copied, after waiting for their
+    values. op: the function that error messages begin with.
     """
     q = q.imported(op)
     return q.with_parts(imports.to_host) if imports.on_device(q.packed) else q
@@ -133,7 +144,7 @@ def same_bits(a: Quantized, b: Any) -> bool:
 
 
 def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Return whether two arrays have equal shapes and equal bits, or are both None."""
+    """Return whether two arrays have equal shapes and equal bits, so that NaN can equal NaN. Two None are equal too."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and np.array_equal(bit_patterns(a), bit_patterns(b))
@@ -160,9 +171,10 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
 
 
 def _given_to(q: Quantized, name: str) -> Quantized:
-    """Convert the arrays of q from NumPy or CuPy to the library `name`, "torch" or "jax", and return the new Quantized.
+    """Return q, a Quantized of NumPy or CuPy arrays, with arrays of the library `name`, "torch" or "jax".
 
-    Raise RuntimeError if that library is not imported.
+    Tensors of PyTorch share the memory, except for read-only arrays, which are copied. JAX arrays share the memory of
+    CuPy arrays, and are copies of NumPy arrays. Raise RuntimeError if the library is not imported.
     """
     if name not in sys.modules:
         raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} first")
@@ -170,10 +182,11 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
-    """Return q with CuPy arrays on a device, or q itself if they are there already.
+    """Return q, a Quantized of NumPy or CuPy arrays, with CuPy arrays on the CUDA device of the given number.
 
-    If device is None, arrays on a GPU stay there, and arrays on the host are copied to the current device. Raise
-    ValueError if there is no device of this number, and RuntimeError if CuPy or the driver is missing.
+    If the arrays are there already, return q itself. If device is None, arrays on a GPU stay there, and arrays in host
+    memory are copied to the current device. Raise ValueError if there is no device of this number, and RuntimeError if
+    CuPy or the driver is missing.
     """
     cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
     count = cupy.cuda.runtime.getDeviceCount()
@@ -186,18 +199,20 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split q into its arrays that are not None and a hashable tuple of all other fields, for JAX and the like.
+    """Return q as the pair (arrays, facts), for libraries that compute on trees of arrays, such as JAX.
 
-    The tuple also holds the names of these arrays. Two Quantized that differ only in their arrays give equal tuples.
+    arrays is a tuple of the arrays that are not None. facts is a hashable tuple of the names of these arrays and of all
+    other fields. Two Quantized that differ only in the values of their arrays give equal facts.
     """
     names = tuple(name for name in PARTS if getattr(q, name) is not None)
     return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Put together the Quantized that flatten split: `arrays` and `facts` are the two tuples that flatten returns.
+    """Return the Quantized that flatten split into `arrays` and `facts`. This is the inverse of flatten.
 
-    Nothing is checked, because tracers and the placeholders of tree libraries hold no values.
+    `arrays` may hold other objects in place of arrays, such as JAX's tracers or placeholders of a tree library. So
+    nothing is checked.
     """
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

@@ -96,9 +96,11 @@ def custom_recipe(
 
 
 def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[str, Any]:
-    """Return the fields of a Recipe for scales of a float type.
+    """Return the fields of a Recipe whose block scales are float32 numbers, rounded to a float type, as {field: value}.
 
-    Raise TypeError or ValueError if these arguments of custom_recipe do not name a float type or do not suit it.
+    The arguments are those of custom_recipe. scale: "float32", "float16" or "bfloat16". Raise ValueError for any other
+    string, and TypeError for any other object. Also raise ValueError if tensor_scale is True, or if scale_rounding is
+    not "nearest" for "float32".
     """
     if not isinstance(scale, str) or scale not in _FLOATS:
         error = ValueError if isinstance(scale, str) else TypeError

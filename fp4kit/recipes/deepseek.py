@@ -13,7 +13,7 @@ _READ = "except for blocks with infinities or NaN; derived from its source code,
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield DeepSeek-V4's recipes: MXFP4, NVFP4 for the KV cache, and FP8 with two kinds of scales."""
+    """Yield four recipes: MXFP4, NVFP4 for the KV cache, FP8 with float32 scales, and FP8 with E8M0 scales (MXFP8)."""
     yield of_format(
         MXFP4,
         "mxfp4-deepseek-v4",

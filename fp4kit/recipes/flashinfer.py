@@ -69,9 +69,10 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
-    """Yield FlashInfer's recipes for activations with one scale per token, that is, per row.
+    """Yield FlashInfer's recipes for activations with one tensor scale per token, that is per row.
 
-    Covers the FlashInfer kernels, the Python reference in FlashInfer's tests, and that reference with 4over6.
+    First come the two of the kernels, with and without fast math. Then comes the Python reference in FlashInfer's
+    tests, and then its 4over6 variants, each without and with the error measure of fast math.
 
     fast: the base recipe nvfp4-flashinfer. precise: the base recipe nvfp4-flashinfer-precise.
     """
@@ -122,7 +123,7 @@ def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
 
 
 def _kv() -> Iterator[Recipe]:
-    """Yield FlashInfer's recipes for KV caches: one for nvfp4_kv_quant, then one for appending to pages."""
+    """Yield FlashInfer's two recipes for KV caches: that of nvfp4_kv_quant, then that of its functions for pages."""
     kv = of_format(
         NVFP4,
         "nvfp4-flashinfer-kv",

@@ -17,7 +17,10 @@ _GPU = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield FP-Quant's recipes without a Hadamard transform: NVFP4, MXFP4 with method abs_max, then method quest."""
+    """Yield three recipes: NVFP4, MXFP4 with method abs_max, and MXFP4 with method quest.
+
+    They quantize elements as they are. FP-Quant's Hadamard transform, if wanted, comes before the call.
+    """
     yield of_format(
         NVFP4,
         "nvfp4-fp-quant",

@@ -22,7 +22,7 @@ FIRST = {
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield llama.cpp's recipes: one for NVFP4, then one for MXFP4."""
+    """Yield llama.cpp's two recipes, nvfp4-gguf and then mxfp4-gguf. Neither has a tensor scale."""
     yield of_format(
         NVFP4,
         "nvfp4-gguf",

@@ -21,7 +21,7 @@ METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
 def _cpu(mode: str, version: str) -> str:
-    """Return the text of Recipe.source for MLX's CPU back end.
+    """Return the text of Recipe.source for MLX's CPU back end, such as "MLX 0.32.4 mx.quantize mode nvfp4, CPU".
 
     mode: the mode of mx.quantize, such as "nvfp4".
     version: MLX's version, such as "0.32.4".
@@ -45,9 +45,10 @@ def aliases() -> Iterator[Alias]:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield MLX's recipes for NVFP4, then those for MXFP4, then those for MXFP8.
+    """Yield MLX's recipes: first those for NVFP4, then those for MXFP4, then those for MXFP8.
 
-    Within a format, the recipes have the order of fp4kit.recipes().
+    Within a format, the order is that of fp4kit.recipes(). Quantizers of MLX that equal another producer's are aliases
+    instead.
     """
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
@@ -103,9 +104,11 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
-    """Yield MLX's recipes for an MX format: first for the CPU back end, from new to old versions, then for older Metal.
+    """Yield MLX's recipes for an MX format: first those of the CPU back end, then one of Metal up to 0.32.1.
 
-    fmt: MXFP4, with three recipes; or MXFP8_E4M3, which has a fourth, for version 0.32.2.
+    The recipes of the CPU back end go from new to old versions: 0.32.4, then 0.32.2 for MXFP8 only, then 0.32.1.
+
+    fmt: MXFP4 or MXFP8_E4M3.
     """
     name, first = fmt.name[:5].lower(), FIRST if fmt is MXFP4 else {"nan_code": fmt.element.max_code}
     cpu = of_format(

@@ -14,7 +14,10 @@ _MX4 = "MSLK 2a3c897 triton_quantize_mx4"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield MSLK's recipes: first for NVFP4, then for the modes ceil, even, nearest and stochastic of MX4."""
+    """Yield MSLK's recipes: four for NVFP4, then one per mode of its MXFP4 kernel: ceil, even, nearest and stochastic.
+
+    Mode floor is the alias mxfp4-mslk-floor.
+    """
     yield from _nvfp4()
     ceil = of_format(
         MXFP4,
@@ -51,7 +54,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the alias for mode floor of MSLK's MX4 kernel, which equals the OCP recipe."""
+    """Yield one alias, mxfp4-mslk-floor: mode floor of MSLK's MXFP4 kernel, which equals the recipe mxfp4-ocp."""
     yield Alias(
         "mxfp4-mslk-floor",
         "mxfp4-ocp",
@@ -62,7 +65,7 @@ def aliases() -> Iterator[Alias]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield MSLK's NVFP4 recipes: exact, with fast math, with power-of-two scales, and without tensor scale."""
+    """Yield MSLK's four NVFP4 recipes: without fast math, with it, with power-of-two scales, without tensor scale."""
     on_h100 = "on an H100, where MSLK's FP4 conversion was replaced by an equal function"
     given = "except for blocks with NaN if a tensor_amax is given"
     precise = of_format(

@@ -12,7 +12,7 @@ VERSIONS = Versions("3fbb6c1", "3fbb6c1")  # a commit of the copy nunchux-ai/nun
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield Nunchaku's one recipe, for NVFP4 activations without tensor scale."""
+    """Yield the only recipe of this file, nvfp4-nunchaku, for activations. It has no tensor scale."""
     yield of_format(
         NVFP4,
         "nvfp4-nunchaku",

@@ -12,7 +12,7 @@ VERSIONS = Versions("unversioned", "unversioned")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the only recipe of this file, int4-qat."""
+    """Yield the only recipe of this file, int4-qat: INT4 in blocks of 128 elements with float32 scales."""
     yield Recipe(
         id="int4-qat",
         element=INT4,

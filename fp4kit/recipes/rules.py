@@ -32,7 +32,7 @@ ANY_FORMAT = "any"
 
 
 class BlockRuleTraits(NamedTuple):
-    """Describe a block rule: which fields of a Recipe it needs, and how the factor of a block is computed and applied.
+    """The traits of a block rule: what it needs of a Recipe, and how the factor of a block is computed and applied.
 
     Attributes:
         scale: name of the scale format that the rule writes, or ANY_FORMAT.
@@ -256,8 +256,8 @@ DECODE_RULES: dict[str, DecodeRule] = {
 class SearchRule(NamedTuple):
     """The requirements of a search for block amaxes, which Recipe.search names: the recipes that can use it.
 
-    A search usually tries several amaxes and compares errors. The search "quest" computes one amax from the standard
-    deviation of the block.
+    A search chooses the amax of each block. It usually tries several amaxes and compares errors; the search "quest"
+    computes one amax from the standard deviation of the block.
 
     Attributes:
         scale: name of the block scale format that the recipe must have.
@@ -280,7 +280,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """The requirements of a fake rule, by which fake_quantize computes values without codes.
+    """The requirements of a fake rule, by which fake_quantize computes values without codes: who can use the rule.
 
     Attributes:
         scale: name of the block scale format that the recipe must have. None: no block scales.

@@ -50,7 +50,7 @@ PRODUCER_NAMES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One producer's arithmetic for a format.
+    """One producer's complete arithmetic for a format: how it computes scales, codes and decoded values.
 
     Two recipes with equal fields are equal, in any process. To make a variant, use dataclasses.replace:
     `replace(recipe("mxfp4-ocp"), block=(1, 16))`. recipes/rules.py lists the names of rules and which of them fit
@@ -162,7 +162,7 @@ class Recipe:
         return f"Recipe({self.id!r})"
 
     def __str__(self) -> str:
-        """Return a description of the recipe in several lines of text."""
+        """Return a description of the recipe in several lines of text, which print() shows."""
         return str(FUNCTIONS["Recipe.panel"](self).text())
 
     def _repr_html_(self) -> str:
@@ -196,22 +196,22 @@ class Recipe:
 
     @property
     def is_packed(self) -> bool:
-        """True if several codes share a byte."""
+        """True if several codes share a byte, as 4-bit codes do."""
         return self.element.packing.codes > 1
 
     @property
     def length_multiple(self) -> int:
-        """A number that divides every allowed length of the quantized axis.
+        """The number of which every allowed length of the quantized axis is a multiple.
 
-        For recipes with blocks it is the block size, or the unit of a fake_only recipe's fake_rule if that is larger.
-        For other recipes it is the smallest number of codes that fill whole bytes.
+        For recipes with blocks it is the number of columns per block, or the unit of a fake_only recipe's fake_rule if
+        that is larger. For other recipes it is the smallest number of codes that fill whole bytes.
         """
         unit = rules.FAKE_RULES[self.fake_rule].unit if self.fake_only and self.fake_rule else 1
         return max(self.block_size, unit) if self.block else self.element.packing.codes
 
     @property
     def format_name(self) -> str:
-        """The first part of the id, in capitals, such as NVFP4 or MXFP4."""
+        """The id up to its first hyphen, in capitals, such as NVFP4 or MXFP4."""
         return self.id.split("-", 1)[0].upper()
 
 
@@ -226,10 +226,10 @@ def producer_of(id: str) -> str:
 
 @lru_cache(256)
 def decoding(r: Recipe, dtype: Any) -> Recipe:
-    """Return r with the decode rule that its producer uses for results of the given dtype.
+    """Return the recipe by which codes and scales of r are decoded to the given dtype.
 
-    Some producers use another rule to decode to float16 or bfloat16. For other recipes and dtypes, r itself is
-    returned.
+    Some producers use another rule to decode to float16 or bfloat16. For these, return a copy of r with this decode
+    rule. In all other cases, return r itself. dtype: a NumPy dtype or its name.
     """
     decode = rules.DECODE_RULES[r.decode_rule]
     rule = decode.float16 if dtype == "float16" else decode.bfloat16 if dtype == "bfloat16" else ""
@@ -238,9 +238,10 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return r with the decode rule of its producer's fake quantizer, which fake_quantize uses.
+    """Return the recipe by which fake_quantize decodes the codes and scales of r.
 
-    If the producer's fake quantizer has no decode rule of its own, r itself is returned.
+    If the producer's fake quantizer has a decode rule of its own, return a copy of r with this rule. Otherwise, return
+    r itself.
     """
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
@@ -248,10 +249,10 @@ def faking(r: Recipe) -> Recipe:
 
 @lru_cache(256)
 def with_row_blocks(r: Recipe) -> Recipe:
-    """Return r with blocks of one row if it has float32 scales of blocks of several rows; otherwise r itself.
+    """Return r with blocks of one row if it has blocks of several rows with float32 scales; otherwise r itself.
 
-    Such scales are stored once per row of elements. So under given amaxes or scales, both recipes give equal codes and
-    values. Only the computation of amaxes needs the blocks of r.
+    Such scales are stored once per row of elements. So once amaxes or scales are given, blocks of one row give equal
+    codes and values. Only the computation of amaxes needs the blocks of r.
     """
     return replace(r, block=(1, r.block_size)) if has_tall_scales(r) else r
 
@@ -263,10 +264,9 @@ def has_tall_scales(r: Recipe) -> bool:
 
 @lru_cache(256)
 def as_stored(r: Recipe, divides: bool) -> Recipe:
-    """Return r with the decode rule by which loaders of a checkpoint decode its codes and scales.
+    """Return a copy of r with the decode rule by which a program that loads a checkpoint decodes its codes and scales.
 
-    The result gives the same codes and scales as r. It has no fake rule, so fake_quantize gives the values that a
-    loader computes.
+    The copy encodes as r does. It has no fake rule, so fake_quantize gives the values that such a program computes.
 
     Args:
         r: a recipe with codes.
@@ -282,9 +282,10 @@ def as_stored(r: Recipe, divides: bool) -> Recipe:
 
 
 def then_encodes(r: Recipe) -> bool:
-    """Return whether elements are scaled in two steps: by the factor of their block, then by the tensor's encode scale.
+    """Return whether recipe r scales elements in two steps: by the factor of their block, then by the encode scale.
 
-    Most recipes scale elements by a single factor, which includes the tensor scale.
+    The encode scale of a tensor is the inverse of its tensor scale. Most recipes scale elements by a single factor,
+    which includes the tensor scale.
     """
     return r.tensor_rule is not None and r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].then_encode
 
@@ -306,15 +307,15 @@ class Alias(NamedTuple):
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return a Recipe with the element and scale formats of a block format, and blocks of one row.
+    """Return a Recipe with the element format, scale format and block length of a block format such as NVFP4.
 
-    Raises TypeError and ValueError as Recipe does.
+    Raise TypeError and ValueError as Recipe does.
 
     Args:
-        fmt: the block format.
+        fmt: the block format. Blocks have one row.
         id: the id of the recipe.
-        fields: the other fields of the Recipe. By default, a format with a tensor scale has one per tensor, and any
-            other format has decode rule "e8m0".
+        fields: the other fields of the Recipe. If they are missing, tensor_scaling is "tensor" for a format with a
+            tensor scale, and decode_rule is "e8m0" for any other format.
     """
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})

@@ -17,7 +17,7 @@ VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield SGLang's recipe for NVFP4 weights, then those of its MXFP4 utility and its MXFP4 KV cache."""
+    """Yield three recipes: online NVFP4 weights, the MXFP4 utility, and the MXFP4 KV cache with blocks of 16."""
     yield of_format(
         NVFP4,
         "nvfp4-sglang-online",

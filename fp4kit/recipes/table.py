@@ -48,15 +48,15 @@ _FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", 
 
 
 def _table() -> dict[str, Recipe]:
-    """Return {id: recipe} of all producers, ordered by format and, within a format, by producer."""
+    """Return {id: recipe} of all producers, with versions, ordered by _FORMATS and, within a format, by _PRODUCERS."""
     found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
     return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return r; or, if r has no versions, a copy with the field `versions` set to `usual`, those of its producer.
+    """Return a copy of r with versions: its own or, if it has none, `usual`, the versions of its producer.
 
-    The versions are also appended to the text of `exact`, unless that text already names one of them.
+    The versions are also appended to the text of `exact`, unless that text names the first or the last of them.
     """
     versions = r.versions or usual
     named = any(version in r.exact for version in versions)
@@ -83,10 +83,10 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     """Return the ids of all recipes, or only those of a format or a producer.
 
     Args:
-        of: a format, a producer or both, such as "int4", "modelopt" or "mxfp4-quark". None: all recipes.
+        of: a format, a producer or both, such as "int4", "modelopt" or "mxfp4-quark", in any case. None: all recipes.
 
     Returns:
-        The ids, ordered by format.
+        The ids, ordered by format. Aliases are not among them.
 
     Raises:
         ValueError: no recipe belongs to this format or producer.
@@ -112,10 +112,10 @@ def recipe(id: str | Recipe) -> Recipe:
     """Return the recipe with this id or alias.
 
     Args:
-        id: an id or alias. A Recipe is returned unchanged.
+        id: an id or alias, in lower case. A Recipe is returned unchanged.
 
     Returns:
-        The Recipe.
+        The Recipe. For an alias, its id is that of the recipe, not the alias.
 
     Raises:
         ValueError: if the id is unknown; the message lists the nearest names.
@@ -155,10 +155,15 @@ _ELSEWHERE = {
 
 
 def _hint(id: str) -> str:
-    """Return the part of an error message that suggests recipes for an unknown id.
+    """Return the end of the error message for an unknown id, which suggests what the user may have meant.
 
-    It names the id in its usual spelling, recipes of the format or producer that `id` names, or similar ids. For NF4,
-    GPTQ and AWQ it says what to do instead. If it finds nothing, it refers to fp4kit.recipes().
+    The first of these that exists is suggested:
+
+    1. The id in its usual spelling, for an id with capitals, spaces around it or "_".
+    2. What to do instead, for "nf4", "gptq" and "awq".
+    3. Up to three recipes of the format or producer that `id` names.
+    4. Up to three ids with a similar spelling.
+    5. fp4kit.recipes(), which lists all ids.
     """
     written = id.strip().lower().replace("_", "-")
     if written in RECIPES or written in ALIASES:
@@ -175,15 +180,15 @@ def _hint(id: str) -> str:
 
 
 def _did_you_mean(names: list[str]) -> str:
-    """Return the question "did you mean A or B?" for the given names. At least one name must be given."""
+    """Return the question "did you mean 'A' or 'B'?" for the given names, of which there must be at least one."""
     return f"did you mean {' or '.join(map(repr, names))}?"
 
 
 def family(words: str) -> tuple[str, ...]:
     """Return the ids of the recipes of a format, a producer or both, such as "nvfp4", "modelopt" or "mxfp4-torchao".
 
-    The given words must be consecutive words of the id. Case does not matter, and "_" counts as "-". Return an empty
-    tuple if no id matches.
+    An id matches if the given words are consecutive words of it, where hyphens separate words. Case does not matter,
+    and "_" counts as "-". The ids are in the order of the table. Return () if no id matches.
     """
     wanted = f"-{words.strip().lower().replace('_', '-')}-"
     return tuple(id for id in RECIPES if wanted in f"-{id}-")
@@ -205,9 +210,10 @@ def is_listed(r: Recipe) -> bool:
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:
-    """Return the function and arguments by which pickle and copy restore a recipe.
+    """Return the pair (function, arguments) by which pickle and copy restore a recipe.
 
-    For a recipe in the table, return the function `recipe` and the id. For other recipes, return Recipe and all fields.
+    For a recipe in the table, the function is `recipe`, and its argument the id. For any other recipe, the function is
+    the class Recipe, and its arguments are all fields.
     """
     if is_listed(r):
         return recipe, (r.id,)

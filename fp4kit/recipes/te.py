@@ -14,14 +14,18 @@ VERSIONS = Versions("d0067d0", "d0067d0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield TE's recipes for NVFP4, then MXFP4, then MXFP8, in the order of fp4kit.recipes()."""
+    """Yield TE's recipes: first those for NVFP4, then the one for MXFP4, then those for MXFP8."""
     yield from _nvfp4()
     yield _mxfp4()
     yield from _mxfp8()
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield TE's NVFP4 recipes: first for its kernels, then for its reference quantizers, then the 4over6 variants."""
+    """Yield TE's NVFP4 recipes: two of its kernels, three of its Python reference, then the 4over6 variants.
+
+    Each of the four 4over6 variants is followed by its copy with blocks of 16x16. The last recipe is a copy of
+    nvfp4-te-4over6-mse-256 that computes errors as fast math does.
+    """
     te = of_format(
         NVFP4,
         "nvfp4-te",
@@ -66,7 +70,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Recipe:
-    """Return TE's MXFP4 recipe, which only TE's Python reference quantizer implements."""
+    """Return the recipe mxfp4-te, the MXFP4 of TE's Python reference quantizer. TE has no kernel for it."""
     return of_format(
         MXFP4,
         "mxfp4-te",

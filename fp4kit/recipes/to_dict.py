@@ -27,7 +27,7 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the Recipe that `data` describes: the inverse of as_data, which restores every field.
+    """Return the Recipe that JSON data describes: the inverse of as_data, equal in every field.
 
     data: the id or an alias of a recipe in the table, or a dict of fields. Fields that have a default may be missing.
 
@@ -47,7 +47,11 @@ def from_data(data: Any) -> Recipe:
 
 
 def _field_data(value: Any) -> Any:
-    """Return the value of a Recipe field as JSON data, in the form of as_data. Most values are returned unchanged."""
+    """Return the value of a field of a Recipe as JSON data.
+
+    A standard element format becomes its name, any other element format a dict of its fields, and a tuple a list. Other
+    values are returned unchanged.
+    """
     if isinstance(value, ElementFormat):
         if _FORMATS.get(value.name) == value:
             return value.name
@@ -74,10 +78,10 @@ def _format(data: Any) -> Any:
 
 
 def _checked(data: Any, kind: type) -> dict[str, Any]:
-    """Return a copy of the dict data as keyword arguments of the dataclass `kind`.
+    """Return a copy of `data`, a dict of keyword arguments for the dataclass `kind`, after checking its names.
 
-    Raise TypeError if data is not a dict, and ValueError if a field is unknown or a required one is missing. Values are
-    not checked.
+    Raise TypeError if data is not a dict. Raise ValueError if it has a name that is no field of `kind`, or lacks a
+    field without a default. Values are not checked.
     """
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")

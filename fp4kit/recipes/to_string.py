@@ -26,9 +26,10 @@ def to_spec(recipe: str | Recipe) -> str:
 
 @lru_cache(256)
 def from_spec(spec: str) -> Recipe:
-    """Return the recipe that a string describes: a string made by to_spec, an id or an alias.
+    """Return the recipe that a string describes: the inverse of to_spec. An id or an alias is accepted too.
 
-    Raise ValueError for an unknown id and for invalid JSON. Raise the errors of from_data for invalid fields.
+    A string that begins with "{" is read as JSON. Raise ValueError for an unknown id and for invalid JSON. Raise the
+    errors of from_data for invalid fields.
 
     >>> from dataclasses import replace
     >>> variant = replace(find_recipe("mxfp4-ocp"), block=(1, 16))

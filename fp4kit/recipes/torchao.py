@@ -23,7 +23,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield torchao's NVFP4 recipes, first with a tensor scale, then without."""
+    """Yield torchao's two NVFP4 recipes: with one tensor scale per tensor, then without a tensor scale."""
     torchao = of_format(
         NVFP4,
         "nvfp4-torchao",
@@ -81,9 +81,9 @@ def _mxfp8() -> Iterator[Recipe]:
 
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of torchao 0.19 dev's to_mx for a format and a scale mode.
+    """Return the recipe of to_mx in torchao 0.19 dev, for an MX format and a mode, that is how scales are rounded.
 
-    For torchao 0.18.0, call _to_mx_018 instead.
+    _to_mx_018 returns the recipe of torchao 0.18.0.
 
     fmt: an MX format.
     mode: "floor", "rceil", "ceil" or "even".
@@ -100,7 +100,7 @@ def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode. Its id is `id` followed by "-018".
+    """Return the recipe of to_mx in torchao 0.18.0, for an MX format and a mode. Its id is `id` followed by "-018".
 
     fmt: an MX format.
     mode: "floor", "rceil", "ceil" or "even".

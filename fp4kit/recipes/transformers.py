@@ -12,7 +12,7 @@ VERSIONS = Versions("5.23", "5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the one recipe of transformers, for FP8."""
+    """Yield the only recipe of this file, fp8-transformers-block."""
     yield Recipe(
         id="fp8-transformers-block",
         element=E4M3,

@@ -54,9 +54,10 @@ _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # {field: (allowed names,
 
 
 def check_recipe(r: Any) -> None:
-    """Raise TypeError if a field of the Recipe r has the wrong type.
+    """Raise an error unless every field of the Recipe r is allowed, and all fields fit together.
 
-    Raise ValueError if a field has a value that is not allowed, or if two fields do not fit together.
+    Raise TypeError if a field has the wrong type. Raise ValueError if a field has a value that is not allowed, or if
+    fields do not fit together. The message names the recipe and the field.
     """
     _check_types(r)
     _check_element(r)
@@ -88,10 +89,10 @@ def can_be_repacked(r: Any) -> bool:
 
 
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
-    """Return the field Recipe.block in its standard form: None, or (rows, columns) as a pair of positive ints.
+    """Return `block`, the field Recipe.block, in its standard form: None, or (rows, columns) as a tuple of two ints.
 
-    Raise TypeError if block is not a sequence of integers, and ValueError if it is not a pair of positive integers. id
-    is the recipe that the message names.
+    Raise TypeError unless it is None or consists of integers; strings and bools are rejected. Raise ValueError unless
+    there are two integers, both at least 1. id: the recipe that the message names.
     """
     if block is None:
         return None
@@ -107,9 +108,10 @@ def as_block(id: object, block: Any) -> tuple[int, int] | None:
 
 
 def as_integer(id: object, name: str, value: Any) -> int:
-    """Return a field of a Recipe as an int. Raise TypeError for a bool, and for anything that is not an integer.
+    """Return `value`, a field of a Recipe, as an int. Integers of NumPy are accepted.
 
-    id and name are the recipe and the field that the message names.
+    Raise TypeError for a bool, and for anything that is not an integer. id, name: the recipe and the field that the
+    message names.
     """
     try:
         if not isinstance(value, bool):
@@ -120,14 +122,18 @@ def as_integer(id: object, name: str, value: Any) -> int:
 
 
 def _refuse(r: Any, field: str, needed: str) -> NoReturn:
-    """Raise ValueError with a message that states the recipe, the field, its value, and what is needed."""
+    """Raise ValueError, always, with a message that states the recipe r, a field, its value, and what is needed.
+
+    field: the name of the field. needed: the end of the message, such as "needs E2M1".
+    """
     raise ValueError(f"Recipe {r.id}: {field} is {getattr(r, field)!r}; {needed}")
 
 
 def _check_types(r: Any) -> None:
-    """Check id, the texts and flags, and that the names of rules are known. Combinations of fields are not checked.
+    """Raise an error unless id, the texts, the flags and the names of rules are allowed, each by itself.
 
-    Raise TypeError if id, a text or a flag has the wrong type. Raise ValueError for an empty id or an unknown name.
+    Raise TypeError if id, a text (source or exact) or a flag has the wrong type. Raise ValueError for an empty id, or
+    if a rule has an unknown name. Combinations of fields are not checked here.
     """
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
@@ -188,10 +194,12 @@ def _check_element(r: Any) -> None:
 
 
 def _check_block(r: Any) -> None:
-    """Raise ValueError unless block fits the other fields.
+    """Raise ValueError unless the field block fits the other fields.
 
-    - A block needs a block_rule or tensor_scaling "block", and tensor_scaling "block" needs a block.
-    - Its columns must be a multiple of the codes that share bytes, and even with amax_nan "lanes".
+    - A block needs a block_rule or tensor_scaling "block", which give it its scale. In turn, tensor_scaling "block"
+      needs a block. Whether a block_rule has a block is checked elsewhere.
+    - Its number of columns must be a multiple of the number of codes that share bytes. With amax_nan "lanes", it must
+      also be even.
     - It must have one row if each row has a tensor scale, and for elements MX4, which lie in pairs.
     """
     if r.block is None:
@@ -248,11 +256,13 @@ def _check_block_rule(r: Any) -> None:
 
 
 def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
-    """Raise ValueError unless the block rule writes the scale format, and accepts integer elements if there are some.
+    """Raise ValueError unless the block rule can write the recipe's scale format for the recipe's elements.
 
-    The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100. The format must not have
-    the name of another format of fp4kit. Integer elements need an amax rule, or a rule of a producer that supports them
-    (rule.integers). rule: the block rule.
+    - A rule of a producer writes only the format rule.scale, and takes integer elements only if rule.integers is True.
+    - An amax rule writes E8M0, and every float format whose values are from 2^-100 to 2^100, for all elements. The
+      format must not have the name of another format of fp4kit.
+
+    rule: the block rule of the recipe r.
     """
     f, bound = r.scale, MAX_MAGNITUDE_EXPONENT
     if rule.scale != rules.ANY_FORMAT:
@@ -310,11 +320,12 @@ def _check_tensor_rule(r: Any) -> None:
 
 
 def _check_amax_tensor_rule(r: Any) -> None:
-    """Raise ValueError unless tensor_rule is an amax rule, block_rule is an amax rule or None, and scale_max is 448.
+    """Raise ValueError unless a recipe with a tensor rule and an amax rule among its two rules is consistent.
 
-    Block scales must be at most 2^100. With E8M0, the tensor scale would leave the range of float32.
+    Its tensor_rule must be an amax rule, and its block_rule an amax rule or None. scale_max must be 448. The largest
+    block scale must be at most 2^100, which excludes E8M0, because the tensor scale would leave the range of float32.
 
-    The recipe r has an amax rule as its tensor_rule or as its block_rule.
+    r: a recipe with a tensor_rule, whose tensor_rule or block_rule is an amax rule.
     """
     if rules.TENSOR_RULES[r.tensor_rule] != rules.ANY_FORMAT:
         _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}; needs 'amax' or None")
@@ -385,9 +396,10 @@ def _check_four_over_six(r: Any) -> None:
 
 
 def _check_integer_or_float(r: Any) -> None:
-    """Raise ValueError unless elements IF4 and block_rule "fouroversix_if4" come together, with lane_sums.
+    """Raise ValueError if a recipe has elements IF4 without block_rule "fouroversix_if4", or the rule without IF4.
 
-    This rule is the only one that sets bit 7 of a block scale, which says whether the codes of a block are INT4.
+    This rule is the only one that sets bit 7 of a block scale, which says whether the codes of a block are INT4. If a
+    recipe has both, it also needs lane_sums=True. Recipes with neither pass.
     """
     is_if4, rule = isinstance(r.element, IntegerOrFloat), "fouroversix_if4"
     if is_if4 != (r.block_rule == rule):
@@ -398,10 +410,10 @@ def _check_integer_or_float(r: Any) -> None:
 
 
 def _check_fake_rule(r: Any) -> None:
-    """Raise ValueError unless the other fields fit the fake rule.
+    """Raise ValueError unless the other fields fit fake_rule, the rule by which fake_quantize computes values.
 
-    Without a fake rule, fake_only must be False. With a fake rule, these fields must fit: scale, element, tensor_rule,
-    scale_max, block, four_over_six, and the fields that _need_plain checks. rules.FAKE_RULES says which values fit.
+    If it is None, fake_only must be False. Otherwise these fields must fit: scale, element, tensor_rule, scale_max,
+    block, four_over_six, and the fields that _need_plain checks. rules.FAKE_RULES says which values fit.
     """
     if r.fake_rule is None:
         if r.fake_only:
@@ -431,10 +443,11 @@ def _check_fake_rule(r: Any) -> None:
 
 
 def _check_search(r: Any) -> None:
-    """Raise ValueError unless the search is known, and fits scale, block and the fields that a search excludes.
+    """Raise ValueError unless the field search is "" or names a search that fits the other fields.
 
-    A search chooses the amax of each block of one row among several candidates, so no other field may choose it. The
-    sweep of NVFP4 also needs the fields that unfit_for_sweep checks.
+    A search chooses the amax of each block of one row, so no other field may choose it: four_over_six and fake_rule
+    must be None, and static False. The scale format and the number of columns must be those that rules.SEARCHES lists.
+    The sweep of NVFP4 also needs the fields that unfit_for_sweep checks.
     """
     if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
         _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
@@ -459,10 +472,10 @@ def _check_search(r: Any) -> None:
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """Return the first field that keeps r from using Model-Optimizer's scale sweep, or None if r can use the sweep.
+    """Return the name of the first field that keeps r from using Model-Optimizer's scale sweep; None if it can.
 
     The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest (not "rz" or
-    "rnw"), scales of amax / 6, blocks of 16 columns, and one tensor amax.
+    "rnw"), E4M3 scales of amax / 6, blocks of 16 columns, and one tensor scale.
     """
     fits = {
         "element": r.element == E2M1,
@@ -494,9 +507,10 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 
 
 def _check_options(r: Any) -> None:
-    """Raise ValueError if an option is set that the element format or the rules do not support.
+    """Raise ValueError if an option has a value that the element format or the rules of the recipe do not support.
 
-    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max.
+    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max. Their plain
+    values, such as False, are always supported here.
     """
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
@@ -560,10 +574,10 @@ def _check_first(r: Any) -> None:
 
 
 def _check_comparison(r: Any) -> None:
-    """Raise ValueError unless there is a block_rule, rounding is "first" and round_scaled is False.
+    """Raise ValueError unless a recipe with apply "compare" has a block_rule, rounding "first" and round_scaled False.
 
-    Apply "compare" needs these values. It compares elements with the values of codes times a factor, instead of scaling
-    the elements. So a field that changes scaled elements has no effect and is rejected.
+    Apply "compare" compares elements with the values of codes times the factor of their block, instead of scaling the
+    elements. So a field that changes scaled elements would have no effect, and is rejected.
     """
     if r.block_rule is None:
         _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Versions(NamedTuple):
-    """The oldest version of a producer known to give a recipe's bits, and the newest version that was checked.
+    """The oldest version of a producer known to give a recipe's bits (first), and the newest that was checked (last).
 
     Versions have the producer's own names: a release ("0.32.4"), a development version ("0.19 dev") or a commit
     ("d0067d0").
@@ -24,10 +24,10 @@ class Versions(NamedTuple):
 
 
 def as_versions(id: object, versions: Any) -> Versions | None:
-    """Return the field Recipe.versions in its standard form: None, or a pair of strings as Versions.
+    """Return `versions`, the field Recipe.versions, in its standard form: None, or a Versions.
 
-    Raise TypeError for any other value, and ValueError if one of the strings is empty. id: the recipe that the message
-    names.
+    A tuple or list of two strings becomes a Versions. Raise ValueError if one of the strings is empty, and TypeError
+    for any other value. id: the recipe that the message names.
     """
     if versions is None:
         return None
