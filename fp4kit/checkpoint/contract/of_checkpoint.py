@@ -155,9 +155,9 @@ class _Inferred:
 
 
 def _recorded_patterns(checkpoint: Checkpoint) -> tuple[tuple[str, Recipe], ...]:
-    """Return the (pattern, recipe) pairs that fp4kit recorded in the config; () if there are none.
+    """Return the (pattern, recipe) pairs that fp4kit recorded in the config of a checkpoint; () if there are none.
 
-    Pairs with a recipe that this version of fp4kit lacks are left out.
+    Pairs with a recipe that this version of fp4kit lacks are left out. The metadata of files is not searched.
     """
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None

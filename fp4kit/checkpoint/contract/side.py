@@ -85,7 +85,10 @@ def _saved(path: Path) -> Mapping[str, Any] | None:
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Read one tensor of a checkpoint by the name that the file gives it."""
+    """Read one tensor of a checkpoint, and return it as a new array. 8-bit floats and I8 become uint8 bit patterns.
+
+    name: the full name of the tensor in the file, such as "logits" or "model.norm.weight".
+    """
     with Readers() as readers:
         file, entry = checkpoint.tensors[name]
         return np.array(readers.of(file).read(entry))

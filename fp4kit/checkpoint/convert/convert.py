@@ -94,7 +94,8 @@ class ConversionReport:
     def actions(self) -> dict[str, int]:
         """Action (quantize, cast, requantize, ...) -> number of jobs that took this action.
 
-        A job that was planned to keep its codes (action "cast" or "carry") counts as "requantize" if it could not.
+        A plan has one job per tensor to copy, and one per matrix to convert. A job that was planned to keep its codes
+        (action "cast" or "carry") counts as "requantize" if it could not.
         """
         return dict(Counter(one.action for one in self.done))
 
@@ -569,12 +570,12 @@ class _Run:
         """Return the number of workers to use, and True if they are threads or False if they are processes.
 
         - If GPUs do the work: threads.
-        - If the compiled engine does the work: threads, unless ``options.processes`` is True and the number of workers
-          and the model are so large that processes are faster (see FROM_WORKERS).
+        - If the compiled engine does the work: threads. The exception is ``options.processes`` with at least 4 workers
+          and 4 GiB to read; then processes are faster.
         - Otherwise: processes.
 
-        The number is ``options.workers``. If that is None, there are num_threads() threads, but at least two, or at
-        most MOST_PROCESSES processes. Without GPUs and the compiled engine, there is one process.
+        The number is ``options.workers``. If that is None, there are num_threads() threads, but at least two; or at
+        most MOST_PROCESSES processes; or, without GPUs and the compiled engine, one worker, which is this process.
         """
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):

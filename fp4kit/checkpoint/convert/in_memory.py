@@ -80,7 +80,8 @@ class TensorConverter:
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """Convert one bucket of a model's tensors, and yield every tensor of the quantized checkpoint that is ready.
 
-        A layer is not ready while it waits for a layer with the same tensor scale from a later bucket.
+        A layer is not ready while it waits for a layer with the same tensor scale from a later bucket. The work is
+        done, and errors are raised, while the result is iterated.
 
         Args:
             tensors: (name, array) pairs, as for convert_tensors. Each name may come only once over all buckets.

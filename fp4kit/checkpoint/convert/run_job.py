@@ -259,12 +259,12 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
-    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced.
+    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced before.
 
-    Values that overflow ``dtype`` become infinite.
+    Finite values that overflow ``dtype`` become infinite.
 
-    shared: the measurements whose amax, with the sign of the value, replaces infinities; 0 then replaces NaN. None to
-        replace nothing.
+    shared: the measurements of the weight. NaN is replaced by 0, and infinities by the measured amax, with their sign.
+        If it is None, nothing is replaced.
     """
     values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -275,7 +275,9 @@ class _Output:
     """Write the parts of a job (codes, scales, ...) to their byte ranges of the output files.
 
     The bytes of a part may be put in several calls, in order. Use the object as a context manager, which opens and
-    closes the files.
+    closes the files. The files must exist.
+
+    targets: the byte range of each part, and its file.
     """
 
     def __init__(self, targets: tuple[Target, ...]) -> None:

@@ -111,7 +111,8 @@ class CheckpointVerdict:
 
     recipes: the ids of the recipes that explain the most layers; empty if no layer is explained, or if a rule explains
         more layers than any recipe.
-    mishap: the mishap (a fault such as swapped nibbles) that most explained layers have; None if most have none.
+    mishap: the most frequent mishap (a fault such as swapped nibbles) of the explained layers; None if no mishap is
+        more frequent, or if no layer is explained.
     layers: the verdicts on all layers of all formats, in their order.
     others: the verdicts on the other formats.
     rules: descriptions of the rules that explain the most layers; empty if a recipe explains them.
@@ -343,7 +344,12 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
 
 
 def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
-    """Return the verdict on layers of one format. It has no recipes and no mishap if none of them is explained."""
+    """Return the verdict on layers of one format, chosen as identify_layers describes.
+
+    It has no recipes, rules and mishap if no layer is explained.
+
+    layers: the verdicts on the layers, at least one.
+    """
     found = tuple(layers)
     explained = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
     explained = explained or [layer for layer in found if layer.explanation.explained]

@@ -288,7 +288,10 @@ class _Pairs:
                     yield lambda w=weight, e=expert, o=origin: self._pair(w, e, o)  # type: ignore[misc]
 
     def unpaired(self) -> Iterator[str]:
-        """Yield the names of the quantized layers that have no counterpart in the source."""
+        """Yield the names of the quantized layers that have no counterpart in the source.
+
+        Expert 3 of a stack has a name such as "mlp.experts.up_proj[3]".
+        """
         for weight in self.weights:
             yield from (_name(weight, e) for e in range(weight.experts) if self._origin(weight, e) is None)
 

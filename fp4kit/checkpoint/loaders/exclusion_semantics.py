@@ -76,7 +76,7 @@ class Patterns(tuple[str, ...]):
 
     @lazy_property
     def with_and_without_model(self) -> Patterns:
-        """A list with every pattern twice: without and with a leading ``model.``."""
+        """A list with every pattern twice: all patterns without a leading ``model.``, then all of them with it."""
         bare = [pattern.removeprefix("model.") for pattern in self]
         return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
 

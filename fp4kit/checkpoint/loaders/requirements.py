@@ -351,12 +351,13 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding for every scale that is unusable, and for every fused layer whose tensor scales differ.
+    """Yield a finding per engine for every scale that is unusable, and one per fused layer whose tensor scales differ.
 
-    Fused layers are checked only if engines contains "vLLM".
+    Fused layers are checked only if ``engines`` contains "vLLM", and their findings are about vLLM.
 
     layers: the names of the quantized layers.
     scales: tensor name -> stored value, for tensor scales and input scales.
+    engines: the names of the engines to report on.
     """
     for name, value in scales.items():
         layer, part = split_module(name)

@@ -26,8 +26,8 @@ class Prefetcher:
     """Prefetch files in order, in background threads, until the with statement ends.
 
     The with statement returns a function. The run must call it after each of its reads with the number of bytes read.
-    From these calls, the threads know the position of the run, and prefetch only a bounded distance ahead. Where
-    posix_fadvise does not exist (macOS), nothing is prefetched.
+    From these calls, the threads know the position of the run, and prefetch at most an eighth of the memory ahead of
+    it. Where posix_fadvise does not exist (macOS), nothing is prefetched.
 
     files: the files, in the order in which the run reads them.
     total: the number of bytes that the run will read. It exceeds the size of the files if some are read twice.

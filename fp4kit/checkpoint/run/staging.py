@@ -58,7 +58,10 @@ def is_published(destination: Path) -> bool:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return (device, inode) of a file or directory, or None if the path does not exist. Links are not followed."""
+    """Return (device, inode) of a file or directory, or None if the path does not exist or cannot be examined.
+
+    For a link, the numbers are those of the link itself.
+    """
     try:
         found = os.lstat(path)
     except OSError:
@@ -177,9 +180,12 @@ def _not_created(partial: Path, error: OSError) -> CheckpointError:
 
 
 def recovery_advice(destination: Path) -> str:
-    """Return advice, for an error message, on what to do about an interrupted run: resume it, or remove its files.
+    """Return advice, for an error message, on what to do about an interrupted run.
 
-    Only a run with a journal can be resumed. ``fp4kit reconcile``, for example, writes no journal.
+    If the partial directory has a journal, the advice names two ways: resume the run, or remove its files. Otherwise,
+    it names only the second, because a run without a journal, such as one of ``fp4kit reconcile``, cannot be resumed.
+
+    destination: the destination of the run.
     """
     resuming = "continue it with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
     return f"{resuming}remove its files with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
@@ -224,7 +230,8 @@ def _is_folder(partial: Path) -> bool:
 def is_partial(folder: Path) -> bool:
     """Return whether a directory is the partial directory of a run, judged by its lock file.
 
-    Return True for an empty directory too, because a run may have ended before it created the lock file.
+    Return True for an empty directory too, because a run may have ended before it created the lock file. Return False
+    for a missing path and for a link.
     """
     return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
@@ -506,7 +513,7 @@ def _locked(partial: Path, destination: Path) -> int:
 
 
 def _busy(destination: Path) -> CheckpointError:
-    """Return the error for a destination that another run is writing to."""
+    """Return the error to raise for a destination that another run is writing to, with advice to wait."""
     return CheckpointError(
         f"{destination}: another run is writing to it; wait for that run to end, or name another destination"
     )

@@ -65,7 +65,10 @@ def _text(value: object) -> str:
 
 
 def _head(report: VerifyReport) -> str:
-    """Return the HTML of the page's top: title, number of errors and warnings, and facts about the verification."""
+    """Return the HTML of the page's top: title, number of errors and warnings, and facts about the verification.
+
+    The numbers of copied tensors and of differing bytes are given only if the report has a source.
+    """
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"

@@ -653,7 +653,10 @@ def _report(
 
 
 def _recipes_text(settings: Settings) -> str | None:
-    """Return the id of the recipe of a checkpoint, followed by PATTERN=ID for further recipes; None if unknown."""
+    """Return the id of the recipe of a checkpoint, followed by PATTERN=ID for each pattern, with ", " between them.
+
+    Return None if the recipe is unknown, even if there are patterns.
+    """
     if settings.recipe is None:
         return None
     return ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
@@ -730,6 +733,8 @@ def _is_unlike(layer: LayerReport) -> bool:
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
     """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer.
+
+    The count of the error is the number of bytes that differ.
 
     used: the recipe with which the layer was re-encoded; None if it is unknown.
     search: the search that determined the block scales; None if they were not searched.
