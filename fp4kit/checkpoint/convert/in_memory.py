@@ -208,7 +208,8 @@ class TensorConverter:
     def flush(self) -> Iterator[Named]:
         """End the conversion after the last bucket.
 
-        All errors and the warning come at the call itself. Waiting layers are quantized when the result is iterated.
+        The errors below and the warning come at the call itself. Waiting layers are quantized when the result is
+        iterated, which can raise the errors of ``convert``.
 
         Yields:
             With incomplete="quantize", the (name, array) pairs of the layers that still wait for a layer with the same
@@ -336,7 +337,8 @@ def convert_tensors(
 
     A quantized layer is yielded as several tensors (codes, scales), under the names and dtypes of rules.form. A tensor
     that is not converted is yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) are held back
-    until the last of them arrives. For tensors that arrive in several buckets, use a TensorConverter.
+    until the last of them arrives. The work is done, and errors are raised, while the result is iterated. For tensors
+    that arrive in several buckets, use a TensorConverter.
 
     Args:
         tensors: (name, array) pairs of a whole model. The arrays are of any library, on the host or a GPU. The names
@@ -367,7 +369,8 @@ def convert_tensors(
             - ``rules.activations`` does not fit a layer (see Activations.of_layers).
             - A layer that shares a tensor scale with others never arrives or stays unquantized, and ``incomplete`` is
               "error".
-            - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.
+            - A gate has no up projection, or a layer comes under two names.
+            - ``incomplete`` is neither "error" nor "quantize".
             - A pattern of ``rules.recipes`` sets the recipe of no layer, or fused layers get different recipes.
         TypeError: a name is not a str, or a value is not an array.
 
