@@ -219,7 +219,8 @@ class CompiledLibrary(NamedTuple):
 
     functions: its C functions; None if no library can be used.
     level: the level of the library, such as "avx2"; or the reason why no library can be used.
-    why: the reason why no higher level is used; "" if this is the highest level that the processor supports.
+    why: the reason why no higher level is used; "" if this is the highest level that the processor supports, or if no
+        library can be used.
     """
 
     functions: Any

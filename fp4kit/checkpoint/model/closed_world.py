@@ -426,10 +426,10 @@ def _unknown_format(name: str, tensors: Tensors) -> str:
 
 
 def _recognized(name: str, tensors: Tensors) -> str:
-    """Return the name of the unsupported format of a tensor's layer, such as "GPTQ or AWQ integers", for a message.
+    """Return what is known about the unsupported format of a tensor's layer, for a message.
 
-    If the format is not recognized, return what keeps the layer from being read as the nearest container. Return "" if
-    there is no such container either.
+    It is the name of the format, such as "GPTQ or AWQ integers". If the format is not recognized, it is the nearest
+    container, and what keeps the layer from being read as that; or "" if no container is near.
     """
     module = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
     tool = next((tool for suffix, tool in _OTHER_TOOLS.items() if module + suffix in tensors), "")

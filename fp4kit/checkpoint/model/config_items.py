@@ -254,8 +254,9 @@ _GROUP_KEYS = (
 def _groups(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it.
 
-    For every group, the keys, the format, the scheme of the weights and the targets are checked. The scheme of the
-    activations is not.
+    For every group, the keys, the format and the scheme of the weights are checked, but not the scheme of the
+    activations. If any group has targets, every quantized layer must be a target of a group whose format and scheme fit
+    it.
 
     Args:
         value: the value of ``config_groups``.
@@ -347,9 +348,10 @@ def _fits(group: Mapping[str, Any], form: Container) -> bool:
 
 
 def _declared_by(group: Mapping[str, Any]) -> str:
-    """Return what a config group declares, for a message, such as "nvfp4 with num_bits 4 and group_size 16".
+    """Return the format, num_bits and group_size that a config group declares, for a message.
 
-    What the group does not declare is left out. Return "nothing" if nothing is left.
+    An example is "nvfp4 with num_bits 4 and group_size 16". What the group does not declare is left out, and so is a
+    group_size of 0 or null. Return "nothing" if nothing is left.
     """
     scheme = group.get("weights") or {}
     words = [", ".join(_FORMATS[group["format"]])] if group.get("format") else []

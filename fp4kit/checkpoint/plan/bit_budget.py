@@ -212,7 +212,7 @@ def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Seque
     Args:
         units: the units.
         budget: the largest number of bits.
-        slope: the step whose gain / cost is the slope.
+        slope: the step at which the budget is exhausted. Its gain / cost is the price of a bit, in units of error.
         known: an assignment that fits the budget: for each unit, the index of its option.
     """
     p, q = slope.gain, slope.cost

@@ -123,7 +123,8 @@ class Imatrix:
     def _translated(self, module: str) -> tuple[str, int | None] | None:
         """Translate a Hugging Face name and return (key in ``entries``, index of the expert).
 
-        The index is None if the name has no expert number. Return None if the file has no weight of that name.
+        The index is None if the name has no expert number. Return None if the file has no weight of that name. Raise
+        CheckpointError if the gguf package is missing.
         """
         match = _EXPERT.fullmatch(module)
         stem, index = (module, None) if match is None else (match[1], int(match[2]))

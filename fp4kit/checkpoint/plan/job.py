@@ -50,7 +50,7 @@ class Sink(Protocol):
         """Return whether the sink accepts ``part``. ``put`` may be called with accepted parts only."""
 
     def put(self, part: str, array: Any) -> None:
-        """Append ``array`` to the data of ``part``."""
+        """Append ``array`` to the data of ``part``, which the sink must accept (see ``has``)."""
 
 
 def target_of(have: Container | None, form: Container) -> Container:

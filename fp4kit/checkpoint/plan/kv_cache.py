@@ -62,7 +62,9 @@ class KvCache(NamedTuple):
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
         """Return (kv_cache_scheme, kv_cache_quant_algo) to declare in the config files of the output.
 
-        Both are None if the output does not keep the KV cache (see ``is_carried``).
+        - If the source has the output format, they are those of the source, of which either may be None.
+        - Otherwise they are those of an FP8 cache. For "compressed-tensors", kv_cache_quant_algo is None.
+        - Both are None if the output does not keep the KV cache (see ``is_carried``).
 
         Args:
             format: the output format, such as "modelopt".

@@ -351,7 +351,7 @@ class PlanFacts:
 
     @property
     def matrix_holder(self) -> Weight | None:
-        """The rotated weight with whose tensors the rotation matrix is stored; None if no weight is rotated.
+        """The first selected weight with a rotation: the rotation matrix is stored beside it. None if there is none.
 
         One copy is enough, because compressed-tensors and vLLM share the matrix among the layers of a transform.
         """

@@ -178,7 +178,8 @@ def clear(vector: Any) -> None:
 class CudaGroup:
     """Parsed calls on arrays on one GPU, with their outputs and the launches that quantize the arrays.
 
-    Every run overwrites the outputs of the previous run. A launch is prepared when it is first needed.
+    Every run overwrites the outputs of the previous run. Launches that search block amaxes are prepared at once, all
+    others when they are first needed.
 
     Args:
         calls: one parsed call per array, with one recipe.
@@ -186,8 +187,8 @@ class CudaGroup:
 
     Attributes:
         amaxes: the tensor amax of each array; every entry is None for a recipe without a tensor scale.
-        vector: all tensor amaxes in one array that the group owns; None if the caller passed amaxes on the GPU, or if
-            the recipe has no tensor scale.
+        vector: all tensor amaxes in one array that the group owns; None if the caller passed any amax on the GPU,
+            or if the recipe has no tensor scale.
     """
 
     def __init__(self, calls: Sequence[Call], stack: Any) -> None:

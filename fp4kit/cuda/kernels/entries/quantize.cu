@@ -171,15 +171,14 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Try to quantize a run by the fast path, which is not valid for every run (takes_fast_path). If it is not valid,
-// return false and store nothing; the run must then take the exact path. If it is valid, store the codes of the run and
-// the scales of its block, or only values if R::kFake, and return true. If place.inside is false, nothing is stored in
-// either case.
+// Return true if the fast path is valid for a run (takes_fast_path). Then also store the codes of the run and the
+// scales of its block, or only values if R::kFake. If the result is false, nothing is stored, and the run must take the
+// exact path. If place.inside is false, nothing is stored, whatever is returned.
 //
-// x is the run at `place`, transformed if R::kHadamard, and `own` is largest_bits_of(x). The amax is the largest one
-// among the threads that share the block, or the element of a.block_amax if R::kStatic and that array is given. `table`
-// holds the Factor of each scale code if R::kHasTable. `random` holds the random bytes of the run for stochastic
-// rounding. All threads of a warp must call this function.
+// x is the run at `place`, transformed if R::kHadamard, and `own` is largest_bits_of(x). The amax of the block is the
+// largest `own` among the threads that share the block, or, if R::kStatic and a.block_amax is given, its element.
+// `table` holds the Factor of each scale code if R::kHasTable. `random` holds the random bytes of the run for
+// stochastic rounding. All threads of a warp must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,

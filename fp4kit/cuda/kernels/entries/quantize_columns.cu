@@ -163,10 +163,10 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
                                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
                                                                                        : 4;
 
-// Quantize a.x along columns, and store the codes in a.column_packed and the block scales in a.column_scales. Also
-// quantize it along rows, and store a.packed and a.scales. A direction whose codes are nullptr is left out. The tensor
-// scale is stored for both directions, in those outputs that are not nullptr. If R::kFake, only a.values is stored
-// (square blocks only).
+// Quantize a.x along columns (codes to a.column_packed, block scales to a.column_scales), along rows (to a.packed and
+// a.scales), or both: a direction whose codes are nullptr is left out. The tensor scale and a copy of its amax are
+// stored for both directions, in those outputs that are not nullptr. If R::kFake, only a.values is stored (square
+// blocks only).
 //
 // The kernel is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
 // (launch/dispatch.py has all conditions). A thread block processes one tile at a time. If R::kFinders is 0, launch

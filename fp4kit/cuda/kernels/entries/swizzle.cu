@@ -20,8 +20,9 @@ constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
 // Copy a quad (four rows) of 16 columns of scales from one matrix to another: from the linear layout at `in` to the
 // swizzled layout kTiled at `out` if kFromLinear, otherwise from kTiled at `in` to linear at `out`. `quad` is the
-// number of the quad, and `column` is its first column. Rows from `rows` on are padding: they are set to zero in
-// kTiled, and left out in the linear layout.
+// number of the quad in the padded matrix, and `column` is the first of the 16 columns. Rows from `rows` on are
+// padding: they are set to zero in kTiled, and left out in the linear layout. `column`, `columns` and both addresses
+// must be multiples of 16.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
   constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // distance of the four rows
