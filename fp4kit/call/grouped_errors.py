@@ -12,11 +12,13 @@ _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Return [function(*entries) for entries in zip(*columns)], for columns of equal length.
+    """Return [function(*entries) for entries in zip(*columns)]: call a function once per tensor of a group.
 
     If a call raises TypeError, ValueError or NotImplementedError, no further call is made, and an error of this type is
-    raised. The message is changed to begin with op and to number the argument. For the second tensor, "quantize:
-    tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...".
+    raised. Its message begins with op, and the argument in it gets the number of the tensor. For the second tensor,
+    "quantize: tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...". Other errors pass unchanged.
+
+    op: the public function. columns: sequences with one entry per tensor. Raise ValueError if their lengths differ.
     """
     results: list[Any] = []
     try:

@@ -53,13 +53,13 @@ _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 class PageShape(NamedTuple):
-    """The four numbers that determine the size of a KV cache.
+    """The size of a KV cache, whatever its layout.
 
     Attributes:
         pages: the number of pages.
-        block_size: tokens per page.
-        heads: KV heads.
-        head_dim: elements per key and per value.
+        block_size: the number of tokens per page.
+        heads: the number of heads that have keys and values (KV heads).
+        head_dim: the number of elements per key, and per value.
     """
 
     pages: int
@@ -86,7 +86,9 @@ class KVParts(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The positions of codes and scales in a KV cache. The module's docstring states the offsets.
+    """The order in which a KV cache stores codes and scales. The docstring of fp4kit.layouts.kv states the offsets.
+
+    V are the values, as opposed to the keys.
 
     Attributes:
         container: "vllm" (one array of pages) or "flashinfer" (four arrays).
@@ -100,7 +102,7 @@ class KVLayout:
 
     @property
     def name(self) -> str:
-        """The name of the layout, a key of KV_LAYOUTS."""
+        """The name of the layout, such as "vllm-hnd-swizzled", which is its key in KV_LAYOUTS."""
         return f"{self.container}-{self.order}" + "-swizzled" * self.swizzled
 
     def array_shapes(self, shape: PageShape) -> dict[str, tuple[int, ...]]:
@@ -181,9 +183,9 @@ KV_LAYOUTS: dict[str, KVLayout] = {
 
 
 def as_layout(op: str, layout: KVLayoutName | KVLayout) -> KVLayout:
-    """Return `layout` itself if it is a KVLayout; otherwise look it up by name.
+    """Return the argument `layout` of a public function, a KVLayout or the name of one, as a KVLayout.
 
-    Raise ValueError if no layout has this name. The message starts with op.
+    Raise ValueError for anything else, such as an unknown name. The message begins with op, the public function.
     """
     if isinstance(layout, KVLayout):
         return layout
@@ -193,7 +195,7 @@ def as_layout(op: str, layout: KVLayoutName | KVLayout) -> KVLayout:
 
 
 def v_scale_position(token: Any, scale: Any, scales: int) -> tuple[Any, Any]:
-    """Return the token and the scale index at which a swizzled layout stores a scale of V.
+    """Return where a swizzled layout stores a block scale of the values V of a page: at which token and scale index.
 
         token' = 4 (token // 4) + scale // (scales / 4),   scale' = 4 (scale % (scales / 4)) + token % 4
 
@@ -226,10 +228,13 @@ def v_scale_position(token: Any, scale: Any, scales: int) -> tuple[Any, Any]:
 class KVCache:
     """A KV cache whose keys and values can be written and read by token slot. The arrays are not copied.
 
+    Slot s is token s % block_size of page s // block_size.
+
     Attributes:
-        layout: the KVLayout, or its name when the cache is created.
-        arrays: NumPy or CuPy arrays, uint8, in the order of KVLayout.array_shapes; scale arrays may be float8_e4m3fn. A
-            single array may be passed without a tuple. A tensor of PyTorch on the CPU is passed as tensor.numpy().
+        layout: the KVLayout. Its name may be passed instead.
+        arrays: a tuple of NumPy or CuPy arrays, uint8, in the order of KVLayout.array_shapes. Scale arrays may be
+            passed as float8_e4m3fn, and are then viewed as uint8. A single array may be passed without a tuple. Pass a
+            tensor of PyTorch on the CPU as tensor.numpy().
 
     Raises:
         TypeError: an array is not of NumPy or CuPy, or has an unsupported dtype.
@@ -259,7 +264,7 @@ class KVCache:
 
     @property
     def shape(self) -> PageShape:
-        """The size of the cache, as its first array implies."""
+        """The size of the cache, which follows from the shape of its first array."""
         lead, n = self.arrays[0].shape[:-1], self.arrays[0].shape[-1]
         B, H = lead[-2:] if self.layout.order == "nhd" else lead[:-3:-1]
         return PageShape(lead[0], B, H, n * _BLOCK // 9 if self.layout.container == "vllm" else n * 2)
@@ -375,14 +380,20 @@ class KVCache:
         return out
 
     def _own(self, index: np.ndarray) -> Any:
-        """Return an index array in the library of the cache: a CuPy array on a GPU, otherwise `index` itself."""
+        """Return a NumPy array of indices in the library of the cache.
+
+        If the cache is on a GPU, the result is a copy as a CuPy array; otherwise it is `index` itself.
+        """
         return to_device(index) if on_device(self.arrays[0]) else index
 
     def _indices(self, slots: np.ndarray) -> Callable[[bool], tuple[Any, ...]]:
-        """Return a function that gives the index for reading or writing views at slots.
+        """Return a function that gives the index with which to read or write the arrays of views() at slots.
 
-        The argument of that function is True for the scales of V, and False for all other views. For swizzled scales of
-        V, the index has the shape (tokens, heads, head_dim/16); otherwise it has the shape (tokens, heads).
+        The function takes True for the scales of V, and False for the other arrays. It returns a tuple of index arrays,
+        which selects all heads of the slots. If the layout is swizzled, the tuple for the scales of V also selects the
+        single scales, in linear order.
+
+        slots: int64 (tokens,), none of them negative.
         """
         page, token = self._own(slots // self.shape.block_size), self._own(slots % self.shape.block_size)
         head = self._own(np.arange(self.shape.heads))
@@ -395,7 +406,7 @@ class KVCache:
         return lambda v_scales: swizzled if v_scales else plain
 
     def _check_parts(self, op: str, parts: KVParts, tokens: int) -> None:
-        """Raise an error unless parts fit this cache and this number of tokens.
+        """Raise an error unless `parts`, the argument of write, fit this cache and this number of tokens.
 
         Raise TypeError unless all parts are uint8 arrays on the cache's device. Raise ValueError unless codes have the
         shape (tokens, heads, head_dim / 2), and scales (tokens, heads, head_dim / 16).
@@ -413,12 +424,15 @@ class KVCache:
 
 
 def _on_host(array: Any) -> Any:
-    """Return a NumPy array unchanged, or an empty array for a CuPy array, whose memory need not be compared."""
+    """Return a NumPy array unchanged, and an empty NumPy array in place of a CuPy array.
+
+    Use it to compare memory: only arrays in host memory are compared.
+    """
     return np.empty(0, np.uint8) if on_device(array) else array
 
 
 def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays of a cache, with scales of float8_e4m3fn viewed as uint8.
+    """Return the arrays of a cache as a tuple of uint8 arrays. Scales of float8_e4m3fn are viewed as uint8.
 
     Raise TypeError unless all arrays are bytes of NumPy or all are bytes of CuPy. Raise ValueError unless the number of
     arrays and their numbers of axes fit the layout. For the vllm container, _check_pages checks the pages too. The
@@ -443,16 +457,20 @@ def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
 
 
 def _axes(layout: KVLayout) -> str:
-    """Return the axes of a layout's arrays as text for error messages, such as "(pages, block_size, heads, n)"."""
+    """Return the axes of a layout's arrays as text for error messages.
+
+    For the flashinfer container, the text is "(pages, block_size, heads, n)" or, for hnd, "(pages, heads, block_size,
+    n)". For vllm, it names five axes.
+    """
     inner = "block_size, heads" if layout.order == "nhd" else "heads, block_size"
     return f"(pages, 2, {inner}, 9 head_dim/16)" if layout.container == "vllm" else f"(pages, {inner}, n)"
 
 
 def _check_pages(layout: KVLayout, pages: Any) -> None:
-    """Raise ValueError unless `pages` fits the vllm container.
+    """Raise ValueError unless `pages`, the array of a vllm container, has a valid last axis and contiguous halves.
 
-    The length of the last axis must be a multiple of 9. In a page, the bytes of all keys must be adjacent, and so must
-    the bytes of all values. layout: the layout that the message names.
+    The length of the last axis must be a multiple of 9, because it is 9 head_dim/16. In each page, the bytes of all
+    keys must be contiguous, and so must the bytes of all values. layout: the layout that the message names.
     """
     *_, outer, n = pages.shape
     if n % 9:
@@ -469,9 +487,10 @@ def _check_pages(layout: KVLayout, pages: Any) -> None:
 
 
 def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
-    """Return views of the four regions of vLLM's pages: K codes, K scales, V codes, V scales.
+    """Return a tuple of views of the four regions of vLLM's pages: K codes, K scales, V codes, V scales.
 
-    Each view has the shape (pages, a, b, n), where a and b are the two inner axes of pages.
+    Each view has the shape (pages, a, b, n). (a, b) is (block_size, heads) or (heads, block_size), as in `pages`, and n
+    the number of bytes per vector: head_dim/2 for codes and head_dim/16 for scales. shape: the size of the cache.
     """
     P, _, a, b, n = pages.shape
     flat = pages.reshape(P, 2, a * b * n)  # a view, because the last three axes are contiguous
@@ -485,10 +504,14 @@ def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
 
 
 def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarray:
-    """Return slots as a NumPy array of int64 (tokens,).
+    """Return slots as an int64 NumPy array (tokens,). Slots on a GPU are copied to the host.
 
-    Raise TypeError unless the slots are integers. Raise ValueError unless they are 1-d and in range for a cache of this
-    shape. If `writes` is True, negative slots are allowed, but any other slot that occurs twice raises ValueError.
+    Raise TypeError unless the slots are integers. Raise ValueError unless they are 1-d, and each is below the number of
+    slots of a cache of this shape.
+
+    - If `writes` is True, negative slots are allowed and returned unchanged. Raise ValueError if any other slot occurs
+      twice.
+    - If it is False, raise ValueError for negative slots. Slots may occur more than once.
     """
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:

@@ -315,7 +315,7 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
-    """Return a call for only the block that holds an element, and the element's row and column in that block.
+    """Return the triple (call, row, column): a call for only the block that holds an element, and where it lies there.
 
     The returned call holds the tensor amaxes, the block amax and the random numbers that apply to the block. So it
     gives this block the codes that the whole array would. If the recipe has no blocks, the fewest neighboring elements

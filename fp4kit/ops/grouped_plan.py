@@ -142,7 +142,7 @@ class GroupedPlan:
             ...                                  # update the weights in place
 
     Every call of a method returns the plan's own arrays, and overwrites the values of the previous call in them. For a
-    stacked array on a GPU, they are views of stacked arrays.
+    stacked array on a GPU, they are views of stacked arrays. If the tensors are JAX arrays, every call returns copies.
 
     A plan keeps its tensors alive, and every call reads their current values. If an entry of the sequence was replaced
     by another array, or the memory of a PyTorch tensor was replaced, the methods raise ValueError before any work. Call
@@ -279,7 +279,8 @@ class GroupedPlan:
         The attribute is None if the caller passed the amaxes, or if the recipe has no tensor scale.
 
         A method called with keep_amax=True computes no amaxes, and uses the content of this vector. So you can write to
-        the vector, for example to reduce it over several processes, or keep the amaxes of an earlier step.
+        the vector, for example to reduce it over several processes, or keep the amaxes of an earlier step. For JAX
+        arrays, the attribute is a copy, which the methods do not read.
         """
         return self._group.vector if self._group.computes_amaxes else None
 

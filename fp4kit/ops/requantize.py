@@ -46,7 +46,8 @@ class Requantized(NamedTuple):
 def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     """Quantize a quantized array with another recipe, and report whether every value stayed the same.
 
-    MXFP4 to NVFP4 keeps the codes. With k the exponents of the blocks that are not all zeros, and m = max(k) - 8,
+    MXFP4 to NVFP4 keeps the codes. Let k be the exponents of the scales of those blocks that are not all zeros, and
+    m = max(k) - 8, or 0 if all blocks are zeros. Then
 
         tensor_scale = 2^m,   block_scale = 2^(k - m) for both halves of a block of 32
 
@@ -59,9 +60,14 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     changes the sign of zeros.
 
     Every other case is quantize(dequantize(q, np.float32), recipe), so no value is rounded to q's dtype in between.
-    This applies to conversions other than MXFP4 to NVFP4, to empty arrays, to targets with a tensor scale per row or
-    block, and to scales that hold NaN. It also applies if 2688 * 2^m is no float32 number, or if the recipe's tensor
-    rule does not make the tensor scale 2^m from it.
+    These are the other cases:
+
+    - The conversion is not from MXFP4 to NVFP4, or q is empty.
+    - The target does not have exactly one tensor scale per tensor.
+    - The blocks of q and of the target have different numbers of rows, or the number of columns per block of q is not a
+      multiple of that of the target.
+    - A scale of q is NaN.
+    - 2688 * 2^m is no float32 number, or the recipe's tensor rule does not make the tensor scale 2^m from it.
 
     Args:
         q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.
