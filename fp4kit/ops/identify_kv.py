@@ -57,8 +57,9 @@ class KVIdentification:
     print() shows a verdict and a table with one row per match.
 
     Attributes:
-        matches: one KVMatch per layout that the arrays can have. Those that fit come first; within each part, the
-            larger of the two errors ranks. If no layout fits, readings that fit with a known fault come before them.
+        matches: one KVMatch per layout that the arrays can have. Those that fit come first. Among those that fit, and
+            among the others, they are sorted by the larger of the two errors, smallest first. If no layout fits,
+            readings that fit with a known fault come before them.
         assumed: the name of the layout that the caller assumed, or None.
     """
 

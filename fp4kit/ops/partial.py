@@ -40,8 +40,9 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
         without an element in the shard have 0.
 
     Raises:
-        TypeError: shard has a dtype other than these three, or start is not an int.
-        ValueError: the shard is not inside the matrix, K is not a whole number of blocks, or the recipe has no blocks.
+        TypeError: shard has a dtype other than these three, or shape or start does not consist of ints.
+        ValueError: the shard is not 1-d or not inside the matrix, K is not a whole number of blocks, or the recipe has
+            no codes, no blocks, or one tensor scale per row or block.
 
     Numerics:
         Exact. NaN propagates or is ignored as the recipe's amax_nan says.
@@ -96,8 +97,9 @@ def partial_cast(
             counts only finite elements (nvfp4-flashinfer, ...).
 
     Raises:
-        TypeError: shard has a dtype other than these three, or start is not an int.
-        ValueError: as for partial_amax, or the recipe chooses or searches scales.
+        TypeError: shard has a dtype other than these three, or shape or start does not consist of ints.
+        ValueError: as for partial_amax, or the recipe chooses or searches scales or has elements MX4, whose pairs share
+            a bit.
         ValueError: out or block_amax does not have the shape and dtype above, or out shares memory with another
             argument.
         ValueError: block_amax holds NaN, or an infinity that requires tensor_amax.
@@ -164,8 +166,8 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 def _check_finite(block_amax: Any, r: Recipe) -> None:
     """Raise ValueError if block_amax holds an infinity, but the recipe's tensor scale is that of finite elements only.
 
-    Recipes with amax_nan "lanes" and a tensor scale do so. Their tensor amax is then not the largest block amax, so
-    the caller of partial_cast must pass tensor_amax.
+    That is so for recipes with amax_nan "lanes" and a tensor scale. Their tensor amax is then not the largest block
+    amax, so the caller of partial_cast must pass tensor_amax.
     """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():

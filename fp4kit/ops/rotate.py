@@ -110,7 +110,7 @@ def rotate(
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        An array of the shape and dtype of x, in the library and on the device of x.
+        A new array of the shape and dtype of x, in the library and on the device of x.
 
     Raises:
         TypeError: x or matrices has an unsupported dtype, axis is not an int, or inverse is not a bool.

@@ -22,8 +22,8 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
     """Return the Quantized of x[box], whose arrays are views of those of q.
 
-    tensor_scale and tensor_amax stay those of the whole tensor, or of the rows and blocks in the box. The box is not
-    checked.
+    A tensor_scale and a tensor_amax of shape () stay those of the whole tensor. Of any others, those of the box are
+    kept.
 
     box: a slice with start and stop for every axis of x. It must not cut a block. If scales are swizzled, it must not
     cut a tile of rows either.

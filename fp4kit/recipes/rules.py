@@ -254,7 +254,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """The requirements of a search for block amaxes, which Recipe.search names: the recipes that can use it.
+    """What a search for block amaxes, named by Recipe.search, requires of a recipe that uses it.
 
     A search chooses the amax of each block. It usually tries several amaxes and compares errors; the search "quest"
     computes one amax from the standard deviation of the block.
@@ -280,7 +280,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """The requirements of a fake rule, by which fake_quantize computes values without codes: who can use the rule.
+    """What a fake rule requires of a recipe that uses it. By such a rule, fake_quantize computes values without codes.
 
     Attributes:
         scale: name of the block scale format that the recipe must have. None: no block scales.
