@@ -1,8 +1,10 @@
-// The tables in which calls find compiled rules: block rules, tensor rules, element arithmetics (how elements become
-// codes), and decoders.
+// The tables in which calls find compiled rules. Entry: the compiled code of one rule, for all types of elements. Key:
+// the text by which Python looks up the index of an entry (cpu/coverage.py). Block rule: computes the scale codes of
+// blocks from their amaxes, and from them the factors, by which elements are multiplied or divided before they are
+// rounded. Tensor rule: computes the tensor scale of a matrix from its amax. Element arithmetic: how elements become
+// codes under given factors. Decoder: how codes become values.
 //
-// An entry is the compiled code of one rule, for all input types. Python looks up the index of an entry by its key
-// (cpu/coverage.py) and puts the index into a call. The tables are defined in rules.cpp, elements.cpp and decoders.cpp,
+// Python puts the index of an entry into a call. The tables are defined in rules.cpp, elements.cpp and decoders.cpp,
 // which get the rules from recipes.inc. They are separate files so that they can be compiled in parallel.
 #pragma once
 
@@ -15,8 +17,8 @@
 // The types of elements and values. The numbers equal those of INPUTS in cpu/encode.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
 
-// Call f with an object of the type that `kind` (an InputKind) names: Float32, Float16 or, for any other number,
-// Bfloat16. Return the result of f.
+// Call f with an object of the type that `kind` (an InputKind) names, and return the result of f. The type is Float32
+// or Float16, or Bfloat16 for any other number.
 template <class F>
 auto with_input_type(int kind, F f) {
   if (kind == kFloat32) return f(Float32{});
@@ -26,12 +28,14 @@ auto with_input_type(int kind, F f) {
 using ScaleCodesFunction = void (*)(const float*, i64, TensorScale, u8*);                  // scale_codes
 using ScaleFactorsFunction = void (*)(const u8*, const float*, i64, TensorScale, float*);  // scale_factors
 
-// The two functions of a block rule: `codes` computes scale codes, and `factors` computes factors from them.
+// The two functions of a block rule for one type of elements: `codes` computes the scale codes of blocks, and `factors`
+// computes the factors of blocks from these codes.
 struct BlockScales {
   ScaleCodesFunction codes;
   ScaleFactorsFunction factors;
 
-  // Store the scale codes and the factors of `count` blocks, from their amaxes and the tensor scale t.
+  // Store the scale code of each of `count` blocks in to_codes, and its factor in to_factors. They are computed from
+  // the amaxes of the blocks and the tensor scale t.
   void operator()(const float* amax, i64 count, TensorScale t, u8* to_codes, float* to_factors) const {
     codes(amax, count, t, to_codes);
     factors(to_codes, amax, count, t, to_factors);
@@ -45,8 +49,11 @@ using FillTablesFunction = void (*)(TensorScale, bool, DecodeTables&);          
 using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeTables*, const TensorScales&, i64, i64,
                                    void*);  // decode_row
 
-// The compiled code of one decode rule. Arrays are indexed by InputKind. The pointers in fill_tables are nullptr if the
-// codes are not looked up in tables.
+// The compiled code of one decode rule. Arrays are indexed by InputKind, the type of the values.
+//   is_nibble    true if codes have 4 bits and are stored two per byte
+//   fill_tables  functions that fill the value tables of all scale codes (decode_rows.h); nullptr if codes are not
+//                looked up in tables
+//   rows         functions that decode a row of codes (decode_row of decode_rows.h)
 struct DecoderEntry {
   const char* key;
   bool is_nibble;
@@ -54,9 +61,10 @@ struct DecoderEntry {
   DecodeRowFunction rows[kInputs];
 };
 
-// The compiled code of one block rule. Most rules find scales from amaxes (`scales`, indexed by InputKind). The rules
-// of 4over6 and IF4 choose between two candidates by their errors (`choose`). The pointer that a rule does not use is
-// nullptr.
+// The compiled code of one block rule. Of the two pointers, the one that the rule does not use is nullptr.
+//   scales              for most rules: the functions that find scales from amaxes, indexed by InputKind
+//   choose              for the rules of 4over6 and IF4: the function that chooses between two candidates by their
+//                       errors
 //   clears_zero_blocks  true if blocks whose amax is below kFltMin get the code 0, without sign, for all elements
 //   factors_by_code     true if a factor depends only on the scale code and the tensor scale, not on the amax
 //   selects_integers    true if blocks whose scale code has bit 7 set get INT4 codes
@@ -67,21 +75,22 @@ struct BlockRuleEntry {
   bool clears_zero_blocks, factors_by_code, selects_integers;
 };
 
-// The compiled code of one tensor rule. `scale` has one function per InputKind, which returns the tensor scale of an
-// amax.
+// The compiled code of one tensor rule. `scale` is an array of functions, indexed by InputKind, that return the tensor
+// scale for a given tensor amax.
 struct TensorRuleEntry {
   const char* key;
   const TensorScaleFunction* scale;
 };
 
-// The compiled code of one element arithmetic, which turns elements into codes. Arrays are indexed by InputKind.
+// The compiled code of one element arithmetic, which turns elements into codes. Arrays are indexed by InputKind, the
+// type of the elements.
 //   encodes             [0]: functions that round to nearest; [1]: functions that round stochastically, or nullptr for
 //                       integer formats
 //   fast_below          results of fast_below (encode_elements.h): factors below this bound may take a fast method
 //   unused_bits         kUnusedBits (exact_division.h), or 0 if multipliers must not replace divisors
-//   divides             true if elements are divided by factors, false if they are multiplied with them
+//   divides             true if elements are divided by factors, false if they are multiplied by them
 //   allows_zero_factor  true if a factor of 0 is valid
-//   then_encodes        true if elements are also multiplied with the tensor's encode scale, after the factor
+//   then_encodes        true if elements are also multiplied by the tensor's encode scale, after the factor
 //   flushes             true if subnormal factors and elements are flushed to zero
 //   is_nibble           true if codes have 4 bits and are stored two per byte
 //   wraps               kWraps of encode_elements.h
@@ -93,13 +102,13 @@ struct ElementEntry {
   bool divides, allows_zero_factor, then_encodes, flushes, is_nibble, wraps;
 };
 
-// A table of entries: a pointer to the first entry, and the number of entries. Another file defines the entries.
+// A table of entries: a pointer to the first entry, and the number of entries. It does not own the entries.
 template <class Entry>
 struct Table {
   const Entry* entries;
   int count;
 
-  // Return the entry with this index.
+  // Return the entry with this index, which must be in [0, count).
   const Entry& operator[](int index) const { return entries[index]; }
 
   // Return the index of the entry with this key, or -1 if no entry has it.
@@ -110,7 +119,7 @@ struct Table {
   }
 };
 
-// Return the Table of an array of entries.
+// Return the Table of an array of entries. It points to the array and copies nothing.
 template <class Entry, int kCount>
 constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) {
   return {entries, kCount};

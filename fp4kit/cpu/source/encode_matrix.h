@@ -1,4 +1,8 @@
-// Functions that encode a matrix tile by tile: they compute the amaxes, scales and codes of its blocks.
+// Functions that encode a matrix tile by tile: they compute the amaxes, scale codes and element codes of its blocks.
+// Tile: the rows and columns that one thread takes at a time. Panel: one row of blocks of a tile. Factor: the number by
+// which the elements of a block are multiplied or divided before they are rounded. Fallback: the specification, which
+// computes the tiles that these loops cannot. View: contiguous rows of elements (data), which begin `step` elements
+// apart. In: the type of the elements, and Bits the type of their bits.
 #pragma once
 
 #include "dispatch.h"
@@ -45,8 +49,9 @@ struct EncodeCall {
 
 namespace {
 
-// Return a pointer to the random bytes of `count` elements, starting at element `start` of the stream. The bytes are
-// stored in `out`, which needs room for count + 31 bytes, because the stream is generated in groups of 16.
+// Return a pointer to the random bytes start ... start + count - 1 of the stream with this seed. The bytes are stored
+// in `out`, somewhat after its beginning. It needs room for count + 31 bytes, because the stream is generated in groups
+// of 16.
 const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   const i64 first = start / 16, last = (start + count + 15) / 16;
   for (i64 counter = first; counter < last; ++counter) {
@@ -56,18 +61,21 @@ const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   return out + (start - first * 16);
 }
 
-// Block amaxes of a matrix that an earlier pass has found. All of them are finite. A row of amaxes begins every `step`
-// numbers. `data` is nullptr if there was no earlier pass.
+// Block amaxes of a matrix that an earlier pass has found, or data = nullptr if there was no such pass. All of them are
+// finite. The amaxes of the next row of blocks begin `step` numbers later.
 struct KnownAmaxes {
   const float* data = nullptr;
   i64 step = 0;
 };
 
-// Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr in
-// these cases:
-//   - Multipliers must not replace the divisors of the arithmetic (unused_bits is 0), or rounding is stochastic.
-//   - A divisor depends on more than its scale code, or has no exact multiplier.
+// Store in `memory` the multipliers that replace the divisors of a call (exact_division.h), and return its address.
+// Return nullptr in these cases, in which multipliers are not used:
+//   - Multipliers must not replace the divisors of the element arithmetic (unused_bits is 0), or rounding is
+//     stochastic.
+//   - There is no block rule, or a divisor depends on more than its scale code: the factors come with the call, there
+//     is one tensor scale per row, or the block rule needs the amax.
 //   - Blocks do not have 16 columns, or the matrix has fewer than 2^14 elements.
+//   - A divisor has no exact multiplier. Only in this case, `memory` has been changed.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kMinElements = 1 << 14;
   const u32 unused_bits = kElements[call.element].unused_bits[call.input];
@@ -84,8 +92,8 @@ const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memo
   return memory.all_exact ? &memory : nullptr;
 }
 
-// Encoder of the tiles of a call whose elements have type In. Member functions that return bool return false if the
-// elements need the fallback; what they have stored is then not valid.
+// Encoder of the tiles of a call whose elements have type In. Member functions that return bool return true on success.
+// They return false if the elements need the fallback; what they have stored is then not valid.
 template <class In>
 struct Encoder {
   using Bits = typename Input<In>::Bits;
@@ -105,14 +113,14 @@ struct Encoder {
            (!c.random || c.random_step == columns) && (!c.seed || c.stream_stride == columns);
   }(call, element.is_nibble);
 
-  // Return the tensor scale of a row of the matrix.
+  // Return the tensor scale of row `row` of the matrix. All rows share one tensor scale if tensor_step is 0.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
   }
 
-  // Store the amaxes of one row of `blocks` blocks, which have `rows` rows. Return false if an element is NaN or
-  // infinite.
+  // Store in `amax` the amax of each of `blocks` neighboring blocks, which have `rows` rows. x begins with the first
+  // element of the first block. Return false if an element is NaN or infinite, otherwise true.
   bool find_block_amaxes(View<Bits> x, i64 rows, i64 blocks, float* amax) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     block_amax_bits<In>(x, rows, blocks, call.block, bits);
@@ -121,7 +129,8 @@ struct Encoder {
     return largest < Input<In>::kInfinity;
   }
 
-  // Return the fastest method that is valid for all of `count` blocks, given their amaxes and factors.
+  // Return the fastest method (enum Method) that is valid for all of `count` blocks, given their amaxes and factors.
+  // For stochastic rounding, and for arithmetics without a fast method, this is Method::general.
   Method method_of(const float* amax, const float* factors, i64 count) const {
     const float below = call.random || call.seed ? 0.0f : element.fast_below[call.input];
     if (below == 0.0f) return Method::general;
@@ -138,9 +147,9 @@ struct Encoder {
   }
 
   // Return an array with one factor per run (16 elements) of `count` blocks: block_factors itself if a block is one
-  // run, otherwise run_factors, which this function fills. Return nullptr if a factor is not usable or is outside of
-  // min_factor ... max_factor (see EncodeCall). After this check, subnormal numbers in block_factors are set to zero if
-  // the recipe flushes.
+  // run, otherwise run_factors, which this function fills. Return nullptr if the fallback is needed, because a factor
+  // is not usable (is_usable) or is outside of min_factor ... max_factor (see EncodeCall). If the recipe flushes,
+  // subnormal numbers in block_factors are set to zero after this check.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b)
@@ -161,9 +170,9 @@ struct Encoder {
     return run_factors;
   }
 
-  // Return false if codes wrap (element.wraps) and a scaled element of one of `count` blocks is infinite, because such
-  // an element would have the code of NaN. Otherwise return true. The amax of block b is amax[b * step], and its factor
-  // is factors[b].
+  // Return false if codes wrap (element.wraps) and the largest element of one of `count` blocks becomes infinite when
+  // it is scaled, because it would then get the code of NaN. Otherwise return true. The amax of block b is amax[b *
+  // step], and its factor is factors[b].
   bool keeps_finite(const float* amax, i64 step, const float* factors, i64 count) const {
     u32 is_bad = 0;
     for (i64 b = 0; element.wraps && b < count; ++b) {
@@ -173,8 +182,8 @@ struct Encoder {
     return !is_bad;
   }
 
-  // Store the packed codes of row `row` of the matrix, for the columns of a panel. `x` points to the first of these
-  // elements, and `factors` holds their factors.
+  // Store in call.packed the codes of row `row` of the matrix, for the columns of a panel. `x` points to the first of
+  // these elements, and `factors` holds their factors. If the call has random bytes or a seed, rounding is stochastic.
   void encode_row(const Bits* x, const Rectangle& panel, i64 row, Factors factors) const {
     u8 stream[kPanelColumns + 32];
     const u8* random = call.random ? call.random + row * call.random_step + panel.column : nullptr;
@@ -185,17 +194,18 @@ struct Encoder {
     encode(x, factors, tensor(row).encode, panel.columns, random, out);
   }
 
-  // Store the factors of `count` blocks for which no block rule is used. They are the given factors, starting at index
-  // `first`, or the tensor scale if no factors are given.
+  // Store the factors of `count` blocks of a panel in `factors`, for calls without a block rule. They are the factors
+  // that come with the call, starting at index `first`. If the call has none, they all are the tensor's decode scale if
+  // elements are divided by factors, and otherwise its encode scale.
   void fill_factors(const Rectangle& panel, i64 first, i64 count, float* factors) const {
     const TensorScale t = tensor(panel.row);
     const float tensor_factor = element.divides ? t.decode : t.encode;
     for (i64 b = 0; b < count; ++b) factors[b] = call.factors ? call.factors[first + b] : tensor_factor;
   }
 
-  // Store the scale codes and the factors of one row of `blocks` blocks, by the block rule of the call. `x` holds their
-  // elements, in `rows` rows, and `amax` their amaxes. t is the tensor scale. Return false if a block needs the
-  // fallback.
+  // Store the scale codes and the factors of one row of `blocks` blocks, by the block rule of the call. `x` holds the
+  // elements of the blocks, which have `rows` rows, and `amax` the amaxes. t is the tensor scale. Return false if a
+  // rule of 4over6 or IF4 finds a block that needs the fallback, otherwise true.
   bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes,
                    float* factors) const {
     const BlockRuleEntry& rule = kBlockRules[call.block_rule];
@@ -206,8 +216,9 @@ struct Encoder {
     return true;
   }
 
-  // Store the code 0 for all elements of the blocks whose amax is below kFltMin. The producer of the recipe returns
-  // early for such blocks, so that their codes have no signs.
+  // In call.packed, store the code 0 for all elements of those blocks of a panel whose amax is below kFltMin, and leave
+  // other blocks as they are. `amax` holds the amaxes of the `blocks` blocks. The library whose results the recipe
+  // reproduces returns early for such blocks, so their codes have no signs. Codes must have 4 bits.
   void clear_zero_blocks(const Rectangle& panel, const float* amax, i64 blocks) const {
     const i64 bytes = call.block / 2;
     for (i64 b = 0; b < blocks; ++b)
@@ -215,8 +226,9 @@ struct Encoder {
         std::memset(call.packed + (panel.row + i) * call.packed_step + panel.column / 2 + b * bytes, 0, bytes);
   }
 
-  // Store INT4 codes for the blocks of a panel whose scale code has bit 7 set, in place of their E2M1 codes. `x` holds
-  // the elements of the panel, and `codes` and `factors` the scale codes and factors of its `blocks` blocks per row.
+  // For the recipe IF4: store INT4 codes for those blocks of a panel whose scale code has bit 7 set, in place of their
+  // E2M1 codes. Other blocks are left as they are. `x` holds the elements of the panel, and `codes` and `factors` the
+  // scale codes and factors of its `blocks` blocks.
   void encode_integer_blocks(View<Bits> x, const Rectangle& panel, const u8* codes, const float* factors,
                              i64 blocks) const {
     for (i64 b = 0; b < blocks; ++b)
@@ -225,8 +237,8 @@ struct Encoder {
                             call.packed + (panel.row + i) * call.packed_step + (panel.column + b * kBlockColumns) / 2);
   }
 
-  // Encode a panel whose first element is x.data[0]: store its scales and codes. Return false if the panel needs the
-  // fallback.
+  // Encode a panel: store its codes, and its scale codes if the call wants them. x.data[0] is the first element of the
+  // panel. Return false if the panel needs the fallback, otherwise true.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
     float found[kMaxPanelBlocks], block_factors[kMaxPanelBlocks], run_factors[kMaxPanelBlocks],
         reciprocals[kMaxPanelBlocks], corrections[kMaxPanelBlocks];
@@ -276,7 +288,8 @@ struct Encoder {
     return true;
   }
 
-  // Encode a tile, panel by panel: store its scales and codes. Return false if the tile needs the fallback.
+  // Encode a tile, panel by panel: store its codes and scale codes. Return true if all panels were encoded. Return
+  // false at the first panel that needs the fallback; the panels after it are not encoded.
   bool encode_tile(Rectangle tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     if (is_flat && tile.columns == call.x.columns) tile = {0, 1, tile.row * tile.columns, tile.rows * tile.columns};

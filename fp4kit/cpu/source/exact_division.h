@@ -1,7 +1,8 @@
-// Functions that find the codes of quotients x / d without a division per element. The quotient is replaced by a number
-// that has the same E2M1 code. That number is computed from the reciprocal of the divisor and the error of the
-// reciprocal. It can also be the product of x and one multiplier, if there is a multiplier that gives the same codes
-// for every x.
+// Functions that find the E2M1 codes of quotients x / d without a division per element x. The quotient is replaced by a
+// number that has the same E2M1 code. One such number is computed from the reciprocal of the divisor d and the error of
+// the reciprocal (Divisor). Another one is the product of x and one multiplier, if there is a multiplier that gives the
+// same codes for every x (Multipliers). Midpoint: a number halfway between two neighboring E2M1 values. In: the type of
+// the elements. unused_bits: kUnusedBits<In>, the low bits that are 0 in every x.
 #pragma once
 
 #include "input_types.h"
@@ -12,8 +13,8 @@ constexpr bool kHasFma = true;
 constexpr bool kHasFma = false;  // because a fused multiply-add would be a function call
 #endif
 
-// The fast methods accept only divisors d with kFastDivisorAbove < d < kFastDivisorBelow. For some arithmetics, the
-// upper bound is smaller (fast_below in encode_elements.h).
+// Codes may be found without divisions only for divisors d with kFastDivisorAbove < d < kFastDivisorBelow. For some
+// element arithmetics, the upper bound is smaller (fast_below in encode_elements.h).
 constexpr float kFastDivisorAbove = 0x1p-90f, kFastDivisorBelow = 0x1p90f;
 
 // A divisor `value`, its rounded reciprocal, and the rounded difference correction = 1 / value - reciprocal.
@@ -27,36 +28,39 @@ struct Divisor {
   float value, reciprocal, correction;
 };
 
-// Return the Divisor of a value. The correction is 0 if the processor has no fused multiply-add (kHasFma).
+// Return the Divisor of a value: the value, its rounded reciprocal and the correction. The correction is 0 if the
+// processor has no fused multiply-add (kHasFma is false).
 static __forceinline__ Divisor divisor_of(float value) {
   const float reciprocal = 1.0f / value;
   return {value, reciprocal, kHasFma ? fma_rn(-value, reciprocal, 1.0f) * reciprocal : 0.0f};
 }
 
-// Return true if all 23 stored bits of the significand are 1.
+// Return true if all 23 stored bits of the significand of `value` are 1. The numbers that Divisor gives for such a
+// divisor may have wrong codes.
 static __forceinline__ bool is_last_significand(float value) {
   return (~bits_of(value) & 0x7FFFFFu) == 0u;
 }
 
-// A mask of the low bits of a float32 that are 0 in every element of a 16-bit type. It is 0 for float32 elements.
+// A mask of the low bits of a float32 that are 0 in every element of the type In, if it is a 16-bit type. It is 0 for
+// float32 elements.
 template <class In>
 constexpr u32 kUnusedBits = sizeof(typename Input<In>::Bits) == 2 ? (1u << (23 - In::kMantissaBits)) - 1u : 0u;
 
-// Return true if E2M1 rounds up a number at or near one of its midpoints, ties to even. `odd` is the midpoint divided
-// by a power of two (1, 3, 5 or 7), and `value` is the number divided by the same power. Ties to even round the
-// midpoints 1/4, 5/4, 5/2 and 5 down, and 3/4, 7/4 and 7/2 up.
+// Return true if E2M1, with ties to even, rounds a number at or near one of its midpoints up. `odd` is the midpoint
+// divided by a power of two (1, 3, 5 or 7), and `value` is the number divided by the same power. If the number is the
+// midpoint itself, 1/4, 5/4, 5/2 and 5 are rounded down, and 3/4, 7/4 and 7/2 up.
 static __forceinline__ bool rounds_up(float value, u32 odd) {
   const float midpoint = static_cast<float>(odd);
   return (value > midpoint) | ((value == midpoint) & (odd % 4u == 3u));
 }
 
-// Return true if x * multiplier has the E2M1 code of x / d for every x whose unused_bits are 0.
+// Return true if x * multiplier has the same E2M1 code as x / d for every x whose unused_bits are 0. `multiplier` must
+// be within 1.5 ulp of 1 / d.
 //
 // Midpoints of E2M1 are 1, 3, 5 and 7 times powers of two. For each of these four numbers, only one x is tried: the x
 // nearest to that multiple of d, if it is within 8 ulp of the multiple. No other x can fail, because its quotient
 // differs from the midpoint by more than a relative 7 * 2^-24. Rounding changes the quotient by at most a relative
-// 2^-24. The product differs from the quotient by at most a relative 4 * 2^-24, because the multiplier is within 1.5
-// ulp of 1 / d.
+// 2^-24. The product differs from the quotient by at most a relative 4 * 2^-24.
 static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 unused_bits) {
   bool is_exact = true;
   FP4KIT_UNROLL
@@ -69,17 +73,17 @@ static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 u
   return is_exact;
 }
 
-// Multipliers, indexed by the code of a block's scale, for recipes whose divisor depends on the scale code alone.
-// all_exact is true if every divisor between kFastDivisorAbove and kFastDivisorBelow has an exact multiplier
-// (is_exact_multiplier).
+// One multiplier per scale code, for recipes whose divisor depends only on the scale code of the block and the tensor
+// scale. all_exact is true if every divisor between kFastDivisorAbove and kFastDivisorBelow has an exact multiplier
+// (is_exact_multiplier). If it is false, the multipliers must not be used.
 struct Multipliers {
   float of_code[256];
   bool all_exact;
 };
 
-// Store a multiplier for each of 256 divisors, in the order of the scale codes. The candidates are the rounded
-// reciprocal and the floats just below and just above it, tried in this order. Store the first exact candidate, or the
-// last one if none is exact. unused_bits: kUnusedBits of the elements.
+// For each of the 256 scale codes, store in out.of_code the multiplier that replaces the divisor divisors[code], and
+// set out.all_exact. Three candidates are tried in this order: the rounded reciprocal, the float just below it, and the
+// float just above it. The first exact one is stored, or the last candidate if none is exact.
 static void find_multipliers(const float* __restrict divisors, u32 unused_bits, Multipliers& out) {
   u32 missing = 0;
   for (int code = 0; code < 256; ++code) {

@@ -1,8 +1,9 @@
-// Vectors of sixteen bytes: table look-up, interleaving, the larger elements of two vectors, and square transposes
-// built from these operations. Also functions that load and store pairs of elements and codes that share a 32-bit lane.
-//
-// Zip: interleave two vectors. zip_low interleaves their first halves byte by byte, and zip_high their second halves.
-// zip_pairs_* interleave units of two bytes, and zip_fours_* units of four bytes.
+// Vectors of sixteen bytes (Bytes): table look-up, interleaving, the larger elements of two vectors, and square
+// transposes built from these operations. Also functions that load and store pairs of elements and codes that share a
+// 32-bit lane. Bits: the unsigned integer type of an element's bits, u16 or u32. Nibble: a 4-bit code; two are stored
+// per byte. Zip: interleave two vectors, so that a_0 b_0 a_1 b_1 ... results. zip_low interleaves their first halves
+// byte by byte, and zip_high their second halves. zip_pairs_* interleave units of two bytes, and zip_fours_* units of
+// four bytes.
 #pragma once
 
 #include <type_traits>
@@ -19,8 +20,9 @@
 
 constexpr int kLanes = 16;  // number of blocks, runs or candidates that a loop handles together, one per lane
 
-// FP4KIT_HAS_LOOK_UP is 1 if the processor has a byte shuffle, otherwise 0. If it is 1, Bytes is a vector of sixteen
-// bytes, and look_up(table, index) returns table[index] for sixteen indices in [0, 16).
+// FP4KIT_HAS_LOOK_UP is 1 if the compiler may use a byte shuffle of the processor, otherwise 0. If it is 1, Bytes is a
+// vector of sixteen bytes, and look_up(table, index) returns table[index] for each of sixteen indices in [0, 16).
+// `load` and `store` accept addresses of any alignment.
 #if defined(__SSSE3__)
 #define FP4KIT_HAS_LOOK_UP 1
 using Bytes = __m128i;
@@ -51,7 +53,8 @@ static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
 static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
   return _mm_unpackhi_epi32(a, b);
 }
-// Return the sixteen nibbles of eight bytes, one per byte. The low nibble of each byte comes first.
+// Return the sixteen nibbles of the eight bytes at `from`, one per byte, as numbers in [0, 16). The low nibble of each
+// byte comes first.
 static __forceinline__ Bytes nibbles(const u8* from) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
   return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
@@ -99,8 +102,8 @@ static __forceinline__ Bytes nibbles(const u8* from) {
 #endif
 
 #if FP4KIT_HAS_LOOK_UP
-// Return the first halves (zip_elements_low) or the second halves (zip_elements_high) of two vectors, interleaved.
-// Elements have 2 or 4 bytes.
+// Return the first halves (zip_elements_low) or the second halves (zip_elements_high) of the vectors a and b,
+// interleaved element by element. Elements have the type Bits, of 2 or 4 bytes.
 template <class Bits>
 static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b);
@@ -110,7 +113,7 @@ static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b);
 }
 
-// Load sixteen bytes of elements from an address of any alignment, and return them without their signs.
+// Load sixteen bytes of elements from an address of any alignment, and return them with their sign bits cleared.
 template <class Bits>
 static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   typedef Bits Lanes __attribute__((vector_size(16)));
@@ -119,7 +122,7 @@ static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   return __builtin_bit_cast(Bytes, x & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
 }
 
-// Return the larger of two elements for each position. The elements must have no sign.
+// For each position, return the larger one of the elements of a and b, compared as integers. All sign bits must be 0.
 template <class Bits>
 static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
   typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // signed: all processors can compare these
@@ -128,11 +131,12 @@ static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
 }
 #endif
 
-// Number of rows and columns of a square whose rows have sixteen bytes.
+// The number of elements in sixteen bytes: the rows and columns of the squares that transpose_square takes.
 template <class Bits>
 constexpr int kSide = 16 / sizeof(Bits);
 
 // Transpose a square of kSide x kSide elements of 2 or 4 bytes: copy from[i * from_step + j] to to[j * to_step + i].
+// The two squares must not overlap.
 template <class Bits>
 static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bits* to, i64 to_step) {
   constexpr int kRows = kSide<Bits>;
@@ -155,8 +159,9 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Load two neighboring elements from the address `from`, the first into the low bits of `low` and the second into those
-// of `high`. The bits above those of an element are undefined. If without_negative_zero, -0 is replaced by 0.
+// Load two neighboring elements from the address `from`: the first one into the low bits of `low`, the second one into
+// the low bits of `high`. For 16-bit elements, the bits above the element are undefined. If without_negative_zero, an
+// element -0 is replaced by +0.
 static __forceinline__ void load_pair(const u32* from, u32& low, u32& high, bool without_negative_zero) {
   low = from[0], high = from[1];
   if (without_negative_zero) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
@@ -169,8 +174,9 @@ static __forceinline__ void load_pair(const u16* from, u32& low, u32& high, bool
   high = low >> 16;
 }
 
-// Return the bits of a selected by the mask kLow and the bits of b selected by the mask kHigh. The remaining bits are
-// undefined: with AVX-512, where one instruction selects bits, they are the bits of b; elsewhere they are 0.
+// Return an integer that has the bits of a where the mask kLow is 1, and the bits of b where the mask kHigh is 1. The
+// masks must not overlap. The remaining bits are undefined: with AVX-512, where one instruction selects bits, they are
+// the bits of b; elsewhere they are 0.
 template <u32 kLow, u32 kHigh>
 static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #if defined(__AVX512F__)
@@ -180,8 +186,9 @@ static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #endif
 }
 
-// Store kCount 32-bit integers, which fit into Narrow (u8 or u16), as Narrow at address `to`. Intrinsics are used
-// because compilers would narrow the integers one by one. kCount is 16, or 64 for bytes with AVX-512.
+// Store the kCount integers of `from` at the address `to`, each as the type Narrow (u8 or u16), into which it must fit.
+// kCount is 16; with AVX-512, it may also be 64 for bytes. Intrinsics are used because compilers would narrow the
+// integers one by one.
 template <class Narrow, int kCount>
 static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #if defined(__AVX512BW__)
@@ -222,7 +229,7 @@ static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #endif
 }
 
-// The value of kCount with which store_narrow is fastest.
+// The number of integers per call (kCount) with which store_narrow is fastest.
 #if defined(__AVX512BW__)
 template <class Narrow>
 constexpr int kNarrowCount = sizeof(Narrow) == 1 ? 64 : 16;
@@ -231,7 +238,8 @@ template <class Narrow>
 constexpr int kNarrowCount = 16;
 #endif
 
-// Pack `count` codes, an even number of codes below 16, two per byte. The first code of a pair is in the low nibble.
+// Pack `count` codes, which are stored one per byte, two per byte into out[0] ... out[count / 2 - 1]. The first code of
+// a pair becomes the low nibble. `count` must be even, and every code below 16.
 static void pack_codes(const u8* codes, i64 count, u8* out) {
   for (i64 i = 0; i < count / 2; ++i) {
     u16 pair;

@@ -1,4 +1,7 @@
-// Functions that compute the amaxes of matrices and of their blocks, and the tensor scales of a call.
+// Functions that compute the amaxes (largest magnitudes) of matrices and of their blocks, and the tensor scales of a
+// call. A tensor scale is a struct of an encode scale, a decode scale and the tensor amax. A tensor rule, an entry of
+// kTensorRules, computes it from the tensor amax. A call has one tensor scale, or one per row if its tensor_step is 1.
+// Given amaxes come with the call. In: the type of the elements.
 #pragma once
 
 #include <atomic>
@@ -12,8 +15,8 @@ extern "C" {
 
 // The arguments of a call that computes amaxes. cpu/library.py mirrors this struct.
 //   x                        the matrix
-//   out                      output: the block amaxes (rows / block_rows rounded up, columns / block), in rows that
-//                            are out_step apart; nullptr if they are not wanted
+//   out                      output: the block amaxes (rows / block_rows rounded up, columns / block), in rows that are
+//                            out_step apart; nullptr if they are not wanted. If given, columns must be whole blocks
 //   tile_rows, tile_columns  rows and columns of a tile
 //   input                    type of the elements, as an InputKind
 //   block, block_rows        columns and rows of a block; read only if `out` is given
@@ -25,8 +28,9 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Return the amax of a matrix as bits, in the width of the input type, and store its block amaxes in call->out. NaN
-// counts as larger than infinity. The stored block amaxes are valid only if all elements are finite.
+// Return the amax of a matrix as its bit pattern in the type of the elements, or 0 if there are no elements. If
+// call->out is not nullptr, also store the block amaxes there, as float32. NaN counts as larger than infinity, so the
+// result is the bits of a NaN if any element is NaN. The stored block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};
@@ -64,22 +68,22 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
 
 namespace {
 
-// The tensor scales that a call computes: one, or one per row if tensor_step is 1. block_amax holds the block amaxes of
-// the matrix, or nullptr if they were not kept.
+// The tensor scales that a call computes: one, or one per row if tensor_step is 1. All numbers are 1 until `put`
+// replaces them. block_amax holds the block amaxes of the matrix, or nullptr if they were not kept.
 struct FoundScales {
   std::vector<float> encode, decode, amax;
   std::unique_ptr<float[]> block_amax;
   explicit FoundScales(const EncodeCall& call)
       : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
 
-  // Set the pointers of a call so that the call uses these tensor scales.
+  // Set the pointers encode, decode and amax of a call to these tensor scales, which must outlive the call.
   void point(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
 
-  // Return the kept block amaxes in the form that the Encoder takes.
+  // Return the kept block amaxes in the form that the Encoder takes; its `data` is nullptr if none were kept.
   KnownAmaxes known(const EncodeCall& call) const { return {block_amax.get(), call.x.columns / call.block}; }
 
   // Store the tensor scale t at index i.
@@ -90,8 +94,9 @@ struct FoundScales {
   }
 };
 
-// Compute the amax of every row, and from it, by a tensor rule, the tensor scale of the row. Store the scales in
-// `found`. Return false if an element is NaN or infinite.
+// For every row, compute the amax and, by the tensor rule with the index tensor_rule, the tensor scale, and store the
+// scale in `found`. Return true if all elements are finite. Return false if any element is NaN or infinite; the scales
+// of such rows are then not meaningful.
 template <class In>
 bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;
@@ -110,8 +115,9 @@ bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found
   return is_finite;
 }
 
-// Compute tensor scales from the given tensor amaxes by a tensor rule, and store them in `found`. Return false if an
-// amax is NaN, infinite, negative or -0.
+// Compute the tensor scales from the given tensor amaxes, by the tensor rule with the index tensor_rule, and store them
+// in `found`. `given` holds one amax per tensor scale. Return true on success. Return false at the first amax that is
+// NaN, infinite, negative or -0; this scale and the following ones are then not stored.
 bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;
@@ -120,9 +126,10 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
   return true;
 }
 
-// Compute the tensor scales of a call by a tensor rule, and store them in `found`. They are computed from the given
-// tensor amaxes or, if `given` is nullptr, from the elements. Return false if an element or a given amax is not finite,
-// or if a given amax is negative or -0. Store nothing, and return true, if tensor_rule is -1.
+// Compute the tensor scales of a call, by the tensor rule with the index tensor_rule, and store them in `found`. If
+// tensor_rule is -1, store nothing and return true. The scales are computed from the given tensor amaxes or, if `given`
+// is nullptr, from the elements. Return false if an amax needs the fallback: if a given amax is NaN, infinite, negative
+// or -0, or if `given` is nullptr and an element is NaN or infinite. Otherwise return true.
 //
 // The block amaxes are kept for the encoder if all of this holds:
 //   - This function computes them: there is a block rule, and one tensor scale, which is computed from the elements.
