@@ -61,10 +61,9 @@ struct DecoderEntry {
   DecodeRowFunction rows[kInputs];
 };
 
-// The compiled code of one block rule. Of the two pointers, the one that the rule does not use is nullptr.
+// The compiled code of one block rule. A rule uses either `scales` or `choose`; the other pointer is nullptr.
 //   scales              for most rules: the functions that find scales from amaxes, indexed by InputKind
-//   choose              for the rules of 4over6 and IF4: the function that chooses between two candidates by their
-//                       errors
+//   choose              for the rules of 4over6 and IF4: the function that chooses between two candidates by errors
 //   clears_zero_blocks  true if blocks whose amax is below kFltMin get the code 0, without sign, for all elements
 //   factors_by_code     true if a factor depends only on the scale code and the tensor scale, not on the amax
 //   selects_integers    true if blocks whose scale code has bit 7 set get INT4 codes

@@ -1,12 +1,14 @@
-// Matrix products with the additions of GPU matrix units, or in other orders. The specification is
-// fp4kit/reference/matmul.py.
+// Matrix products D = C + A B^T with the additions of GPU matrix units, or in other orders. K: the axis along which
+// products are added. Step: the elements along K whose products a matrix unit adds at once. Term: one summand of a
+// step, which is a product or the exact sum of 16 products. Power: 2^exponent of a number, as a double; decoded
+// elements of zero have the power 0. Panel: kProductLanes neighboring columns of D, which are computed at once, one per
+// vector lane. Chain: the steps whose products are added to one sum before that sum is added to the total in float32
+// ("promotion"). Task: a tile of D that one thread computes. In the functions, a holds decoded elements of a row of A,
+// b those of a panel of columns (rows of B), i the index of a decoded element, k an index along K, and c the sums of
+// one row of D in a panel, one per lane.
 //
-// Step: the elements along K whose products a matrix unit adds at once. Term: one summand of a step, which is a product
-// or the exact sum of 16 products. Power: 2^exponent of a number, as a double. Panel: kProductLanes neighboring columns
-// of the result, which are computed at once, one per vector lane. Chain: the steps whose products are added to one sum
-// before that sum is added to the total in float32 ("promotion").
-//
-// The arithmetic of terms is that of the CUDA kernels (cuda/kernels/rules/matmul_terms.cuh).
+// The specification is fp4kit/reference/matmul.py. The arithmetic of terms is that of the CUDA kernels
+// (cuda/kernels/rules/matmul_terms.cuh).
 #pragma once
 
 #include <algorithm>
@@ -15,7 +17,7 @@
 
 #include "tiles.h"
 
-// One operand of a product: rows of codes along K, and tables that say what the codes mean.
+// One operand of a product (A or B): rows of codes along K, and tables that say what the codes mean.
 struct ProductOperand {
   const void* codes;           // the codes of the first row; 4-bit codes are stored two per byte, the first one low
   const u8* scales;            // the codes of the block scales of the first row; nullptr without block scales
@@ -59,7 +61,7 @@ constexpr i64 kProductRows = 64;   // largest number of rows of a task
 constexpr i64 kProductDepth = 512;
 
 // At most kProductDepth decoded elements along K, for a panel of columns or for one row. Each lane holds one column or,
-// if kLanes is 1, the row.
+// if kLanes is 1, the row. The first index of an array is that of the decoded element.
 template <int kLanes>
 struct ProductPanel {
   double values[kProductDepth][kLanes];   // each element times its block scale
@@ -69,8 +71,9 @@ struct ProductPanel {
   // block scales.
   double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];
 
-  // Decode `depth` elements, starting at index `start` along K, for `count` rows of an operand, starting at row
-  // `first`. `length` is K. Lanes and elements beyond the operand count as zeros.
+  // Decode `depth` elements, starting at index `start` along K, of `count` rows of the operand x, starting at row
+  // `first`, and store them in the arrays of this struct. Row first + lane goes to lane `lane`. `length` is K. Lanes
+  // from `count` on, and elements from `length` on, count as zeros.
   void decode(const ProductOperand& x, i64 first, i64 count, i64 start, i64 depth, i64 length) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const i64 row = first + (lane < count ? lane : 0), end = lane < count ? std::min(depth, length - start) : 0;
@@ -96,7 +99,7 @@ struct ProductPanel {
     }
   }
 
-  // Return code number k of the row that begins at `codes`.
+  // Return code number k of the row of codes that begins at `codes`. Codes of x have 4, 8 or 16 bits (x.code_bits).
   static unsigned code_at(const ProductOperand& x, const u8* codes, i64 k) {
     if (x.code_bits == 4) return codes[k >> 1] >> (k & 1 ? 4 : 0) & 15;
     return x.code_bits == 8 ? codes[k] : reinterpret_cast<const u16*>(codes)[k];
@@ -106,25 +109,25 @@ struct ProductPanel {
 using Columns = ProductPanel<kProductLanes>;
 using Row = ProductPanel<1>;
 
-// Functions that add one step to the sums of one row of a panel. Each function adds call.step products per lane,
-// starting at decoded element i, to the sums at c. A sum is any double for Adder::float64; for all other adders, it is
-// a double that float32 can represent.
+// Functions that add one step to the sums of one row of a panel. Each function adds call.step products per lane
+// (add_float64 and add_float32: one product), starting at decoded element i, to the sums at c. A sum is any double for
+// Adder::float64; for all other adders, it is a double that float32 can represent.
 struct Adders {
   const ProductCall& call;
   // zero_power: the power of a term that is zero. unit: the last bit that a term keeps, relative to the largest power.
   const double zero_power = double_power(call.zero_exponent);
   const double unit = double_power(-call.fraction_bits);
 
-  // Return the power of the product of two elements with the powers a and b. A power of 0 stands for an element of
-  // zero; the product is then zero and has zero_power.
+  // Return the power of the product of two elements with the powers a and b, which is a * b. If an element is zero, its
+  // power is 0; the result is then zero_power.
   double power_of_term(double a, double b) const {
     const double power = a * b;
     return power == 0 ? zero_power : power;
   }
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's matrix units do.
-  // Every product is a term. c and the terms are aligned to the largest exponent, truncated and added, and the sum is
-  // truncated.
+  // Every product is a term. c and the terms are aligned to the largest exponent among them, truncated toward zero to
+  // call.fraction_bits and added. The sum is truncated to call.output_bits and stored in c.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
@@ -147,8 +150,8 @@ struct Adders {
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's FP4 units do. A
   // term is the exact sum of 16 products of elements, times the product of both block scales. Its exponent is that of
   // this product of scales, or call.zero_exponent if all 16 products are zero or a scale is zero. c and the terms are
-  // aligned to the largest exponent, truncated and added, and the sum is truncated. i and call.step must be multiples
-  // of 16, and call.step at most 128.
+  // aligned to the largest exponent among them, truncated toward zero to call.fraction_bits and added. The sum is
+  // truncated to call.output_bits and stored in c. i and call.step must be multiples of 16, and call.step at most 128.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
@@ -180,7 +183,9 @@ struct Adders {
   }
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as the matrix units of CDNA3
-  // do (FloorDotAdd of fp4kit/units.py).
+  // do (FloorDotAdd of fp4kit/units.py). The products are dealt in turn to call.sums (1 or 2) partial sums. Each
+  // product is truncated toward zero to call.fraction_bits below the largest power of its partial sum; floored_sum then
+  // adds the partial sums to c. If call.sums is 1, products of 2^128 and more count as infinite.
   void floor(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) {
       double largest[2] = {0, 0}, sums[2] = {0, 0};
@@ -198,13 +203,13 @@ struct Adders {
     }
   }
 
-  // Multiply element i of a and b, and add the products to the sums c, in float64.
+  // In each lane, multiply decoded element i of a by that of b, and add the product to the sum c, in float64.
   void add_float64(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) c[l] += a.values[i][0] * b.values[i][l];
   }
 
-  // Multiply element i of a and b, and add the products to the sums c, in float32. Both elements are rounded to float32
-  // first.
+  // In each lane, multiply decoded element i of a by that of b, and add the product to the sum c, in float32. Both
+  // elements are rounded to float32 first.
   void add_float32(const Row& a, const Columns& b, i64 i, double* c) const {
     const float value = static_cast<float>(a.values[i][0]);
     for (int l = 0; l < kProductLanes; ++l) {
@@ -213,8 +218,9 @@ struct Adders {
     }
   }
 
-  // Multiply the blocks of a and b that begin at element i, and add the result to the sums c, in float32. The result is
-  // the sum of the products of elements, times the product of both block scales.
+  // In each lane, multiply the block of a that begins at decoded element i by that of b, and add the result to the sum
+  // c, in float32. The result is the float32 sum of the products of elements, times the product of both block scales. A
+  // block has call.step elements.
   void add_float32_blocks(const Row& a, const Columns& b, i64 i, double* c) const {
     float sum[kProductLanes] = {};
     for (i64 k = i; k < i + call.step; ++k) {
@@ -227,8 +233,8 @@ struct Adders {
     }
   }
 
-  // Add the products of one step of a and b, starting at decoded element i, to the sums c by the adder of the call. Do
-  // nothing for Adder::exact, which ProductTask::add_exact handles.
+  // Add the products of one step of a and b, starting at decoded element i, to the sums c, by the adder of the call
+  // (call.adder). Do nothing for Adder::exact, whose sums ProductTask::add_exact computes.
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
@@ -249,8 +255,8 @@ struct Adders {
   }
 };
 
-// Store x as element `index` of call.out, rounded to nearest even in the dtype of the output. NaN is stored as
-// 0x7FFFFFFF, or as 0x7FFF in 16 bits.
+// Store x as element `index` of call.out, rounded to nearest even in the dtype of the output. Every NaN is stored as
+// 0x7FFFFFFF, or as 0x7FFF if the output has 16 bits.
 void store(const ProductCall& call, i64 index, float x) {
   with_input_type(call.output, [&](auto in) {
     using In = Input<decltype(in)>;
@@ -261,13 +267,14 @@ void store(const ProductCall& call, i64 index, float x) {
 }
 
 // The tasks of a call. A task computes a tile of D: at most kProductRows rows, and at most kPanels panels of columns.
+// The struct has no memory of its own, so threads may run different tasks at the same time.
 struct ProductTask {
   static constexpr int kPanels = 4;  // largest number of panels of a task
   const ProductCall& call;
   Adders adders{call};
 
-  // The memory of a task: the decoded elements, the sums of the current chains and, with promotion, the totals of the
-  // completed chains.
+  // The memory of a task: the decoded elements of its columns and of one row, the sums of the current chains and, with
+  // promotion, the totals of the completed chains.
   struct Memory {
     Columns columns[kPanels];
     Row row;
@@ -308,9 +315,9 @@ struct ProductTask {
     finish(*memory, first_row, rows, first, columns, exact);
   }
 
-  // Initialize the sums of a task, in m and `exact`, with C, or with zeros. With promotion, C initializes the totals
-  // instead. The task computes `rows` rows and `columns` columns of the result, starting at row first_row and column
-  // `first`.
+  // Initialize the sums of a task with C, or with zeros if the call has no C. The sums are in m and, for Adder::exact,
+  // in `exact`. With promotion, C initializes the totals instead, and the sums begin with zeros. The task computes
+  // `rows` rows and `columns` columns of D, starting at row first_row and column `first`.
   void start(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     std::memset(m.sums, 0, sizeof m.sums);
     std::memset(m.totals, 0, sizeof m.totals);
@@ -325,8 +332,8 @@ struct ProductTask {
     }
   }
 
-  // Add the products of the decoded row and columns in m to the exact sums of the row. There are `depth` decoded
-  // elements and `columns` columns.
+  // Add the products of the decoded row in m and each of its `columns` decoded columns to the exact sums of that row:
+  // sums[j] for column j. `depth` elements are decoded along K.
   void add_exact(const Memory& m, i64 depth, i64 columns, ExactSum* sums) const {
     for (i64 j = 0; j < columns; ++j) {
       const Columns& b = m.columns[j / kProductLanes];
@@ -335,7 +342,7 @@ struct ProductTask {
   }
 
   // Add the products of the `depth` decoded elements in m, which start at index k along K, to the sums of row r of
-  // panel p.
+  // panel p, step by step. With promotion, the sums of each chain that ends are added to the totals and set to 0.
   void add_row(Memory& m, i64 r, int p, i64 k, i64 depth) const {
     double* c = m.sums[r][p];
     for (i64 i = 0; i < depth; i += call.step) {
@@ -349,7 +356,8 @@ struct ProductTask {
     }
   }
 
-  // Multiply a sum by the tensor scales of its row and column, and store it in D.
+  // Multiply a sum by the product of the tensor scales of its row and its column, and store it as D[row, column] in the
+  // dtype of the output. An operand without tensor scales counts as 1.
   void put(i64 row, i64 column, float sum) const {
     const float* fa = call.a.factors;
     const float* fb = call.b.factors;
@@ -361,7 +369,9 @@ struct ProductTask {
     store(call, row * call.columns + column, sum);
   }
 
-  // Multiply all sums of a task by the tensor scales, and store them. `start` describes the arguments.
+  // Multiply all sums of a task by the tensor scales, and store them in D. For Adder::exact, the sums are in `exact`.
+  // Otherwise they are in m: the totals with promotion, else the sums. The task has `rows` rows and `columns` columns
+  // of D, starting at row first_row and column `first`.
   void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     const auto& sums = call.promote ? m.totals : m.sums;
     for (i64 r = 0; r < rows; ++r) {
@@ -375,7 +385,7 @@ struct ProductTask {
   }
 };
 
-// The tasks of several calls, numbered one after the other.
+// The tasks of several calls, numbered one after the other, so that all threads can share them.
 class ProductTasks {
   struct Part {
     const ProductCall* call;
@@ -385,7 +395,8 @@ class ProductTasks {
   std::vector<Part> parts_;
 
  public:
-  // Add the tasks of a call. Task: a class such as ProductTask, which computes the call.
+  // Add the tasks of a call. Task: the class that computes the call, such as ProductTask. The call is kept as a
+  // pointer, so it must outlive this object.
   template <class Task>
   void add(const ProductCall& call) {
     const auto run_task = [](const ProductCall& product, i64 index) { Task{product}.run(index); };

@@ -1,10 +1,16 @@
-// Matrix products with Adder::truncate, for which every term is a single product, with AVX-512. These are products of
-// FP8, FP6 and 16-bit floats on NVIDIA's units, and of MX formats. matmul.h computes them on processors without
-// AVX-512, and defines step, term, panel and chain.
+// Matrix products D = C + A B^T with Adder::truncate, for which every term is a single product, with AVX-512. K: the
+// axis along which products are added. Step: the elements along K whose products a matrix unit adds at once. Term: one
+// summand of a step. Line: a row or a column. Panel: kProductLanes = 16 neighboring columns of D, one per vector lane.
+// Chain: the steps whose products are added to one sum before that sum is added to the total ("promotion"). Task: a
+// tile of D that one thread computes. In the functions, a holds the decoded elements of kLanesBlock rows of A, and b
+// those of a panel of columns. `row` is the index of the first of these rows, `first` the index of the first column, k
+// an index along K, and i the index of the decoded element at which a step starts. c and `sums` hold the sums of these
+// rows so far.
 //
-// A term is an integer in units of the last bit that a step keeps, so a step is an integer sum. float32 holds the
-// elements and the products of two elements exactly, unless exponents are extreme. Lanes with extreme exponents,
-// infinities or NaN are computed term by term.
+// These are products of FP8, FP6 and 16-bit floats on NVIDIA's units, and of MX formats. matmul.h computes them on
+// processors without AVX-512. A term is an integer in units of the last bit that a step keeps, so a step is an integer
+// sum. float32 holds the elements and the products of two elements exactly, unless exponents are extreme. Lanes with
+// extreme exponents, infinities or NaN are computed term by term.
 #pragma once
 
 #include "matmul.h"
@@ -19,7 +25,7 @@ constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
 
 // ---- functions that matmul_vnni.h uses too ----
 
-// Return a mask of the lanes whose columns exist, for the panel that begins at column `first`.
+// Return a mask of the lanes whose columns exist in D, for the panel that begins at column `first`.
 __mmask16 lanes_from(const ProductCall& call, i64 first) {
   const i64 count = std::min<i64>(kProductLanes, call.columns - first);
   return static_cast<__mmask16>((1u << count) - 1);
@@ -35,15 +41,15 @@ __m512d integer_half_of(__m512i x, int half) {
   return _mm512_cvtepi32_pd(half ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x));
 }
 
-// Return doubles as floats, truncated toward zero. `low` holds the first eight, and `high` the last eight.
+// Return sixteen doubles as floats, truncated toward zero. `low` holds the first eight, and `high` the last eight.
 __m512 truncated(__m512d low, __m512d high) {
   const __m512 first = _mm512_castps256_ps512(_mm512_cvt_roundpd_ps(low, kTowardZero));
   return _mm512_insertf32x8(first, _mm512_cvt_roundpd_ps(high, kTowardZero), 1);
 }
 
-// Initialize `sums`, for `padded` rows starting at row `row` in the panel that begins at column `first`, with C, or
-// with zeros if there is no C. Only the first `rows` rows exist. The sums of other rows, and of columns that do not
-// exist, are zeros.
+// Store in `sums` the first sums of `padded` rows, starting at row `row`, in the panel that begins at column `first`:
+// the elements of C, or zeros if the call has no C. Only the first `rows` of these rows exist. The sums of other rows,
+// and of columns that do not exist, are zeros.
 void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64 first, float (*sums)[kProductLanes]) {
   std::memset(sums, 0, static_cast<size_t>(padded) * sizeof *sums);
   if (!call.c) return;
@@ -53,7 +59,9 @@ void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64
   }
 }
 
-// Multiply the sums of one row of a panel by the tensor scales, and store the results. first: the panel's first column.
+// Multiply the sums of one row of a panel by the tensor scales, and store them in D, rounded to the dtype of the
+// output. Columns that do not exist are left out. `first` is the first column of the panel. NaN is stored as by the
+// function `store` of matmul.h.
 void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   const float *fa = call.a.factors, *fb = call.b.factors;
   if (call.output != kFloat32 || (fb && call.b.factors_step)) {
@@ -69,9 +77,9 @@ void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   _mm512_mask_storeu_ps(static_cast<float*>(call.out) + row * call.columns + first, lanes_from(call, first), found);
 }
 
-// In the lanes `replaced`, compute the sums after a step again by task.add_slowly, and store them in `sums`. row: the
-// row. first: the first column of the panel. k: the index along K at which the step starts. before: the sums of the row
-// before the step.
+// In the lanes of the mask `replaced`, compute the sums of one row after a step again, term by term (task.add_slowly),
+// and store them in `sums`. Other lanes are left as they are. `row` is the row, `first` the first column of the panel,
+// and k the index along K at which the step starts. `before` holds the sums of the row before the step.
 template <class Task>
 void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64 k, __m512 before, __m512& sums) {
   alignas(64) float old[kProductLanes], found[kProductLanes];
@@ -84,13 +92,14 @@ void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64
   sums = _mm512_load_ps(found);
 }
 
-// Return the exponent of a power of two.
+// Return the exponent e of 2^e, a power of two in the normal range of doubles. Return -1023 for 0.
 int exponent_of(double power) {
   return static_cast<int>(__double_as_longlong(power) >> 52) - 1023;
 }
 
-// Look up 32 codes in a table of 256 entries, which is aligned to 64 bytes. One instruction looks up the lower six bits
-// of the codes in 64 entries; bits 6 and 7 choose among four results.
+// Return the entries of a table for 32 codes, which are 16-bit integers below 256. The table has 256 entries and is
+// aligned to 64 bytes. One instruction looks up the lower six bits of the codes in 64 entries; bits 6 and 7 choose
+// among four results.
 __m512i looked_up(const u16* table, __m512i codes) {
   __m512i quarters[4];
 #pragma GCC unroll 4
@@ -105,7 +114,8 @@ __m512i looked_up(const u16* table, __m512i codes) {
   return _mm512_mask_mov_epi16(low, upper, high);
 }
 
-// Transpose 16 lines of 16 words: word i of line l becomes to[i][l]. T: a type of 4 bytes.
+// Transpose 16 lines of 16 words of 4 bytes: word i of lines[l] becomes to[i][l]. T: a type of 4 bytes. `to` must be
+// aligned to 64 bytes.
 template <class T>
 void transpose(const __m512i* lines, T (*to)[kProductLanes]) {
   __m512i a[16], b[16];
@@ -163,8 +173,8 @@ struct LaneColumns {
   alignas(64) float values[kLanesDepth][kProductLanes];
   alignas(64) i32 pairs[kLanesDepth / 2][kProductLanes];
 
-  // Transpose the first `depth` elements of the lines (columns) of a panel. Up to 28 more elements per line may be
-  // stored.
+  // Store the first `depth` elements of the lines of a panel (one line per column) in `values` and `pairs`. If `depth`
+  // is not a multiple of 32, up to 28 more elements per line are stored too; callers ignore them.
   void transpose(const LaneLine* lines, i64 depth) {
     __m512i rows[kProductLanes];
     for (i64 i = 0; i < depth; i += 16) {
@@ -178,7 +188,8 @@ struct LaneColumns {
   }
 };
 
-// Decoder of the elements of an operand, sixteen at a time.
+// Decoder of the elements of an operand x, sixteen at a time. 16-bit codes are float16 or bfloat16. Codes of at most 8
+// bits are looked up in a table.
 struct LaneDecoder {
   const ProductOperand& x;
   const bool is_bfloat16;
@@ -198,8 +209,9 @@ struct LaneDecoder {
     }
   }
 
-  // Decode `depth` elements of a row of the operand into `to`, starting at index k along K. Elements at index `length`
-  // and beyond are zeros. k and x.block are multiples of 16.
+  // Decode `depth` elements of row `row` of the operand into `to`, starting at index k along K: their values times the
+  // block scales, and the exponents of these values. Elements at index `length` along K and beyond are zeros. k and the
+  // block length must be multiples of 16.
   void decode(LaneLine& to, i64 row, i64 length, i64 k, i64 depth) const {
     const u8* codes = static_cast<const u8*>(x.codes) + row * x.codes_step;
     const __m512i absolute = _mm512_set1_epi32(0x7FFFFFFF);
@@ -232,7 +244,7 @@ struct LaneDecoder {
   }
 
   // Return the values of elements k to k + 15, without block scales, of the row whose codes begin at `codes`. Only the
-  // first `count` of them exist; the others are zeros.
+  // first `count` of them (1 to 16) exist; the others are zeros, and their codes are not read.
   __m512 sixteen(const u8* codes, i64 k, i64 count) const {
     const auto exist = static_cast<__mmask16>((1u << count) - 1);
     __m256i halves;
@@ -250,15 +262,17 @@ struct LaneDecoder {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
   }
 
-  // Look up sixteen codes in the table.
+  // Return the values of sixteen codes of at most 8 bits, as the bits of bfloat16 numbers.
   __m256i looked_up_sixteen(__m128i codes) const {
     const __m512i index = _mm512_castsi256_si512(_mm256_cvtepu8_epi16(codes));
     return _mm512_castsi512_si256(looked_up(table, index));
   }
 };
 
-// Return true if LaneTask can compute the matrix product of a call. The adder must be `truncate`. The size of a step,
-// the blocks of both operands, the fraction bits and the exponent of zero must be within the limits of this file.
+// Return true if LaneTask can compute the matrix product of a call. All of this must hold:
+//   - The adder is `truncate`, with at most 25 fraction bits and an exponent of zero below kLowest.
+//   - A step has at most 32 elements, a multiple of 4 that divides kLanesDepth.
+//   - The blocks of both operands, if any, have a multiple of 16 elements that divides kLanesDepth.
 bool uses_lanes(const ProductCall& call) {
   const auto fits = [](const ProductOperand& x) {
     return !x.scales || (x.block % 16 == 0 && kLanesDepth % x.block == 0);
@@ -322,9 +336,9 @@ struct LaneTask {
     }
   }
 
-  // Multiply kLanesBlock rows of A by one panel of columns of B, and add the products to `sums`. a and b hold `depth`
-  // decoded elements of these rows and columns, starting at index k along K. `row` is the index of the first row, and
-  // `first` is the index of the first column. With promotion, the sums of a chain that ends are added to `totals` and
+  // Multiply kLanesBlock rows of A by one panel of columns, and add the products to `sums`, step by step. a and b hold
+  // `depth` decoded elements of the rows and columns, starting at index k along K. `row` is the index of the first row,
+  // and `first` that of the first column. With promotion, the sums of each chain that ends are added to `totals` and
   // set to 0.
   //
   // GCC keeps an array of vectors in registers only if every loop over it is unrolled.
@@ -347,15 +361,15 @@ struct LaneTask {
     }
   }
 
-  // Return how many terms of a step are added in 32 bits at a time: all of them if their sum fits, otherwise at most
-  // kLanesChunk. A term is less than 4 * 2^fraction_bits.
+  // Return how many terms of a step are added in 32 bits at a time: all terms of the step if their sum fits, otherwise
+  // at most kLanesChunk. A term is less than 4 * 2^fraction_bits.
   i64 chunk() const {
     return i64{4} * call.step << call.fraction_bits <= i64{1} << 31 ? call.step : std::min(call.step, kLanesChunk);
   }
 
-  // Add one step, which starts at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: true if
-  // the sum of a step and C fits 32 bits. exist[r]: the lanes of row r that exist. add_steps describes the other
-  // arguments.
+  // Add the products of one step, which starts at decoded element i (index k + i along K), to the sums c of kLanesBlock
+  // rows and one panel. kSmall: true if the sum of a step and C fits 32 bits. exist[r]: mask of the lanes of row r that
+  // exist in D. Lanes whose exponents are extreme are computed term by term.
   template <bool kSmall>
   __attribute__((always_inline)) inline void add_step(const LaneLine* a, const LaneColumns& b, i64 row, i64 first,
                                                       i64 k, i64 i, const __mmask16* exist,
@@ -391,9 +405,9 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) _mm512_store_ps(c[r], sums[r]);
   }
 
-  // Compute the integer sums of a step, which may have more than 32 bits, and store them in `sums`, truncated toward
-  // zero to float32. `totals` holds the terms of C, which are included. inverses: one factor per row, which turns terms
-  // into integers. add_step describes the other arguments.
+  // Add the terms of a step to `totals`, the integer terms of C, and store the results in `sums`, truncated toward zero
+  // to float32. The results may have more than 32 bits; `totals` is then not valid afterwards, but `sums` is. inverses:
+  // one factor per row, which turns terms into integers.
   __attribute__((always_inline)) inline void add_chunks(const LaneLine* a, const LaneColumns& b, i64 i,
                                                         const __m512* inverses, __m512i* totals, __m512* sums) const {
     __m512i wrong = _mm512_setzero_si512();  // the sign bit of a lane is set if a sum does not fit 32 bits
@@ -419,8 +433,8 @@ struct LaneTask {
     if (_mm512_movepi32_mask(wrong)) add_wide(a, b, i, inverses, own, sums);
   }
 
-  // Return the largest exponent of a step minus kLowest, per lane. c: the sums of the row before the step. exponents:
-  // the largest exponents of the products.
+  // Return, per lane, the largest exponent in a step of one row, minus kLowest. c: the sums of the row before the step.
+  // exponents: the largest exponents of the products of the step.
   static __m512i above_lowest(__m512i exponents, const float* c) {
     const __m512i bits = _mm512_slli_epi32(_mm512_load_si512(c), 1);  // without the sign
     const __m512i products = _mm512_add_epi32(exponents, _mm512_set1_epi32(127));
@@ -428,15 +442,15 @@ struct LaneTask {
     return _mm512_sub_epi32(largest, _mm512_set1_epi32(127 + kLowest));
   }
 
-  // Return a mask of the lanes for which float32 cannot compute the terms, because their largest exponent is outside of
-  // kLowest ... kHighest. above: the result of above_lowest.
+  // Return a mask of the lanes for which float32 cannot compute the terms of a step, because the largest exponent is
+  // outside of kLowest ... kHighest. above: the result of above_lowest.
   static __mmask16 is_extreme(__m512i above) {
     return _mm512_cmpgt_epu32_mask(above, _mm512_set1_epi32(kHighest - kLowest));
   }
 
-  // Compute the integer sums of a step for kLanesBlock rows, which may have more than 32 bits, and store them in
-  // `sums`, truncated toward zero to float32. own: the terms of C. inverses: one factor per row, which turns terms into
-  // integers. add_step describes the other arguments.
+  // Add the terms of a step to `own`, the integer terms of C, for kLanesBlock rows, and store the results in `sums`,
+  // truncated toward zero to float32. The sums are computed as doubles, because they may have more than 32 bits.
+  // inverses: one factor per row, which turns terms into integers.
   __attribute__((noinline)) void add_wide(const LaneLine* a, const LaneColumns& b, i64 i, const __m512* inverses,
                                           const __m512i* own, __m512* sums) const {
     const i64 count = chunk();
@@ -454,8 +468,8 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) sums[r] = truncated(totals[r][0], totals[r][1]);
   }
 
-  // Find the largest exponent of the products of a step, per lane of kLanesBlock rows, and store it in `exponents`.
-  // add_step describes the other arguments.
+  // Store in exponents[r] the largest exponent of the products of the step that starts at decoded element i, per lane,
+  // for each row r of kLanesBlock rows.
   __attribute__((always_inline)) inline void find_exponents(const LaneLine* a, const LaneColumns& b, i64 i,
                                                             __m512i* exponents) const {
     __m512i pairs[kLanesBlock];
@@ -480,8 +494,8 @@ struct LaneTask {
     }
   }
 
-  // Add `count` products as integer terms, starting at decoded element i, to the `totals` of kLanesBlock rows. a, b:
-  // the decoded rows and panel. inverses: one factor per row, which turns terms into integers.
+  // Add `count` products per lane as integer terms, starting at decoded element i, to the `totals` of kLanesBlock rows.
+  // `count` must be a multiple of 4. inverses: one factor per row, which turns terms into integers.
   __attribute__((always_inline)) static inline void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count,
                                                               const __m512* inverses, __m512i* totals) {
     __m512i sums[kLanesBlock];
@@ -502,9 +516,9 @@ struct LaneTask {
     for (int r = 0; r < kLanesBlock; ++r) totals[r] = sums[r];
   }
 
-  // Correct `sums`, the sums after a step, in lanes whose exponents are extreme. If all products of a lane and its C
-  // are zero, the sum of the lane is +0. Otherwise the sum is computed term by term. c: the sums before the step.
-  // add_step describes the other arguments.
+  // Correct `sums`, the sums after a step, in lanes that exist and whose exponents are extreme. If all products of such
+  // a lane and its sum before the step are zero, the new sum is +0. Otherwise it is computed term by term. c: the sums
+  // before the step, which starts at decoded element i (index k + i along K).
   __attribute__((noinline)) void add_slow_lanes(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k,
                                                 i64 i, const float (*c)[kProductLanes], __m512* sums) const {
     __m512i exponents[kLanesBlock];
@@ -521,7 +535,7 @@ struct LaneTask {
     }
   }
 
-  // Compute the sum of result (row, column) after the step that starts at index k along K, term by term. c is the sum
+  // Return the sum of D[row, column] after the step that starts at index k along K, computed term by term. c is the sum
   // before the step.
   float add_slowly(i64 row, i64 column, i64 k, float c) const {
     const double zero_power = double_power(call.zero_exponent);
@@ -539,7 +553,8 @@ struct LaneTask {
     return static_cast<float>(sum_of_terms(c, terms, call.step, largest, call.fraction_bits, call.output_bits));
   }
 
-  // Return element k of a row times its block scale, and the power of this product, which is 0 if the product is 0.
+  // Return two numbers: element k of row `row` of an operand, times its block scale if there is one, and the power
+  // (2^exponent) of this product. The power is 0 if the product is 0.
   static std::pair<double, double> element(const ProductOperand& x, i64 row, i64 k) {
     const unsigned code = Row::code_at(x, static_cast<const u8*>(x.codes) + row * x.codes_step, k);
     double value = x.values[code], power = value == 0 ? 0 : x.powers[code];

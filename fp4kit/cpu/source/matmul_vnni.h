@@ -1,11 +1,16 @@
-// Matrix products of block-scaled E2M1 operands with the additions of Blackwell's FP4 instructions, with AVX-512 VNNI.
-// matmul.h computes them on other processors, and defines step, term and panel. Group: 16 elements along K. Line: a row
-// or a column.
+// Matrix products D = C + A B^T of block-scaled E2M1 operands with the additions of Blackwell's FP4 instructions, with
+// AVX-512 VNNI. K: the axis along which products are added. Group: 16 elements along K. Step: the 64 elements along K
+// (four groups) whose products the unit adds at once. Term: one summand of a step, the sum of the products of a group
+// times both block scales. Line: a row or a column. Panel: 16 neighboring columns of D, one per vector lane. Task: a
+// tile of D that one thread computes. In the functions, a holds the decoded elements of kVnniBlock rows of A, and b
+// those of kWidth (1 or 2) panels of columns. `row` is the index of the first of these rows, `first` the index of the
+// first column, k an index along K, and `step` the number of a decoded step. c holds the sums of these rows so far:
+// c[w][r][lane] for panel w and row r.
 //
-// Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product. The scales of
-// a line in a step are integers, too, in units of a power of two. Usually no term of a step loses bits when it is
-// shifted to the largest exponent. Then the exact sum of the terms is added to C, and truncated once. A lane for which
-// the exponents do not prove this is computed term by term.
+// matmul.h computes these products on other processors. Elements are integers in units of 1/2, so the sum of a group of
+// 16 products is an integer dot product. The scales of a line in a step are integers, too, in units of a power of two.
+// Usually no term of a step loses bits when it is shifted to the largest exponent. Then the exact sum of the terms is
+// added to C, and truncated once. A lane for which the exponents do not prove this is computed term by term.
 //
 // E8M0 scales of neighboring groups usually differ by a few powers of two. Then elements are shifted left to make up
 // for the difference, and a step is one integer dot product.
@@ -45,8 +50,8 @@ constexpr int kScaleLimit = 110, kWideExponent = 30000;
 // scale are zero do not count, unless the scale is NaN.
 constexpr int kNoScale = 10000;
 
-// The range of the scale exponents in one step, over the groups that count (see kNoScale). If none counts, lowest is
-// larger than highest.
+// The range of the scale exponents in one step, over the groups that count (those with a nonzero element and scale, or
+// with a scale of NaN). If none counts, lowest is larger than highest.
 struct ScaleRange {
   int lowest = kNoScale, highest = -kNoScale;
 
@@ -75,12 +80,13 @@ struct ScaleTable {
     }
   }
 
-  // Return the table's entries for 32 scale codes.
+  // Return the table's entries for 32 scale codes, one byte each.
   __m512i of(__m256i codes) const { return looked_up(entries, _mm512_cvtepu8_epi16(codes)); }
 };
 
-// The integer scales of one line (a row or a column) in at most kVnniSteps steps. The unit of a step is 2^(lowest - 3).
-// Groups whose elements are all zero have the scale 0.
+// The integer scales of one line (a row or a column) in at most kVnniSteps steps, one per group. The unit of a step is
+// 2^(lowest - 3), where `lowest` is the lowest scale exponent of the step. Groups whose elements are all zero have the
+// scale 0.
 struct LineScales {
   alignas(64) int16_t integers[kVnniGroups];
   alignas(32) u8 shifts[kVnniGroups];  // the exponent of each scale minus the lowest one of the step
@@ -88,9 +94,10 @@ struct LineScales {
   alignas(32) float units[kVnniSteps];
   unsigned may_shift;  // a bit per step: whether its scales are powers of two, and its shifts are at most kMostShift
 
-  // Decode the scales of a line of an operand, starting at index k along K. The element codes of the line at k begin at
-  // `elements`. `table` is the table of the scale codes. `length` is the number of elements that remain; if it is 0 or
-  // less, there are no scales.
+  // Decode the scales of a line of the operand x, starting at index k along K, and store them in the fields of this
+  // struct. `elements` points to the element codes of the line at k. `table` is the table of the scale codes. `length`
+  // is the number of elements from k to the end of the line; if it is 0 or less, the line has no scales, and all
+  // integers become 0.
   void decode(const ProductOperand& x, const ScaleTable& table, i64 line, i64 k, i64 length, const u8* elements) {
     const int groups = static_cast<int>(std::min<i64>((std::max<i64>(length, 0) + 15) / 16, kVnniGroups));
     const int shift = __builtin_ctz(x.block) - 4;
@@ -143,14 +150,15 @@ struct LineScales {
     return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(1)), 16));
   }
 
-  // Replace each integer by the smallest of the four integers that belong to its step. x has one integer per group.
+  // Return x with each integer replaced by the smallest of the four integers of its step. x has one 16-bit integer per
+  // group, and a step has four groups.
   static __m512i least_of_step(__m512i x) {
     x = _mm512_min_epi16(x, _mm512_rol_epi64(x, 16));
     return _mm512_min_epi16(x, _mm512_rol_epi64(x, 32));
   }
 
-  // Return a mask of the groups of 16 elements that have a nonzero element. The elements are the `length` nibbles at
-  // `codes`.
+  // Return a mask with one bit per group of 16 elements: 1 if the group has a nonzero element. The elements are the
+  // first `length` nibbles (4-bit codes) at `codes`, at most 512. Groups beyond them get 0.
   static __mmask32 nonzero_groups(const u8* codes, i64 length) {
     __mmask32 found = 0;
     for (int i = 0; i < 4; ++i) {
@@ -180,8 +188,8 @@ struct VnniColumns {
 };
 
 // At most kProductDepth decoded elements along K, for kVnniBlock rows. An entry of `words` holds four elements, in
-// units of 1/2, as signed bytes. The other fields are like those of VnniColumns, except that `units` are divided by 4,
-// because products of elements are in units of 1/4.
+// units of 1/2, as signed bytes. The fields without a comment are like those of VnniColumns, except that `units` are
+// divided by 4, because products of elements are in units of 1/4.
 struct VnniRows {
   alignas(64) i32 words[kVnniBlock][kProductDepth / 4];
   i32 corrections[kVnniBlock][kVnniGroups];      // -kOffset times the sum of a group's elements, to undo the offset
@@ -194,9 +202,10 @@ struct VnniRows {
   unsigned shifted;
 };
 
-// Decide which steps are shifted, for the `count` lines of a panel or of a block of rows. For each step, store in `to`
-// the range of all scale exponents, the largest spread of a line (0 if shifted), and whether the step is shifted. Then
-// set the scales of shifted steps to 8, and the shifts of other steps to 0. To: VnniColumns or VnniRows.
+// Decide which of `steps` steps are shifted, for the `count` lines of a panel or of a block of rows. A step is shifted
+// if may_shift allows it for all lines. For each step, store in `to` the range of all scale exponents, the largest
+// spread of a line (0 if the step is shifted), and whether the step is shifted. In `lines`, set the scales of shifted
+// steps to 8, and the shifts of other steps to 0. To: VnniColumns or VnniRows.
 template <class To>
 void combine_scales(To& to, LineScales* lines, int count, int steps) {
   to.shifted = ~0u;
@@ -221,8 +230,9 @@ void combine_scales(To& to, LineScales* lines, int count, int steps) {
   }
 }
 
-// Decode 64 * `steps` elements and store them in `to`, one byte per element: its value in units of 1/2, shifted left by
-// the entry of `shifts` for its group, plus `offset`. `codes` has `bytes` bytes; elements beyond them are zeros.
+// Decode 64 * `steps` E2M1 elements and store them in `to`, one byte per element: its value in units of 1/2, shifted
+// left by the entry of `shifts` for its group of 16, plus `offset`. `codes` has `bytes` bytes with two codes each;
+// elements beyond them are zeros, stored as `offset`.
 void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int offset, u8* to) {
   __m128i tables[kMostShift + 1];
   const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
@@ -245,8 +255,9 @@ void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int 
   }
 }
 
-// Return true if this file can compute a matrix product: if the processor has AVX-512 VNNI, both operands have 4-bit
-// codes, and the additions are those of Blackwell's FP4 instructions, without promotion.
+// Return true if VnniTask can compute the matrix product of a call. All of this must hold: the processor has AVX-512
+// VNNI, both operands have 4-bit codes and blocks of 16, 32 or another power of two, and the additions are those of
+// Blackwell's FP4 instructions (truncate_groups with the constants below), without promotion.
 bool uses_vnni(const ProductCall& call) {
   static const bool is_supported = __builtin_cpu_supports("avx512vnni");
   const auto is_power = [](i32 block) { return block >= 16 && (block & (block - 1)) == 0; };
@@ -305,8 +316,9 @@ struct VnniTask {
     }
   }
 
-  // Decode `steps` steps, starting at index k along K, of the panel whose first column is `first`, and store the
-  // elements and scales in `to`. `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
+  // Decode `steps` steps of the panel whose first column is `first`, starting at index k along K, and store the
+  // elements and scales in `to`. `table` is the table of scale codes. Columns, elements and scales beyond the operand
+  // count as zeros.
   void decode_columns(VnniColumns& to, const ScaleTable& table, i64 first, i64 k, int steps) const {
     LineScales scales[kVnniLanes];
     for (int lane = 0; lane < kVnniLanes; ++lane) {
@@ -336,13 +348,14 @@ struct VnniTask {
     }
   }
 
-  // Return the address of the codes of a row of an operand, starting at index k along K.
+  // Return the address of the 4-bit codes of row `row` of an operand, starting at index k along K. k must be even.
   static const u8* codes_of(const ProductOperand& x, i64 row, i64 k) {
     return static_cast<const u8*>(x.codes) + row * x.codes_step + k / 2;
   }
 
-  // Decode `steps` steps, starting at index k along K, of the kVnniBlock rows whose first one is `first`, and store the
-  // elements and scales in `to`. `table` is the table of scale codes. Elements and scales beyond the operand are zeros.
+  // Decode `steps` steps of the kVnniBlock rows from row `first` on, starting at index k along K, and store the
+  // elements and scales in `to`. `table` is the table of scale codes. Rows, elements and scales beyond the operand
+  // count as zeros.
   __attribute__((target("avx512vnni"))) void decode_rows(VnniRows& to, const ScaleTable& table, i64 first, i64 k,
                                                          int steps) const {
     LineScales scales[kVnniBlock];
@@ -372,9 +385,9 @@ struct VnniTask {
     }
   }
 
-  // Multiply kWords words of the kVnniBlock rows of a and the kWidth panels of b, starting at word `first`, and store
-  // the integer dot products in `products`. They are initialized with entry `index` of the corrections of each row,
-  // which undo kOffset.
+  // Multiply kWords words (of four elements each) of the kVnniBlock rows of a and the kWidth panels of b, starting at
+  // word `first`, and store the integer dot products in products[row][panel]. They include entry `index` of the
+  // corrections of each row, which undo the offset kOffset of the elements of columns.
   template <int kWords, int kWidth, int kCount>
   __attribute__((target("avx512vnni"), always_inline)) static inline void multiply(
       const VnniRows& a, const VnniColumns* b, int first, const i32 (&corrections)[kVnniBlock][kCount], int index,
@@ -398,9 +411,10 @@ struct VnniTask {
     }
   }
 
-  // Return true if the ranges of all lanes together prove that a step loses no bits of its terms and of C when they are
-  // shifted to the largest exponent. If false, single lanes must be checked by inexact_lanes. c: the sums before the
-  // step. The conditions are those of inexact_lanes, except that no sum may be zero.
+  // Return true if the exponent ranges of all lanes together prove that step number `step` loses no bits: neither of
+  // its terms nor of the sums c before it, when they are shifted to the largest exponent. If the result is false,
+  // single lanes must be checked by inexact_lanes. The conditions are those of inexact_lanes, except that no sum may be
+  // zero.
   template <int kWidth>
   static bool is_exact(const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
     int highest = -kNoScale, lowest = kNoScale;
@@ -426,8 +440,8 @@ struct VnniTask {
     return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(static_cast<int>(end - least)));
   }
 
-  // Return a mask of the lanes in which a step may lose bits, for row r of a and the panel b. sums: the sums of the row
-  // before the step.
+  // Return a mask of the lanes in which step number `step` may lose bits, for row r of a and the panel b. These lanes
+  // must be computed term by term. `sums` holds the sums of the row before the step.
   static __mmask16 inexact_lanes(const VnniRows& a, int r, const VnniColumns& b, int step, __m512 sums) {
     const __m512i lowest = _mm512_add_epi32(_mm512_load_si512(b.lowest[step]), _mm512_set1_epi32(a.lowest[r][step]));
     const __m512i highest = _mm512_add_epi32(_mm512_load_si512(b.highest[step]), _mm512_set1_epi32(a.highest[r][step]));
@@ -445,9 +459,9 @@ struct VnniTask {
     return static_cast<__mmask16>(inexact | (outside & _mm512_test_epi32_mask(bits, bits)));
   }
 
-  // Add the products of step number `step` to the sums c. The step must be shifted in a and b. a, b: the decoded rows
-  // and panels. The sum of all products has fewer than 24 bits, so one fused multiply-add that rounds toward zero adds
-  // it to C and truncates the result.
+  // Add the products of step number `step` to the sums c of all rows of a and panels b. The step must be shifted in a
+  // and in all panels. The sum of all products has fewer than 24 bits, so one fused multiply-add that rounds toward
+  // zero adds it to C and truncates the result.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_shifted(
       const VnniRows& a, const VnniColumns* b, int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -465,8 +479,9 @@ struct VnniTask {
     }
   }
 
-  // Add the products of step number `step` to the sums c, for steps that are not shifted. a, b: the decoded rows and
-  // panels. The scales of two groups are multiplied at once, as pairs of 16-bit integers.
+  // Add the products of step number `step` to the sums c of all rows of a and panels b, for steps that are not shifted
+  // in all of them. The scales of two groups are multiplied at once, as pairs of 16-bit integers. The spreads of a and
+  // b must add up to at most kPairSpread.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_pairs(const VnniRows& a,
                                                                                     const VnniColumns* b, int step,
@@ -517,8 +532,8 @@ struct VnniTask {
     }
   }
 
-  // Add the products of step number `step` to the sums c, with terms as doubles. This is used if the exponents of
-  // scales differ too much for add_pairs. a, b: the decoded rows and panels.
+  // Add the products of step number `step` to the sums c of all rows of a and panels b, with terms as doubles. This is
+  // used if the exponents of scales differ too much for add_pairs.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) static void add_doubles(const VnniRows& a, const VnniColumns* b,
                                                                           int step, float (*c)[kVnniRows][kVnniLanes]) {
@@ -551,8 +566,9 @@ struct VnniTask {
     }
   }
 
-  // Add the products of step number `step` to the sums c, in the fastest way that its scales allow. a, b: the decoded
-  // rows and panels. Lanes that may lose bits get wrong sums, which add_steps corrects.
+  // Add the products of step number `step` to the sums c of all rows of a and panels b, in the fastest way that their
+  // scales allow: add_shifted, add_pairs or add_doubles. Lanes that may lose bits get wrong sums, which add_steps
+  // corrects.
   template <int kWidth>
   __attribute__((target("avx512vnni"), always_inline)) static inline void add_step(const VnniRows& a,
                                                                                    const VnniColumns* b, int step,
@@ -573,9 +589,10 @@ struct VnniTask {
     }
   }
 
-  // Add the products of `steps` steps, starting at index k along K, to the sums of kVnniBlock rows and kWidth panels.
-  // a, b: the decoded rows and panels. `row` is the index of the first row, and `first` is the index of the first
-  // column. all_sums: the sums of the panels, starting at the first row of the task.
+  // Add the products of `steps` steps, starting at index k along K, to the sums of kVnniBlock rows and kWidth panels. a
+  // and b hold the decoded rows and panels. `row` is the index of the first row of D, and `first` that of the first
+  // column. all_sums: the sums of the panels, starting at the first row of the task. Lanes in which a step may lose
+  // bits are computed term by term.
   template <int kWidth>
   __attribute__((target("avx512vnni"), noinline)) void add_steps(const VnniRows& a, const VnniColumns* b, i64 row,
                                                                  i64 first, i64 k, int steps,
@@ -599,8 +616,9 @@ struct VnniTask {
     }
   }
 
-  // Correct the sums c in the lanes `inexact` after the step that starts at index k along K, by computing them term by
-  // term. before: the sums before the step. add_steps describes the other arguments.
+  // Correct the sums c after the step that starts at index k along K: in the lanes of the masks inexact[row][panel],
+  // compute them term by term. Other lanes are left as they are. `before` holds the sums before the step. `row` and
+  // `first` are the indices of the first row and the first column.
   template <int kWidth>
   __attribute__((noinline)) void replace_inexact(const __mmask16 (*inexact)[kWidth], const __m512 (*before)[kWidth],
                                                  i64 row, i64 first, i64 k, float (*c)[kVnniRows][kVnniLanes]) const {
@@ -614,7 +632,7 @@ struct VnniTask {
     }
   }
 
-  // Compute the sum of result (row, column) after the step that starts at index k along K, term by term. c is the sum
+  // Return the sum of D[row, column] after the step that starts at index k along K, computed term by term. c is the sum
   // before the step.
   float add_slowly(i64 row, i64 column, i64 k, float c) const {
     const double zero_power = double_power(call.zero_exponent);

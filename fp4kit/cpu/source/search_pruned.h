@@ -1,14 +1,14 @@
-// The pruned search for the scale code with the smallest loss, for kLanes blocks together.
-// cuda/kernels/shared/search.cuh has the same search for CUDA, and its proof.
+// The pruned search for the scale code with the smallest loss, for kLanes blocks together. Candidate: one of the E4M3
+// codes 1 ... 126, with the block amax and the scale that belong to it. Loss: the sum of the squared errors of a block
+// under a candidate, weighted if kWeighted. Lane: one block; loops over lanes vectorize. Open lane: a lane whose block
+// is searched. Upward codes: the candidates from the first code whose scale is above amax / 7, eight codes at most. If
+// the first one is below 8 (a subnormal number), they are all candidates from it up to code 15. Downward codes: the
+// candidates below the upward codes. Clipped loss: the loss of elements that a candidate clips, a lower bound of its
+// loss.
 //
-// Candidate: one of the E4M3 codes 1 ... 126, with the block amax and the scale that belong to it. Loss: the sum of the
-// squared errors of a block under a candidate, weighted if there are weights. Lane: one block; loops over lanes
-// vectorize.
-//
-// Upward codes: the candidates from the first code whose scale is above amax / 7, eight codes at most. If the first one
-// is below 8 (a subnormal number), they are all candidates from it up to code 15. The search computes the losses of all
-// upward codes. Downward codes: the candidates below the upward codes. The search computes their losses downward, until
-// the clipped elements alone cost more than the smallest loss so far.
+// The search computes the losses of all upward codes. Then it computes the losses of downward codes in descending
+// order, until the clipped loss alone exceeds the smallest loss so far. cuda/kernels/shared/search.cuh has the same
+// search for CUDA, and its proof.
 #pragma once
 
 #include "../../cuda/kernels/rules/search_losses.cuh"
@@ -19,20 +19,21 @@ namespace {
 constexpr int kCandidates = 128;  // number of E4M3 codes without sign; codes 0 and 127 are not candidates
 
 // The candidates of all blocks of a matrix, in arrays indexed by code: block amaxes, scales, and approximate
-// reciprocals of the scales.
+// reciprocals of the scales. Amaxes and scales rise with the code.
 struct CandidateArrays {
   const float *amaxes, *scales, *reciprocals;
 
-  // Return true if all scales are in the range for which the bounds of the pruned search are proven.
+  // Return true if the block amaxes of all candidates are above 2^-57 and below 2^50. Only in this range, the bounds of
+  // the pruned search are proven; otherwise, callers use the full search.
   bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
 
-  // Return a factor f from which the first upward code of a block follows: every code whose value is above amax * f has
-  // a scale above amax / 7. The last candidate is the code of 448.
+  // Return a factor f by which the first upward code of a block is found: every code whose E4M3 value is above amax * f
+  // has a scale above amax / 7. amax is that of the block. The last candidate is the code of 448.
   float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
 };
 
-// The data of kLanes blocks, stored by element.
-//   a, w                magnitudes of elements, and weights of their columns if kWeighted
+// The data of kLanes blocks, one per lane.
+//   a, w                a[j][lane]: magnitude of element j; w[j][lane]: weight of its column if kWeighted, else unused
 //   amax                largest magnitude of each block
 //   min_code, max_code  first and last candidate of each block
 //   is_open             1 if the block is searched; 0 for blocks of zeros, blocks that are not finite, and unused lanes
@@ -54,9 +55,10 @@ struct LaneBlocks {
   }
 };
 
-// Store the loss of each block under the candidate in its lane, given by its scale and reciprocal. If kAny, magnitudes
-// and scales may have any size; otherwise magnitudes must be below 7 times the scale. noinline makes the compiler
-// compile this function once instead of once per call, which took a minute.
+// Store in losses[lane] the loss of the block of each lane under the candidate with the scale scales[lane] and its
+// reciprocal reciprocals[lane]. If kAny, magnitudes and scales may have any size. Otherwise, magnitudes must be below 7
+// times the scale, which is faster. noinline makes the compiler compile this function once instead of once per call,
+// which took a minute.
 template <bool kAny, bool kWeighted>
 __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
                                            const float* reciprocals, float* __restrict losses) {
@@ -66,8 +68,9 @@ __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, 
   }
 }
 
-// Store a lower bound of each block's loss: the loss of only those elements that its candidate clips. `scales` holds
-// one scale per lane.
+// Store in losses[lane] the clipped loss of the block of each lane under the scale scales[lane]: the loss of only those
+// elements that are above 6 times the scale. Without weights, only the largest element of the block is counted. So the
+// result is a lower bound of the loss.
 template <bool kWeighted>
 __attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
                                                    float* __restrict losses) {
@@ -75,7 +78,8 @@ __attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& 
     losses[lane] = clipped_loss_of(blocks.block(lane), blocks.amax[lane], scales[lane]);
 }
 
-// The state of a pruned search. Every array has one entry per lane.
+// The state of a pruned search. Every array has one entry per lane. `run` does all of the search, by calling the other
+// functions.
 template <bool kWeighted>
 struct PrunedSearch {
   const LaneBlocks<kWeighted>& blocks;
@@ -90,8 +94,8 @@ struct PrunedSearch {
   u32 tried[kLanes];
   float scale[kLanes], reciprocal[kLanes], tried_loss[kLanes];
 
-  // Look up the scale and reciprocal of the tried code in each lane. Codes beyond the last candidate get those of the
-  // last candidate.
+  // Set scale[lane] and reciprocal[lane] to those of the code tried[lane], for all lanes. Codes beyond the last
+  // candidate get the scale and reciprocal of the last candidate.
   void look_up() {
     for (int lane = 0; lane < kLanes; ++lane) {
       const i32 index = static_cast<i32>(minimum(tried[lane], kLastCandidate));
@@ -100,10 +104,11 @@ struct PrunedSearch {
     }
   }
 
-  // Start the search of each lane. The upward codes become first ... end - 1, or none if the lane is not open. They
-  // begin with the first candidate whose scale is above amax / 7. There are at most eight of them, or all codes up to
-  // 15 if `first` is below 8. All losses become infinite, `code` the first candidate, and is_proven 1. With weights,
-  // is_proven becomes 0 if squares of errors may underflow or overflow (keeps_squares).
+  // Set the first state of each lane:
+  //   first, end         the upward codes are first ... end - 1; there are none if the lane is not open (end = 0)
+  //   loss, second_loss  infinity
+  //   code               the first candidate, min_code
+  //   is_proven          1. With weights, 0 if squares of errors may underflow or overflow (keeps_squares)
   void begin() {
     const float per_amax = candidates.per_amax();
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -122,7 +127,8 @@ struct PrunedSearch {
   }
 
   // Compute the losses of all upward codes. Store the two smallest losses of each lane in `loss` and second_loss, and
-  // the first code with the smallest loss in `code`.
+  // the first code with the smallest loss in `code`. If there is no second code, or none at all, the loss stays
+  // infinite and `code` stays the first candidate.
   void search_upward() {
     u32 steps = 0;
     for (int lane = 0; lane < kLanes; ++lane)
@@ -140,9 +146,10 @@ struct PrunedSearch {
     }
   }
 
-  // Store the results of search_upward in upward_code and upward_loss. Then compute the losses of the candidates below
-  // `first`, in descending order, and update `code` and `loss`; in case of ties, the lower code wins. A lane is
-  // finished when the clipped loss of its next code exceeds the smallest loss, or when no candidate is left.
+  // Keep the results of search_upward in upward_code and upward_loss. Then compute the losses of the downward codes
+  // (those below `first`) in descending order, and update `code` and `loss`. If losses are equal, the lower code wins.
+  // A lane is finished when the clipped loss of its next code exceeds `loss`, or when no candidate is left. Lanes that
+  // are not open stay as they are.
   void search_downward() {
     u32 is_open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -170,10 +177,11 @@ struct PrunedSearch {
     }
   }
 
-  // Clear is_proven in lanes where `code` may not be the first code with the smallest loss among all candidates. The
-  // loss of `code` must be smaller than that of the other upward codes by a safe margin. Twice the scale of `code` is a
-  // special case if it is not an upward code. Then either its loss must be larger by a safe margin too, or no element
-  // may be near a tie under `code`.
+  // Set is_proven to 0 in open lanes where `code` may not be the first code with the smallest loss among all
+  // candidates, and to 1 in lanes that are not open. Two conditions must hold, or else is_proven becomes 0:
+  //   - The loss of `code` is smaller than that of all other upward codes by a safe margin (kLossMargin).
+  //   - If `code` is an upward code and the code of twice its scale is a candidate but no upward code: the loss of that
+  //     candidate is larger by the margin, or no element is near a rounding tie under `code`.
   void prove() {
     u32 is_doubtful[kLanes], any_doubtful = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -202,8 +210,9 @@ struct PrunedSearch {
           is_doubtful[lane] && is_near_tie(blocks.block(lane), {scale[lane], reciprocal[lane]}) ? 0u : is_proven[lane];
   }
 
-  // Search all lanes. Afterwards, in each lane where is_proven is 1, `code` is the code with the smallest loss; if
-  // several codes have that loss, it is the first of them. In all other lanes, `code` may be wrong.
+  // Search all lanes. Afterwards, `code` of a lane is the code with the smallest loss if is_proven is 1; if several
+  // codes have that loss, it is the first of them. In lanes where is_proven is 0, `code` may be wrong, and callers
+  // search the block again. In lanes that are not open, `code` is the first candidate.
   __attribute__((noinline)) void run() {
     begin();
     search_upward();

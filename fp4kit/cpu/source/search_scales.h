@@ -1,10 +1,14 @@
-// Scale search: find the block amaxes whose E4M3 scales give the smallest loss, tile by tile. It gives the results of
-// reference/search_scales.py.
+// Scale search: for each block of 16 columns, find the block amax whose E4M3 scale gives the smallest loss, tile by
+// tile. Candidate: one of the E4M3 codes 1 ... kLastCandidate (126), with the block amax and the scale that belong to
+// it. Loss: a measure of the rounding errors of a block under a candidate, by the objective of the call. Lane: one of
+// kLanes = 16 blocks or candidates that a loop handles together. The pruned search (search_pruned.h) excludes most
+// candidates by bounds on their loss, for kLanes blocks together. The full search tries all candidates of one block,
+// kLanes together. In: the type of the elements. x: a view of a tile, contiguous rows of elements that begin x.step
+// elements apart.
 //
-// The pruned search (search_pruned.h) excludes most candidates by bounds on their loss, for sixteen blocks together.
-// The full search tries all candidates of one block, sixteen together. It is used if the bounds do not apply, or if the
-// pruned search did not prove its result for a block. If several candidates have the smallest loss, the first one wins.
-// If no loss is below infinity, the first candidate of all wins.
+// The full search is used if the bounds do not apply, or if the pruned search did not prove its result for a block. If
+// several candidates have the smallest loss, the first one wins. If no loss is below infinity, the first candidate of
+// all wins. The results are those of reference/search_scales.py.
 #pragma once
 
 #include "search_losses.h"
@@ -42,12 +46,13 @@ struct SearchScalesCall {
 
 namespace {
 
-// The position of a block in a tile. row: the first row of the block. block: its index in its row of blocks. across:
-// the number of blocks per row of blocks.
+// The position of a block in a tile. row: the first row of the block. block: its index among the blocks of its row of
+// blocks. across: the number of blocks per row of blocks.
 struct BlockPlace {
   i64 row, block, across;
 
-  // Move on to the next block in row-major order, for blocks of one row.
+  // Move on to the next block of the tile in row-major order, if blocks have one row. The end of the tile is not
+  // checked.
   void next() {
     if (++block < across) return;
     block = 0;
@@ -55,7 +60,8 @@ struct BlockPlace {
   }
 };
 
-// Search of the tiles of a call whose elements have type In.
+// Search of the tiles of a call whose elements have type In. is_pruned: true if blocks are searched by the pruned
+// search first, because the call allows it and the bounds apply.
 template <class In>
 struct ScaleSearch {
   using Bits = typename Input<In>::Bits;
@@ -64,7 +70,9 @@ struct ScaleSearch {
   const bool is_pruned = call.is_pruned && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
                          call.candidates.are_bounds_valid();
 
-  // Store the codes of the first and the last candidate of kLanes blocks, given their amaxes.
+  // For each of kLanes blocks, store the codes of the first and of the last candidate in min_code and max_code. With a
+  // block rule, they follow from the code of the block's amax and the fields lower and upper of the call. Without a
+  // block rule, they are 1 and kLastCandidate.
   void find_candidate_ranges(const float* amax, u32* min_code, u32* max_code) const {
     u8 codes[kLanes] = {};
     float factors[kLanes];
@@ -79,13 +87,14 @@ struct ScaleSearch {
     }
   }
 
-  // Return a pointer to the weights of a block's columns.
+  // Return a pointer to the weights of the 16 columns of the block at position `at` of a tile. The call must have
+  // weights.
   const float* weights_at(const Rectangle& tile, const BlockPlace& at) const {
     return call.weights + tile.column + at.block * kSearchBlockSize;
   }
 
-  // Store the losses of one row of a block under all candidates, for kObjective, which is not `squares`. `row` holds
-  // the 16 elements, and the block is at position `at` of the tile.
+  // For one row of the block at position `at` of a tile, store in losses[c] the loss under each candidate c. `row`
+  // holds the 16 elements. kObjective is `powers`, `magnitudes` or `largest`. Weights are used if the call has them.
   template <Objective kObjective>
   void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const CandidateArrays& all = call.candidates;
@@ -95,8 +104,9 @@ struct ScaleSearch {
       find(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
   }
 
-  // Store the losses of one row of a block under all candidates, for the objective of the call. `row` holds the 16
-  // elements, and the block is at position `at` of the tile.
+  // For one row of the block at position `at` of a tile, store in losses[c] the loss under each candidate c, for the
+  // objective of the call. `row` holds the 16 elements. For squared errors, weights are used if the call has them, and
+  // otherwise the Hessian if it has one. For other objectives, the Hessian is ignored.
   void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const CandidateArrays& all = call.candidates;
     if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);
@@ -110,7 +120,8 @@ struct ScaleSearch {
   }
 
   // Full search of one block: return the code in min_code ... max_code with the smallest loss, or the first of several
-  // such codes. The block has `rows` rows and begins at position `at` of the tile.
+  // such codes. Return min_code if no loss is below infinity. The block has `rows` rows and is at position `at` of the
+  // tile.
   u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
                    u32 max_code) const {
     float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
@@ -130,16 +141,16 @@ struct ScaleSearch {
     return found;
   }
 
-  // Store the block amax of the candidate `code` in call.out, once for each of the `rows` rows of the block at place
-  // `at`.
+  // Store in call.out the block amax of the candidate `code`, once for each of the `rows` rows of the block at position
+  // `at` of a tile.
   void store_amax(const Rectangle& tile, const BlockPlace& at, i64 rows, u32 code) const {
     float* out = call.out + (tile.row + at.row) * call.out_step + tile.column / kSearchBlockSize + at.block;
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
   }
 
-  // Search min(count, kLanes) blocks of one row each, starting at position `at`, by the pruned search. Afterwards, `at`
-  // is the position of the next block, or still that of the last block if no block is left. Return the number of blocks
-  // that had a full search.
+  // Search min(count, kLanes) blocks of one row each, starting at position `at`, and store their amaxes in call.out.
+  // Blocks for which the pruned search does not prove its result get a full search. Return the number of these blocks.
+  // Afterwards, `at` is the position of the next block, or still that of the last block if no block is left.
   template <bool kWeighted>
   u64 search_lanes(View<Bits> x, const Rectangle& tile, BlockPlace& at, i64 count) const {
     LaneBlocks<kWeighted> blocks;
@@ -175,7 +186,8 @@ struct ScaleSearch {
     return unproven;
   }
 
-  // Find the amax of the block at position `at` by a full search, and store it. The block has `rows` rows.
+  // Search the block at position `at` of a tile by a full search, and store its amax in call.out. The block has `rows`
+  // rows.
   void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
     float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 min_code[kLanes], max_code[kLanes], bits = 0;
@@ -188,7 +200,8 @@ struct ScaleSearch {
     store_amax(tile, at, rows, search_fully(x, rows, tile, at, min_code[0], max_code[0]));
   }
 
-  // Search all blocks of a tile and store their amaxes. Return the number of blocks that had a full search.
+  // Search all blocks of a tile, and store their amaxes in call.out. Return the number of blocks that had a full
+  // search.
   u64 search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     const i64 across = tile.columns / kSearchBlockSize,
