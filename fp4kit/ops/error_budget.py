@@ -40,7 +40,8 @@ class ErrorBudget:
     Attributes:
         weight: ratio of the error that comes from quantizing w.
         activation: ratio of the error that comes from quantizing x.
-        interaction: ratio of the error that both quantizations cause only together, (x' - x) (w' - w)^T.
+        interaction: ratio of the error that only both quantizations together cause: the product of the error of x
+            and that of w.
         quantization: ratio of the sum of the three errors weight, activation and interaction.
         accumulation: ratio of the matrix unit's error, compared with the exact product of the quantized operands.
         rounding: ratio of the error of rounding the unit's float32 result to out_dtype.

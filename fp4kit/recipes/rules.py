@@ -254,7 +254,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """What a search for block amaxes, named by Recipe.search, requires of a recipe that uses it.
+    """The requirements that a search for block amaxes, named by Recipe.search, has for recipes.
 
     A search chooses the amax of each block. It usually tries several amaxes and compares errors; the search "quest"
     computes one amax from the standard deviation of the block.
@@ -280,7 +280,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """What a fake rule requires of a recipe that uses it. By such a rule, fake_quantize computes values without codes.
+    """The requirements that a fake rule has for recipes. By a fake rule, fake_quantize computes values without codes.
 
     Attributes:
         scale: name of the block scale format that the recipe must have. None: no block scales.
