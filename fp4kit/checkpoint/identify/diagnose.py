@@ -530,19 +530,19 @@ def _all_bytes(evidence: LayerEvidence) -> MatchCount:
 def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Diagnosis:
     """Return the Diagnosis for hypotheses that reproduce every byte, which all have equally many mishaps.
 
-    The Diagnosis reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps.
+    The Diagnosis reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps,
+    whose numbers are ignored. Its sentence also names the mishaps of one other hypothesis, if they differ.
 
     tally: the counts of the layer's bytes.
     blank: True if the layer is all zeros.
     """
-    by_kind = {
-        without_numbers("; ".join(hypothesis.mishaps)): hypothesis.mishaps for hypothesis in reversed(hypotheses)
-    }
-    mishaps = tuple(by_kind.values())[::-1]
-    first = without_numbers("; ".join(mishaps[0]))
-    recipes = tuple(
-        dict.fromkeys(name_of(h.recipe) for h in hypotheses if without_numbers("; ".join(h.mishaps)) == first)
-    )
+    kinds = [without_numbers("; ".join(hypothesis.mishaps)) for hypothesis in hypotheses]
+    by_kind: dict[str, tuple[str, ...]] = {}
+    for kind, hypothesis in zip(kinds, hypotheses, strict=True):
+        by_kind.setdefault(kind, hypothesis.mishaps)
+    mishaps = tuple(by_kind.values())
+    same = (h for kind, h in zip(kinds, hypotheses, strict=True) if kind == kinds[0])
+    recipes = tuple(dict.fromkeys(name_of(h.recipe) for h in same))
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
     texts = ["; ".join(names) for names in mishaps]
     if texts[0]:

@@ -29,8 +29,8 @@ def with_scales(p: Program, case: DrawnCase) -> None:
 
     If gives_back(recipe, dtype) is True, the program also requires that the scales of the earlier call give the codes
     of that call again. The later call computes block amaxes from x. So it is not required to give the same codes if the
-    earlier call had other block amaxes (given, searched or random), and the recipe computes factors from amaxes. It is
-    not required either if block amaxes were given and the recipe flushes subnormals.
+    earlier call had other block amaxes (given, searched or random), and the recipe computes factors from amaxes or
+    flushes subnormals.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options, amax = codes_options(p, case), tensor_amax(p, case)
@@ -40,7 +40,7 @@ def with_scales(p: Program, case: DrawnCase) -> None:
     found = p.call("found", "fp4kit.quantize", x, Ref("r"), **options, **own)
     reads_amax = r.block_rule is not None and BLOCK_RULES[r.block_rule].reads_amax
     has_others = amaxes is not None or bool(r.search) or r.stochastic == "mslk"
-    depends_on_them = (r.flush and amaxes is not None) or (reads_amax and has_others)
+    depends_on_them = has_others and (r.flush or reads_amax)
     if gives_back(r, case.x.dtype) and not depends_on_them:
         p.same(found["packed"], q["packed"])
     p.same([found[name] for name in own], [q[name] for name in own])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +25,7 @@ from fp4kit.checkpoint.identify.corruptions import (
     tensor_mishap,
     within_ulps,
 )
-from fp4kit.checkpoint.identify.diagnose import OTHER_CODES, Diagnosis, explain
+from fp4kit.checkpoint.identify.diagnose import OTHER_CODES, Diagnosis, MatchCount, _explained, explain
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.recipes import RECIPES
 
@@ -581,3 +582,15 @@ def test_memory_is_bounded() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert e.mishap == "nibbles are swapped" and peak < 100e6
+
+
+def test_the_first_hypothesis_gives_the_mishaps():
+    """Later hypotheses with the same mishaps add only their recipes, also if others come between."""
+    swapped, rolled = ("nibbles are swapped",), ("rows are rolled by 3",)
+    hypotheses = [
+        SimpleNamespace(recipe=RECIPES[name], mishaps=mishaps)
+        for name, mishaps in (("nvfp4-te", swapped), ("nvfp4-te-2d", rolled), ("nvfp4-te-reference", swapped))
+    ]
+    found = _explained(hypotheses, MatchCount(1, 1, 2))
+    assert found.mishap == swapped[0] and found.recipes == ("nvfp4-te", "nvfp4-te-reference")
+    assert found.sentence.endswith(f"; then: {swapped[0]} (or: {rolled[0]})")
