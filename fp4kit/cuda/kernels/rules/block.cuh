@@ -1,5 +1,6 @@
-// Functions for one block in registers: its amax, its scaled elements and their codes. The constants R::kX are fields
-// of Recipe (recipes/schema.py); cuda/compile/traits.py writes them.
+// Functions for one block (elements that share a scale) in registers: its amax (largest magnitude), its scaled elements
+// and their codes. R is the recipe: its constants R::kX are fields of Recipe (recipes/schema.py), written by
+// cuda/compile/traits.py. In is the type of the elements. kNan (AmaxNan) says what NaN elements do to the amax.
 #pragma once
 
 #include "block_rules_amax.cuh"
@@ -83,15 +84,15 @@ FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
 }
 
 // The factor that scales the elements of a block before they are rounded. Elements are multiplied by `value`, or
-// divided by it if R::kDivide. `reciprocal` is the rounded 1 / value if R::kDivide, and otherwise equals `value`. If
-// R::kThenEncode, elements are afterwards multiplied by the tensor's encode scale. Then `reciprocal` stores that encode
-// scale, because no code path for such recipes needs the reciprocal.
+// divided by it if R::kDivide. `reciprocal` is the rounded 1 / value if R::kDivide, and otherwise equals `value`. The
+// exception is R::kThenEncode: elements are afterwards multiplied by the tensor's encode scale, which is stored as
+// `reciprocal`. No code path for such recipes needs the reciprocal.
 struct Factor {
   float value, reciprocal;
 };
 
-// Return the scaled element of x in a block with the factor f, by the steps of the recipe R. Rounding the scaled
-// element gives the code of x. If R::kNanIsMax, the result is the largest element value instead of NaN.
+// Return element x, scaled by the factor f of its block, by the steps of the recipe R. Rounding the result to the
+// element format gives the code of x. If R::kNanIsMax, return the largest element value instead of NaN.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
@@ -109,14 +110,16 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   return y;
 }
 
-// Return the code of x, found by comparing x with the value of each code times `step`. R::kRounding must be `first`.
+// Return the code whose value times `step` is nearest to the unscaled element x, by the recipe's rules for signs and
+// NaN. `step` is the factor of the block, and R::kRounding must be `first`: among equally near values, the lowest code
+// wins.
 template <class R>
 FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
-// Return the code of a scaled element y, by the rounding of the recipe R (R::kRounding) and its rules for signs and
-// NaN: NaN gets the code R::kNanCode. With Rounding::first, y is compared with the values themselves (step 1).
+// Return the code of a scaled element y (scaled_element), by the rounding (R::kRounding) and the signs (R::kSign) of
+// the recipe R. NaN gets the code R::kNanCode. With Rounding::first, y is compared with the values themselves (step 1).
 template <class R>
 FP4KIT_DEVICE u32 encode_element(float y) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(y);

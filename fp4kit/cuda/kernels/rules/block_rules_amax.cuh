@@ -1,4 +1,6 @@
-// The amax rules: block rules for user-defined formats (custom_recipe; reference/block_rules_amax.py).
+// The amax rules: block rules (see block_rules.cuh) for user-defined formats (custom_recipe). They give the same
+// results as reference/block_rules_amax.py. R is the recipe, In the type of the elements, and F a scale format. `amax`
+// is the largest magnitude of the block, and t the tensor's scale in both directions (TensorScale).
 #pragma once
 
 #include "block_rules.cuh"
@@ -7,8 +9,9 @@
 template <class F>
 constexpr bool kIsE8m0 = F::kExponentBits == 8 && F::kMantissaBits == 0 && F::kSignBit == 0u;
 
-// Return the E8M0 code of x >= 0, rounded to nearest (1.5 * 2^k rounds up) or, if kRounding is rz, down. Numbers below
-// 2^-127 get code 0, numbers above 2^127 get 254, and NaN gets 255.
+// Return the E8M0 code of x >= 0. x is rounded to a power of two: down if kRounding is rz, and to the nearest one (1.5
+// * 2^k rounds up) if it is rn. Powers below 2^-127 get code 0, powers above 2^127 (and infinity) get 254. NaN gets
+// 255.
 template <Rounding kRounding>
 FP4KIT_DEVICE u32 encode_e8m0(float x) {
   if (is_nan(x)) return 255u;
@@ -17,14 +20,15 @@ FP4KIT_DEVICE u32 encode_e8m0(float x) {
   return minimum(field + (kRounding == Rounding::rn && mantissa >= threshold ? 1u : 0u), 254u);
 }
 
-// Return the code of a >= 0, rounded up, in a scale format with a zero. Numbers above the largest value saturate.
+// Return the code of a >= 0 in the scale format F, rounded up to the next value. F must have a code for zero, and a
+// must not be NaN. Numbers above the largest value saturate.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_up(float a) {
   const u32 code = encode_magnitude<F, Rounding::rz>(a);
   return code + (code < F::kMaxCode && decode<F>(code) < a ? 1u : 0u);
 }
 
-// Round scales to nearest (rn), up (rp) or down (rz).
+// How the scale of a block is rounded: to the nearest value (rn), up (rp) or down (rz).
 enum class ScaleRounding { rn, rp, rz };
 
 // Return the code of a scale x >= 0, in the scale format of R, rounded as kRounding says. Numbers above the largest
@@ -41,8 +45,8 @@ FP4KIT_DEVICE u32 encode_own_scale(float x) {
   }
 }
 
-// Base of the amax rules. The scale is amax / amax_target * (the tensor's encode scale), rounded by kRounding. Elements
-// are multiplied by the reciprocal of the stored block scale times the tensor's decode scale.
+// Base of the amax rules. The block scale is amax / amax_target_of<R::Element>() * t.encode, rounded as kRounding says.
+// Elements are multiplied by the reciprocal of the stored block scale times t.decode (reciprocal_of_scale).
 template <ScaleRounding kRounding>
 struct own_block_rule : by_code {
   template <class R, class In>

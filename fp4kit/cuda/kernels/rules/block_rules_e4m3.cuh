@@ -1,28 +1,31 @@
-// Block rules that write E4M3 scales. They give the same results as the functions with these names in
-// reference/block_rules.py.
+// Block rules (see block_rules.cuh) that write E4M3 scales. They give the same results as the functions with these
+// names in reference/block_rules.py. R is the recipe, In the type of the elements, and F a format. `amax` is the
+// largest magnitude of the block, and t holds the tensor's scale for encoding, its scale for decoding, and its amax
+// (TensorScale).
 #pragma once
 
 #include "block_rules.cuh"
 
-// Return the smaller of a and b. If a is NaN, return NaN if NaN propagates in recipe R, and otherwise b.
+// Return the smaller of a and b. If a is NaN, return NaN if NaN propagates in the recipe R (R::kPropagateNan), and
+// otherwise b. b must not be NaN.
 template <class R>
 FP4KIT_DEVICE float lesser(float a, float b) {
   if constexpr (R::kPropagateNan) return is_nan(a) ? a : fminf(a, b);
   return fminf(a, b);
 }
 
-// Return the smallest normal value of a format.
+// Return the smallest normal value of the format F.
 template <class F>
 FP4KIT_DEVICE float min_normal_of() {
   return float_of(static_cast<u32>(F::kEmin + 127) << 23);
 }
-// Return the smallest positive value of a format.
+// Return the smallest positive value of the format F.
 template <class F>
 FP4KIT_DEVICE float min_subnormal_of() {
   return float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23);
 }
 
-// Return x clamped to [low, high]. NaN is returned unchanged, as by np.clip.
+// Return x clamped to [low, high]. If x is NaN, return x, as np.clip does.
 FP4KIT_DEVICE float clip(float x, float low, float high) {
   return is_nan(x) ? x : fminf(fmaxf(x, low), high);
 }

@@ -1,10 +1,12 @@
-// Block rules of serving engines and quantizers that write E4M3 scales. They give the same results as the functions
-// with these names in reference/block_rules_e4m3_serving.py.
+// Block rules (see block_rules.cuh) of serving engines and quantizers that write E4M3 scales. They give the same
+// results as the functions with these names in reference/block_rules_e4m3_serving.py. R is the recipe, In the type of
+// the elements, and `amax` the largest magnitude of the block. t (TensorScale) holds the tensor's scale for encoding,
+// its scale for decoding, and its amax.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
 
-// The block scale that Quark uses in place of 0.
+// The number that Quark uses in place of 0 as a block scale, and as the divisor of elements.
 constexpr float kQuarkZero = 0x1p-23f;
 
 struct block_vllm : by_code {
@@ -69,20 +71,21 @@ struct block_quark_file : by_code {
   }
 };
 
-// Return an unrounded block scale: `ratio` as the rule computed it, or 0 if the tensor's amax is 0.
+// Return the unrounded block scale of a fouroversix rule: `ratio`, which the caller computed as the scale, or 0 if the
+// tensor's amax t.amax is 0 (then the ratio may be NaN).
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
 
-// Return fouroversix's factor for a block scale: 1 / (tensor scale * scale), or 0 if the scale is 0. If the quotient is
-// infinite, return infinity if R::kKeepInfinity, and otherwise NaN.
+// Return the number by which fouroversix multiplies elements under the block scale `scale`: 1 / (t.decode * scale), or
+// 0 if `scale` is 0. If the quotient is infinite, return it if R::kKeepInfinity, and otherwise NaN.
 template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);
   return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
-// Base of fouroversix's rules that scale elements so that the amax of a block becomes kTop, or the largest element
+// Base of fouroversix's rules. They scale elements so that the amax of a block becomes kTop, or the largest element
 // value if kTop is 0.
 template <int kTop>
 struct fouroversix_static : by_code {
@@ -182,8 +185,8 @@ struct block_comfyui_cuda : by_code {
   }
 };
 
-// Return the code of a block scale, clamped to the positive values of the scale format first. So smaller scales, 0 and
-// NaN give the code of the smallest positive value, and larger scales give the code of the largest value.
+// Return the code of the block scale `scale`, after it is clamped to the range from the smallest positive to the
+// largest value of the scale format. So 0, negative scales and NaN give the code of the smallest positive value.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float scale) {
   return encode_scale<R>(fminf(fmaxf(scale, min_subnormal_of<typename R::Scale>()), max_of<typename R::Scale>()));
@@ -219,8 +222,9 @@ struct block_mslk_power : block_mslk {
 struct by_unrounded_scale {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
-  // Return the number whose reciprocal multiplies elements. If `code` is the code of `scale`, the unrounded scale that
-  // the rule computes, return `scale`. Otherwise the caller chose the code, so return the value of the code.
+  // Return the number whose reciprocal multiplies elements. `scale` is the unrounded scale that the rule computes for
+  // the block. If `code` is its code, return `scale`. Otherwise the caller chose another code, so return the value of
+  // `code`.
   template <class R>
   FP4KIT_DEVICE float scale_or_given(u32 code, float scale) {
     return encode_scale<R>(scale) == code ? scale : decode_scale<R>(code);

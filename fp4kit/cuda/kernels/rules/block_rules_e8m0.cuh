@@ -1,10 +1,12 @@
-// Block rules that write E8M0 scales. They give the same results as the functions with these names in
-// reference/block_rules.py.
+// Block rules (see block_rules.cuh) that write E8M0 scales: powers of two, with code = exponent + 127, and code 255 for
+// NaN. They give the same results as the functions with these names in reference/block_rules.py. R is the recipe, In
+// the type of the elements, and `amax` the largest magnitude of the block. t (TensorScale) holds the tensor's scale for
+// encoding, its scale for decoding, and its amax.
 #pragma once
 
 #include "block_rules.cuh"
 
-// Base of the rules whose factor is the reciprocal of the scale.
+// Base of the rules whose factor is the reciprocal of the scale's value (inverse_e8m0).
 struct inverse_factor : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -12,17 +14,17 @@ struct inverse_factor : by_code {
   }
 };
 
-// Return the E8M0 code of a block scale from the float32 bits of an amax: the exponent field of `bits`, plus `up`,
-// minus the exponent of the largest element value. The code is clamped to 0 ... 255. Return 255 if the exponent field
-// is all ones, that is, for infinity and NaN.
+// Return the E8M0 code of a block scale from `bits`, the float32 bits of an amax. The code is the exponent field of
+// `bits`, plus `up`, minus the exponent of the largest element value of R, clamped to 0 ... 255. If the exponent field
+// is all ones, as for infinity and NaN, return 255.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
   const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
   return field == 255 ? 255u : static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
 }
 
-// Round amax to `mantissa_bits` mantissa bits, with ties away from zero, and return shifted_exponent of the rounded
-// amax. Return 255 for NaN, for infinity, and if rounding gives infinity.
+// Return the E8M0 code (shifted_exponent) of `amax` rounded to `mantissa_bits` mantissa bits, with ties away from zero.
+// Return 255 for NaN, for infinity, and if rounding gives infinity.
 template <class R>
 FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
   const u32 bits = bits_of(amax);
@@ -50,8 +52,8 @@ struct block_e8m0_even : inverse_factor {
   }
 };
 
-// Return the E8M0 code of amax * (1 / max), rounded up. max is the largest value of the element format. Infinity gives
-// 254, and NaN gives 255.
+// Return the E8M0 code of amax * (1 / max), rounded up to a power of two. max is the largest value of R's element
+// format. An infinite amax gives 254, and NaN gives 255.
 template <class R>
 FP4KIT_DEVICE u32 rceil(float amax) {
   return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>()));
@@ -71,15 +73,16 @@ struct block_e8m0_te : inverse_factor {
   }
 };
 
-// Return the E8M0 code of amax * rcp.approx(max), rounded up, with subnormals flushed to zero. max is the largest value
-// of the element format. Infinity gives 254, and NaN gives 255.
+// Return the E8M0 code of FlashInfer's scale: amax * rcp_approx_ftz(max), rounded up to a power of two. Subnormals are
+// flushed to zero before that. max is the largest value of R's element format. An infinite amax gives 254, and NaN
+// gives 255.
 template <class R>
 FP4KIT_DEVICE u32 code_flashinfer(float amax) {
   return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
 }
 
-// FlashInfer's rule for FP4. The factor is the inverse of the code's value, except that it is 0 for codes 0, 254 and
-// 255. (The inverse for code 254 is the subnormal 2^-127, which FlashInfer's arithmetic flushes to 0.)
+// FlashInfer's rule for FP4. The factor is the reciprocal of the code's value, except that it is 0 for codes 0, 254 and
+// 255. (The reciprocal for code 254 is the subnormal 2^-127, which FlashInfer's arithmetic flushes to 0.)
 struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -93,8 +96,8 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
-// Return ceilf(float32_log2(x)) for x > 0. For normal numbers, the result is computed without a logarithm, and equals
-// the one with the logarithm for all of them. Infinity gives 128.
+// Return ceilf(float32_log2(x)) for x > 0: the logarithm is rounded to float32 before it is rounded up. For normal x,
+// the same integer is computed without a logarithm. Infinity gives 128.
 //
 // Let x = 2^e * (1 + m / 2^23). The rounded logarithm is e, rather than above e, if log2(1 + m / 2^23) is at most half
 // an ulp at e. Let 2^k be the largest power of two that is at most |e|; k is one less if e = -2^k, where the ulp is
@@ -127,8 +130,9 @@ struct block_e8m0_te_reference : inverse_factor {
 
 struct block_e8m0_compressed_tensors : inverse_factor {
   static constexpr bool kReadsInput = true;
-  // Return a float16 amax as the producer rounds it, by an addition to its bits and a mask. Amaxes below 2^-14, the
-  // smallest normal number, become 2^-14 or 0. Larger amaxes, and amaxes of other types, are returned unchanged.
+  // Return the amax as the producer rounds it, by an addition to its bits and a mask. Only float16 amaxes below 2^-14,
+  // the smallest normal number, change: they become 2^-14, or 0 if `amax` plus half a step is still below 2^-14. The
+  // step is 2^-17 if mantissa_bits is 3, and 2^-15 otherwise. Other amaxes are returned unchanged, also NaN.
   template <class In>
   FP4KIT_DEVICE float rounded_subnormal(float amax, int mantissa_bits) {
     if (In::kMantissaBits != 10 || !(amax < 0x1p-14f)) return amax;

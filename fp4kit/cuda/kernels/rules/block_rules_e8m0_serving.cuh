@@ -1,5 +1,7 @@
-// Block rules of serving engines and quantizers that write E8M0 scales. They give the same results as the functions
-// with these names in reference/block_rules_e8m0_serving.py.
+// Block rules (see block_rules.cuh) of serving engines and quantizers that write E8M0 scales: powers of two, with code
+// = exponent + 127, and code 255 for NaN. They give the same results as the functions with these names in
+// reference/block_rules_e8m0_serving.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude
+// of the block. t (TensorScale) holds the tensor's scale for encoding, its scale for decoding, and its amax.
 #pragma once
 
 #include "block_rules_e8m0.cuh"
@@ -10,16 +12,16 @@ struct by_amax {
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 
-// Return the E8M0 code of 2^exponent: the exponent, clamped to [-127, 127] and truncated to an integer, plus 127.
-// Return 0 if the exponent is NaN.
+// Return the E8M0 code of 2^exponent: the exponent, clamped to [-127, 127] and truncated toward zero to an integer,
+// plus 127. Return 0 if the exponent is NaN.
 FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
 }
 
 // ---- rules that compute the scale from the bits of the amax
 
-// Round amax to the element format's number of mantissa bits, with ties away from zero. Return the exponent field of
-// the result minus the exponent of the largest element value, which may be negative. Return 255 for infinity, for NaN,
+// Round amax to as many mantissa bits as R's element format has, with ties away from zero. Return the exponent field of
+// the result minus the exponent of the largest element value; this may be negative. Return 255 for infinity, for NaN,
 // and if rounding gives infinity. NaN is tested first, because a payload of ones, which GPU instructions produce, would
 // carry into the sign bit.
 template <class R>
@@ -103,7 +105,8 @@ struct block_e8m0_deepgemm : inverse_factor {
 
 // ---- rules that compute the scale from a logarithm, in float32 or in the type of the elements
 
-// Base of the rules whose factor is the reciprocal of the scale, or NaN if the amax is not finite.
+// Base of the rules whose factor is the reciprocal of the scale's value (inverse_e8m0), or NaN if the amax is infinite
+// or NaN.
 struct finite_inverse : by_amax {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -120,15 +123,16 @@ struct block_e8m0_auto_round : finite_inverse {
   }
 };
 
-// Return the E8M0 code of 2^ceil(log2(ratio)). `ratio` is the amax divided by the element value to which the rule maps
-// the amax. Return 128 for a block of zeros, and 0 if the amax is not finite.
+// Return the E8M0 code of 2^ceil(log2(ratio)). `ratio` is the block's amax divided by the element value to which the
+// rule maps the amax. If the amax is 0, return 128. If it is infinite or NaN, return 0.
 FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
   if (!is_finite(amax)) return 0u;
   return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
 }
 
-// Return the factor for a code of auto_round_up. Return NaN if the amax is not finite, or if `ratio` underflows to 0
-// for a positive amax, because log2 of the ratio is then -inf.
+// Return the number by which elements are multiplied for a code and a ratio of auto_round_up: the reciprocal of the
+// code's value. Return NaN if the amax is infinite or NaN, or if `ratio` underflows to 0 for a positive amax (its log2
+// is then -infinity).
 FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
   return is_finite(amax) && (ratio != 0.0f || amax == 0.0f) ? inverse_e8m0(code) : nan_value();
 }
@@ -155,9 +159,9 @@ struct block_e8m0_auto_round_rceil_v2 : by_amax {
   }
 };
 
-// Return Quark's scale T(2^(round(T(log2(amax))) - emax)), where T rounds to the input type and emax is the exponent of
-// the largest element value. `round` is ceil if kUp, and otherwise floor. If the scale is 0 in T, return 2^-23. If the
-// amax is not finite, return the amax.
+// Return Quark's scale T(2^(round(T(log2(amax))) - emax)). T rounds to the type In, and emax is the exponent of R's
+// largest element value. `round` is ceil if kUp, and otherwise floor. If the scale is 0 in T, return 2^-23. If the
+// power is above 2^127, return infinity. If the amax is not finite, return the amax.
 template <class R, class In, bool kUp>
 FP4KIT_DEVICE float quark_scale(float amax) {
   if (!is_finite(amax)) return amax;
@@ -169,12 +173,13 @@ FP4KIT_DEVICE float quark_scale(float amax) {
   return scale == 0.0f ? 0x1p-23f : scale;
 }
 
-// Base of Quark's rules whose scale is a power of two, from log2(amax) rounded up if kUp and down otherwise.
+// Base of Quark's rules whose scale is a power of two (quark_scale): the logarithm of the amax is rounded up if kUp,
+// and down otherwise. Elements are divided by the factor, which is the scale.
 template <bool kUp>
 struct quark_by_log : by_amax {
   static constexpr bool kReadsInput = true;
-  // Return the code of a scale that quark_scale computed from this amax: the exponent field of the scale, clamped to
-  // 1 ... 254. Return 127 if the amax is not finite.
+  // Return the code of `scale`, which quark_scale computed from this amax: the exponent field of the scale, clamped to
+  // 1 ... 254. Return 127 if the amax is infinite or NaN.
   FP4KIT_DEVICE u32 code_of(float amax, float scale) {
     return is_finite(amax) ? minimum(maximum(bits_of(scale) >> 23 & 0xFFu, 1u), 254u) : 127u;
   }
@@ -182,9 +187,9 @@ struct quark_by_log : by_amax {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return code_of(amax, quark_scale<R, In, kUp>(amax));
   }
-  // Return the factor of a block. If `code` is the code of the scale that follows from the amax, the factor is that
-  // scale, even if the code decodes to a different number. If the caller gave a different code, the factor is the value
-  // of that code.
+  // Return the number by which elements are divided. If `code` is the code of the scale that follows from the amax,
+  // return that scale, even if the code decodes to a different number. Otherwise the caller chose another code, so
+  // return the value of `code`.
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = quark_scale<R, In, kUp>(amax);
@@ -242,8 +247,8 @@ struct block_e8m0_comfy_kitchen : by_amax {
 };
 
 // Base of MSLK's rules that compute the code from the bits of the amax. The code is the exponent field of the amax
-// after kAddend is added to its bits, minus emax, the exponent of the largest element value. It is clamped to
-// 0 ... 254 - emax. NaN counts as infinity.
+// after kAddend is added to its bits, minus emax, the exponent of R's largest element value. It is clamped to 0 ... 254
+// - emax. A NaN amax counts as infinity.
 template <u32 kAddend>
 struct mslk_bits : inverse_factor {
   template <class R, class In>

@@ -1,12 +1,16 @@
-// Block rules of llama.cpp and MLX. They give the same results as the functions with these names in
-// reference/block_rules_gguf_mlx.py.
+// Block rules (see block_rules.cuh) of llama.cpp and MLX. They give the same results as the functions with these names
+// in reference/block_rules_gguf_mlx.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude
+// of the block. t (TensorScale) holds the tensor's scale for encoding, its scale for decoding, and its amax.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 
-// llama.cpp's rule with E4M3 scales. Significands halfway between two codes are rounded up, whereas rounding to nearest
-// even would round half of them down. Scales of 248 and more become 448. An amax of NaN counts as 0.
+// llama.cpp's rule with E4M3 scales. The scale is amax / max, where max is the largest element value, rounded to the
+// nearest E4M3 value. Halfway between two values, it is rounded up, not to even. Scales of 248 and more become 448.
+// Scales below 2^-6, the smallest normal value, become subnormal values, at most the largest one. An amax of NaN counts
+// as 0. The factor is the value of the code; elements are compared with the element values times the factor
+// (R::kCompare).
 struct block_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -40,7 +44,8 @@ FP4KIT_DEVICE i32 floor_of_log2(float a) {
 }
 
 // llama.cpp's rule with E8M0 scales. The code is the low byte of floor(log2(amax)) - emax + 127, where emax is the
-// exponent of the largest element value. It is 0 if the amax is 0, infinite or NaN.
+// exponent of the largest element value. The code is 0 if the amax is 0, infinite or NaN. The factor is the value of
+// the code, or infinity for code 255; elements are compared with the element values times the factor (R::kCompare).
 struct block_e8m0_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -53,9 +58,9 @@ struct block_e8m0_gguf : by_code {
   }
 };
 
-// Return the E4M3 code of a block scale `scaled`, rounded to nearest even; larger scales get the code of 448. `amax` is
-// the block's amax. If the amax is NaN, return the code of 448. If only `scaled` is NaN, because it was computed as 0 *
-// infinity, return the code of -448.
+// Return the E4M3 code of a block scale `scaled`, rounded to nearest even. Scales above 448 get the code of 448. `amax`
+// is the block's amax. If it is NaN, return the code of 448 too. If only `scaled` is NaN, because it was computed as 0
+// * infinity, return the code of -448.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale_saturated(float scaled, float amax) {
   if (is_nan(amax)) return R::Scale::kMaxCode;
@@ -86,14 +91,14 @@ struct block_mlx_metal : by_code {
   }
 };
 
-// Return 2^exponent, subnormals included, for exponents of at most 127. Return 0 for exponents below -149.
+// Return 2^exponent for an exponent of at most 127. The result may be subnormal, and is 0 for exponents below -149.
 FP4KIT_DEVICE float power_or_zero(i32 exponent) {
   if (exponent < -149) return 0.0f;
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Base of the two rules of MLX on a CPU. MLX stores the exponent n of the scale as a byte, which wraps around. The
-// factor is 2^n with the exponent n before wrapping, and 0 if the amax is not finite.
+// Base of the two rules of MLX on a CPU. MLX stores the exponent n of the scale as a byte, and loses the higher bits of
+// n + 127. The factor is 2^n with the full exponent n, or 0 if the amax is infinite or NaN.
 struct wrapped_power {
   static constexpr bool kReadsAmax = true, kReadsInput = true;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
@@ -104,13 +109,13 @@ struct wrapped_power {
     const i32 exponent = static_cast<i32>(code) - 127 - (wraps ? 256 : 0);
     return exponent > 127 ? float_of(kInfinityBits) : power_or_zero(exponent);
   }
-  // Return the code of a scale s with exponent n: the low byte of n + 127. Return 127 if s is 0.
+  // Return the code of a finite scale s that MLX rounds to 2^n: the low byte of n + 127, or 127 if s is 0.
   template <class In>
   FP4KIT_DEVICE u32 wrapped(i32 n, float s) {
     return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu;
   }
-  // Return the code of a scale that is not finite: 128 for float32 elements, and 0 for 16-bit elements. MLX casts such
-  // a scale to a byte, and x86-64 gives these results.
+  // Return the code of a scale that is infinite or NaN: 128 for float32 elements, and 0 for 16-bit elements. MLX casts
+  // the scale to a byte, which gives these results on x86-64.
   template <class In>
   FP4KIT_DEVICE u32 not_finite() {
     return sizeof(typename In::Bits) == 4 ? 128u : 0u;
@@ -130,7 +135,7 @@ struct block_e8m0_mlx : wrapped_power {
   }
 };
 
-// Return log2(x), computed in float64 and rounded to float32.
+// Return log2(x), computed in float64 and rounded to float32: -infinity for 0, and NaN for x below 0.
 FP4KIT_DEVICE float log2_of(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }

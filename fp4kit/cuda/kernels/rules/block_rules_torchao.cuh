@@ -1,11 +1,14 @@
-// Block rules of torchao 0.18, which write E8M0 scales. They give the same results as the functions with these names in
-// reference/block_rules_torchao.py.
+// Block rules (see block_rules.cuh) of torchao 0.18, which write E8M0 scales: powers of two, with code = exponent +
+// 127, and code 255 for NaN. They give the same results as the functions with these names in
+// reference/block_rules_torchao.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude of
+// the block. t (TensorScale) holds the tensor's scale for encoding, its scale for decoding, and its amax.
 #pragma once
 
 #include "block_rules_e8m0_serving.cuh"
 
-// Base of the rules that divide elements by the scale. The factor is the reciprocal of the divisor. The divisor is
-// 2^-126 for code 0, although code 0 decodes to 2^-127, and infinity for code 255.
+// Base of the rules for which torchao divides elements by the scale. The factor, by which elements are multiplied, is
+// the reciprocal of the divisor. The divisor is the value of the code, except that it is 2^-126 for code 0, which
+// decodes to 2^-127, and infinity for code 255.
 struct divided_by_normal : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -13,8 +16,8 @@ struct divided_by_normal : by_code {
   }
 };
 
-// Return an E8M0 code: the exponent field of (bits of amax + addend), plus `up`, minus the exponent of the largest
-// element value. The code is clamped to the range of E8M0. Return 255 if amax is NaN.
+// Return the E8M0 code of a block scale: the exponent field of (bits of amax + addend), plus `up`, minus the exponent
+// of R's largest element value, clamped to 0 ... 255. Return 255 if amax is NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
   if (is_nan(amax)) return 255u;

@@ -1,15 +1,16 @@
 // Functions that encode and decode one value, for any element format. They give the same results as reference/codec.py.
+// A code is the integer that stands for a value in memory. F is the format, and kRounding and kSign say how elements
+// are rounded and which codes get a sign bit (the enums below). In a format with M mantissa bits, values with exponent
+// e are multiples of the step 2^(e - M).
 //
-// A format F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits,
-// kMantissaBits, kBias, kEmin and kEmax (the exponents of the smallest and the largest normal value), kSignBit,
-// kMaxCode, kNanCode, kInfinityCode, kHasNan, kIsInteger, kBits, kStoredBits (the bits that a code takes in memory) and
-// kMaxBits (the float32 bits of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats
-// for which there are special instructions or faster functions. kIsTable says whether F is a table of values
-// (Codebook); then F::value(code) returns the value of a code, and F::nearest(x) the code of a number that is not NaN.
-// MX4 (PairedMicroexponents) is a table with other members in place of F::nearest: the type F::HasPairs, which is void,
-// and F::kAmaxTargetBits, the float32 bits of its amax_target.
-//
-// The enum Rounding below says how elements are rounded.
+// F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits, kMantissaBits,
+// kBias, kEmin and kEmax (the exponents of the smallest and the largest normal value), kSignBit, kMaxCode, kNanCode,
+// kInfinityCode, kHasNan, kIsInteger, kBits, kStoredBits (the bits that a code takes in memory) and kMaxBits (the
+// float32 bits of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats for which there
+// are special instructions or faster functions. kIsTable says whether F is a table of values (Codebook); then
+// F::value(code) returns the value of a code, and F::nearest(x) the code of a number that is not NaN. MX4
+// (PairedMicroexponents) is a table with other members in place of F::nearest: the type F::HasPairs, which is void, and
+// F::kAmaxTargetBits, the float32 bits of its amax_target.
 #pragma once
 
 #include "ptx.cuh"
@@ -38,13 +39,15 @@ FP4KIT_DEVICE float max_of() {
   return float_of(F::kMaxBits);
 }
 
-// True if both codes of a pair of elements of the format F share a bit. Then only encode_beside encodes elements.
+// True if F is MX4: the two codes of a pair of neighboring elements share a bit. Elements of such a format are encoded
+// only by encode_beside.
 template <class F, class HasPairs = void>
 constexpr bool kHasPairs = false;
 template <class F>
 constexpr bool kHasPairs<F, typename F::HasPairs> = true;
 
-// Return the number to which amax rules scale the amax of a block: 1 for MX4, and the largest value of other formats.
+// Return the element value to which amax rules scale the amax of a block: 1 for MX4, and the largest value of other
+// formats.
 template <class F>
 FP4KIT_DEVICE float amax_target_of() {
   if constexpr (kHasPairs<F>) return float_of(F::kAmaxTargetBits);
@@ -80,8 +83,9 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// Return the code that minimizes |value * step - a|, or the first one if several do. a must be at least 0 and not NaN;
-// infinity gives code 0. It gives the same results as first_of_least in reference/codec.py.
+// Return the code that minimizes |value * step - a|, where `value` is the value of the code. If several codes do,
+// return the lowest one. a must be at least 0 and not NaN. If a is infinite, return 0. The function gives the same
+// results as first_of_least in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -97,7 +101,7 @@ FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   return best;
 }
 
-// Return true if the code of x gets a sign bit. x must not be NaN; `code` is the code of |x|.
+// Return true if the code of x gets a sign bit, as kSign says. x must not be NaN. `code` is the code of |x|.
 template <Sign kSign>
 FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
@@ -106,8 +110,8 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   return !(x > 0.0f);
 }
 
-// Return y with the sign bit that its code gets under kSign. Only zeros change: `negative` turns -0 into 0, and
-// `not_positive` turns 0 into -0. For `unsigned_zero`, y is returned unchanged, so a negative y whose code is 0 keeps
+// Return y with the sign bit that the code of y gets under kSign. Only zeros change: `negative` turns -0 into 0, and
+// `not_positive` turns 0 into -0. For `unsigned_zero`, y is returned unchanged. So a negative y whose code is 0 keeps
 // its sign bit, and the caller must clear the sign bit of the code.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
@@ -156,8 +160,8 @@ FP4KIT_DEVICE u32 encode_beside(float x, float partner) {
   return static_cast<u32>(fminf(rintf(steps), 3.0f)) | (sign_of(x) ? 4u : 0u) | (is_small ? 8u : 0u);
 }
 
-// Return the code of x with its sign, rounded to nearest even and saturated. x must not be NaN; callers pass elements
-// of finite blocks.
+// Return the code of x in the format F, rounded to nearest even. Magnitudes above the largest value saturate. The code
+// has the sign bit of x, also for zeros. x must not be NaN; callers pass elements of finite blocks.
 template <class F>
 FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
@@ -169,10 +173,10 @@ FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   return rounded | (bits_of(x) >> (32 - F::kBits) & F::kSignBit);
 }
 
-// Return the code of x, rounded stochastically with a random byte. It is the code of |x| + random / 256 * step(|x|),
-// rounded toward zero, with the sign of x. So |x| is rounded up with a probability that equals its distance, in steps,
-// from the value below. Values above the largest value of the format, and infinity, saturate. NaN gives the NaN code of
-// the format. It gives the same results as reference/stochastic.py.
+// Return the code of x, rounded stochastically by `random`, a random byte (0 ... 255). It is the code of |x| + random /
+// 256 * step(|x|), rounded toward zero, with the sign bit of x. So |x| is rounded up with a probability that equals its
+// distance, in steps, from the value below. Values above the largest value of the format, and infinity, saturate. NaN
+// gives the NaN code of the format. The function gives the same results as reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;
@@ -227,9 +231,13 @@ FP4KIT_DEVICE float inverse_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
 }
 
-// The types of elements and values. `Bits` is the type in memory, and kLeastExponent is the exponent of the smallest
-// subnormal number. widen(bits) returns the element as float32, which is exact. narrow(x) returns the bits of a
-// float32, rounded to nearest even.
+// Float32, Float16 and Bfloat16 are the types of elements and values. `Bits` is the type in memory, and kLeastExponent
+// the exponent of the smallest subnormal number. widen(bits) returns the element as float32, which is exact. narrow(x)
+// returns the bits of a float32 that is rounded to nearest even. The 16-bit types have functions for pairs (words of
+// two elements):
+//   narrow_pair(low, high)                  return the pair of two floats, each rounded as by narrow
+//   max_magnitude(a, b), min_magnitude      see max_magnitude_bf16x2 and min_magnitude_bf16x2 in ptx_pairs.cuh
+//   add_zero(pair)                          return the pair plus 0, which turns each -0 into 0
 struct Float32 {
   using Bits = float;
   static constexpr bool kIsBfloat16 = false;
@@ -271,9 +279,10 @@ FP4KIT_DEVICE float float32_log2(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }
 
-// Return the code of x in the format F, rounded stochastically with a random byte, by arithmetic in float16:
+// Return the code of x in the format F, rounded stochastically by `random`, a random byte (0 ... 255), with arithmetic
+// in float16:
 //   - NaN gives F::kNanCode.
-//   - Code 0, without a sign bit, if the magnitude rounds to 0 in float16.
+//   - If the magnitude of x, rounded to float16, is 0: code 0, without a sign bit.
 //   - Otherwise the code has the sign of x. Magnitudes above the largest value saturate.
 // The results equal those of encode_stochastic_float16 in reference/stochastic.py.
 template <class F>

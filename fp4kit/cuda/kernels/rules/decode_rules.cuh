@@ -1,8 +1,10 @@
-// Decode rules: a struct decode_<rule> turns the value of a code into an element, by the scales of its block. It gives
-// the same results as the function with this name in reference/dequantize.py. A rule has these members:
-//
-//   scale<R>(code, tensor)     return the Scale of a block: the numbers that `apply` multiplies by, from both scales
-//   product_scale(scale)       return the Scale for value * scale; only in rules with block scales that need an amax
+// Decode rules: a struct decode_<rule> turns the value of an element's code into the element, by the scales of its
+// block. It gives the same results as the function with this name in reference/dequantize.py. R is the recipe. `code`
+// is the scale code of the block, and t (TensorScale, tensor_rules.cuh) holds the tensor's scale in both directions and
+// its amax (largest magnitude). A rule has these members:
+//   scale<R>(code, t)          return the Scale of a block: all that `apply` needs to know of its scales
+//   product_scale(scale)       return the Scale with which `apply` returns value * scale; only in rules with block
+//                              scales that need an amax, for tensors whose amax is unknown
 //   apply(value, scale)        return the element whose code has the value `value`
 //   apply_pair(values, scales) return `apply` for two bfloat16 values at once. Both arguments are words of two bfloat16
 //                              numbers. Valid only for scales that are a power of two, NaN or infinity
@@ -12,7 +14,7 @@
 
 #include "integer_or_float.cuh"
 
-// The format F, but with NaN codes read as numbers.
+// The format F without NaN: codes that mean NaN in F decode to the numbers that their exponent and mantissa bits give.
 template <class F>
 struct WithoutNan : F {
   static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
@@ -27,7 +29,8 @@ template <class F>
 struct DecodedFormat<F, true> {
   using Format = WithoutNan<F>;
 };
-// The format by which a recipe's element codes are decoded.
+// The format by which the element codes of the recipe R are decoded: R::Element, or WithoutNan<R::Element> if R's
+// decode rule says so.
 template <class R>
 using DecodedElement = typename DecodedFormat<typename R::Element, R::DecodeRule::kReadsNanAsNumber>::Format;
 
@@ -42,7 +45,7 @@ struct decode_product {
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }
 };
-// The rule decode_product for recipes without block scales: an element is value * tensor scale.
+// The rule decode_product for recipes without block scales. An element is value * t.decode, and `code` is ignored.
 struct decode_tensor {
   static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
   using Scale = float;
@@ -79,8 +82,8 @@ struct decode_vllm_cuda : decode_product {
     return decode_scale<R>(code) * rcp_approx_ftz(t.encode);
   }
 };
-// The rules of comfy-kitchen: for 16-bit results, the tensor scale and its product with the block scale are rounded to
-// the type of the result.
+// The rules of comfy-kitchen. An element is value * block scale * tensor scale. If the result has the 16-bit type Out,
+// the tensor scale and then its product with the block scale are rounded to Out.
 struct decode_comfy_kitchen : decode_product {};
 template <class Out>
 struct comfy_kitchen_narrow : decode_product {
@@ -91,7 +94,8 @@ struct comfy_kitchen_narrow : decode_product {
 };
 struct decode_comfy_kitchen_float16 : comfy_kitchen_narrow<Float16> {};
 struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
-// The rules of comfy-kitchen for FP8: for 16-bit results, the tensor scale is rounded to the type of the result.
+// The rules of comfy-kitchen for FP8. An element is value * tensor scale. If the result has the 16-bit type Out, the
+// tensor scale is rounded to Out first.
 struct decode_fp8_comfy_kitchen : decode_tensor {};
 template <class Out>
 struct fp8_comfy_kitchen_narrow : decode_tensor {
@@ -102,9 +106,9 @@ struct fp8_comfy_kitchen_narrow : decode_tensor {
 };
 struct decode_fp8_comfy_kitchen_float16 : fp8_comfy_kitchen_narrow<Float16> {};
 struct decode_fp8_comfy_kitchen_bfloat16 : fp8_comfy_kitchen_narrow<Bfloat16> {};
-// A block scale, the tensor's amax, and the amax that a tensor scale of 1 covers (`range`). An element is value *
-// scale, rounded to float16, times amax / range. If `amax` is negative, the amax is unknown, and an element is value *
-// scale.
+// The Scale of decode_fouroversix: a block scale, the tensor's amax, and `range`, the amax that a tensor scale of 1
+// covers. An element is value * scale, rounded to float16, times amax / range. If `amax` is negative, the amax is
+// unknown, and an element is value * scale, not rounded.
 struct ScaleOfAmax {
   float scale, amax, range;
 };
@@ -125,14 +129,15 @@ struct decode_fouroversix {
     return s.amax < 0.0f ? value * s.scale : round_to<Float16>(value * s.scale) * s.amax / s.range;
   }
 };
-// The rule decode_fouroversix without the rounding to float16.
+// The rule decode_fouroversix, but value * scale is not rounded to float16.
 struct decode_fouroversix_float32 : decode_fouroversix {
   static constexpr bool kNeedsAmax = true;
   FP4KIT_DEVICE float apply(float value, Scale s) {
     return s.amax < 0.0f ? value * s.scale : value * s.scale * s.amax / s.range;
   }
 };
-// A block scale and a tensor scale. An element is (value * scale) * tensor, of which the first product is exact.
+// The Scale of decode_flashinfer_kv: a block scale and a tensor scale. An element is (value * scale) * tensor. The
+// first product is exact.
 struct ScaleThenTensor {
   float scale, tensor;
 };
@@ -160,7 +165,7 @@ struct decode_auto_round : decode_product {
 struct decode_modelopt : decode_product {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
 };
-// MLX 0.32.2 decodes the scale codes 7F and FF to 480 and -480. Other formats read them as NaN.
+// The rule of MLX 0.32.2: decode_product, except that the scale codes 7F and FF decode to 480 and -480 instead of NaN.
 struct decode_mlx_0322 : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -186,7 +191,7 @@ struct decode_e8m0_flashinfer_api : decode_product {
   }
 };
 // An element is ldexp(value, code - 127), so scale code 255 means 2^128. Because 2^128 is not a float32, the Scale is
-// half of the block scale, and `apply` doubles the value.
+// half of the block scale, and `apply` doubles the value. The tensor scale is ignored.
 struct decode_e8m0_unbounded : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -197,7 +202,7 @@ struct decode_e8m0_unbounded : decode_product {
     return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
   }
 };
-// llama.cpp's rule: an element is the product of its value and a 7-bit scale. Scale code 7F is 0, scale code FF is 480,
+// llama.cpp's rule. An element is value * block scale * tensor scale. Scale code 7F means 0, scale code FF means 480,
 // and bit 7 of other scale codes is ignored. Element code 8 (-0) decodes to +0.
 struct decode_gguf : decode_product {
   template <class R>
@@ -238,8 +243,9 @@ struct decode_e8m0_float16 : decode_product {
 struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
   static constexpr bool kReadsNanAsNumber = true;
 };
-// The rule of Model-Optimizer's integers. The Scale is the tensor's encode scale, or -1 if the amax is at most
-// kTinyAmax, for which elements are 0. Encode scales are never negative.
+// The rule of Model-Optimizer's integers. An element is value / t.encode, or 0 if the tensor's amax is at most
+// kTinyAmax. The Scale is t.encode, or -1 in the latter case; encode scales are never negative. Scale codes are
+// ignored.
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
   using Scale = float;
@@ -250,20 +256,21 @@ struct decode_int_modelopt {
   FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
 };
 
-// The Scale of an IF4 block: the Scale of the base decode rule, and whether the codes of the block are INT4.
+// The Scale of an IF4 block: the Scale of the base decode rule (the rule that two_formats extends), and whether the
+// codes of the block are INT4. Otherwise they are E2M1.
 template <class BaseScale>
 struct ScaleAndFormat {
   BaseScale scale;
   bool is_integer;
 };
-// Return true if the Scale of the base decode rule is finite.
+// Return true if the Scale of the base decode rule is finite, for both element formats.
 template <class BaseScale>
 FP4KIT_DEVICE bool is_finite(ScaleAndFormat<BaseScale> s) {
   return is_finite(s.scale);
 }
 
-// IntegerRounding<Rule>::kToFloat16 is true if a rule rounds the values of INT4 codes to float16, unless the tensor's
-// amax is unknown.
+// IntegerRounding<Rule>::kToFloat16 is true if a rule rounds the values of INT4 codes to float16 before it multiplies
+// them by a scale. If the tensor's amax is unknown, the values are not rounded in any case.
 template <class Rule>
 struct IntegerRounding {
   static constexpr bool kToFloat16 = false;
@@ -273,14 +280,16 @@ struct IntegerRounding<decode_fouroversix> {
   static constexpr bool kToFloat16 = true;
 };
 
-// The decode rule Base for elements of IF4. Bit 7 of a scale code selects the format of the block, and Base gets the
-// other bits. `value` is the value of a code as a 4-bit integer.
+// The decode rule Base for elements of IF4, whose codes are E2M1 or INT4. Bit 7 of a scale code is set for INT4; Base
+// gets the other bits. In `apply`, `value` is the value of the element's code as a 4-bit integer. For INT4, Base is
+// applied to value * If4::kIntegerStep, and otherwise to the E2M1 value that has the four bits of the integer as its
+// code.
 template <class Base>
 struct two_formats {
   static constexpr bool kNeedsAmax = Base::kNeedsAmax, kReadsNanAsNumber = Base::kReadsNanAsNumber;
   using Scale = ScaleAndFormat<typename Base::Scale>;
-  // Return the Scale for value * scale. `scale` is a decoded scale code. Its sign bit is bit 7 of the code, which
-  // selects INT4.
+  // Return the Scale with which Base's `apply` multiplies by |scale|. `scale` is the value of a scale code. Its sign
+  // bit is bit 7 of the code: if it is set, the codes of the block are INT4.
   FP4KIT_DEVICE Scale product_scale(float scale) {
     return {Base::product_scale(magnitude_of(scale)), sign_of(scale) != 0u};
   }

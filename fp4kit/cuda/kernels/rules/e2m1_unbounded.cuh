@@ -1,5 +1,6 @@
-// E2M1 without a largest value: the values to which fouroversix's PyTorch back end rounds, and the codes that it packs.
-// The functions give the same results as reference/codec.py.
+// E2M1 without a largest value (Rounding::rnw): the values to which fouroversix's PyTorch back end rounds, and the
+// codes that it packs. The functions give the same results as reference/codec.py. `a` is the magnitude of a scaled
+// element.
 #pragma once
 
 #include "ptx_convert.cuh"

@@ -1,5 +1,8 @@
 // The exact path computes the amax, the scale, the factor, the codes and the values of a block, operation by operation
-// as in the reference. It is valid for every block.
+// as in the reference. It is valid for every block. R is the recipe, and In is the type of the elements. amax is the
+// largest magnitude of a block, t its tensor scale (TensorScale), and f its factor (Factor), by which elements are
+// multiplied or divided before rounding. A run is a number of neighboring elements of one row that one thread handles
+// together.
 //
 // Kernels encode most blocks by a fast path (fast_path.cuh) and all others by the exact path. Kernels pass a function
 // that loads elements. load(i, j, x) loads elements of row i of a block, starting at column j, into x. element_at(i)
@@ -121,7 +124,7 @@ FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
   return R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale);
 }
 
-// The number of words that hold the codes of kRun elements. The last word may have unused bits.
+// kCodeWords<R, kRun> is the number of words that hold the codes of kRun elements. The last word may have unused bits.
 template <class R, int kRun>
 constexpr int kCodeWords = (kRun * R::Element::kStoredBits + 31) / 32;
 
@@ -133,8 +136,10 @@ FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
   return words[i / kPerWord] >> (kBits * (i % kPerWord)) & ((1u << kBits) - 1u);
 }
 
-// Encode a run and pack its codes into words, the first code in the lowest bits. A 4-bit code takes half a byte, any
-// other code one byte. `bytes` holds one random byte per element. If elements lie in pairs, kRun must be even.
+// Encode the elements x of a run in a block with the factor f (exact_code_beside), and store their codes in `words`,
+// the first code in the lowest bits. A 4-bit code takes half a byte, any other code one byte. Unused bits become 0.
+// `bytes` holds one random byte per element, which is read only if R::kStochastic. If the format has kHasPairs, kRun
+// must be even.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f,
                                u32 (&words)[kCodeWords<R, kRun>]) {
@@ -148,9 +153,9 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
   }
 }
 
-// Encode the elements element_at(0) ... element_at(kRun - 1), and pack their codes into `words`. The codes must fill
-// whole words, rounding must not be stochastic, and the format must not have kHasPairs. The loop is not unrolled, which
-// keeps the machine code of this rare case small.
+// Encode the elements element_at(0) ... element_at(kRun - 1) in a block with the factor f (exact_code), and store their
+// codes in `words`, packed as by exact_codes. The codes must fill whole words, rounding must not be stochastic, and the
+// format must not have kHasPairs. The loop is not unrolled, which keeps the machine code of this rare case small.
 template <class R, class In, int kRun, class ElementAt>
 FP4KIT_DEVICE void exact_codes_of(const ElementAt& element_at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;

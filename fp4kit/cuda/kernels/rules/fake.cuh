@@ -1,8 +1,9 @@
-// Fake quantizers (quantize and dequantize in one step) as producers implement them, one struct per quantizer. They
-// give the same results as the functions with these names in reference/fake.py. In this file, `amax` is the amax of a
-// block, or 1 without blocks. tensor_amax is the amax of the tensor, the row or the block, by R::kTensorScaling. A rule
-// has these members:
-//
+// Fake quantizers (quantize and dequantize in one step) as producers implement them. A rule is a struct fake_<name> for
+// one quantizer; it gives the same results as the function with this name in reference/fake.py. R is the recipe, a
+// struct of constants and rules that cuda/compile/traits.py writes, and In is the type of the elements. `amax` is the
+// largest magnitude of a block, or 1 in recipes without blocks. tensor_amax is the amax of the tensor, the row or the
+// block, as R::kTensorScaling says. FakeScale (fake_arith.cuh) holds the numbers by which elements are multiplied or
+// divided. A rule has these members:
 //   kHasCodes                         true if the scale of a block is an E4M3 code
 //   scale<R, In>(amax, tensor_amax)   return the FakeScale of a block; only if kHasCodes is false
 //   code<R>(amax, tensor_amax)        return the E4M3 code of a block's scale; only if kHasCodes is true
@@ -15,7 +16,7 @@
 
 #include "fake_microxcaling.cuh"
 
-// ---- rules of NVFP4: x >= 0 keeps a plus sign, other elements get a minus sign, and zeros become +0
+// ---- rules of NVFP4: results for x >= 0 have a plus sign, other results a minus sign, except that zeros become +0
 
 struct fake_nvfp4_modelopt_division {
   static constexpr bool kHasCodes = true;
@@ -76,7 +77,7 @@ struct fake_nvfp4_modelopt_static : fake_nvfp4_modelopt_division {
   }
 };
 
-// ---- rules that multiply with the reciprocal: elements below 0 get a minus sign
+// ---- rules that multiply by the reciprocal: results for x < 0 have a minus sign, other results a plus sign
 
 struct fake_product {
   template <class R>
@@ -135,9 +136,10 @@ struct fake_mx_modelopt : fake_product {
 
 // ---- rules of integers: -0 and NaN are kept
 
-// The rule of Model-Optimizer's integers. The result is clip(rint(x * s), lowest, max) / s, with s = max / tensor_amax.
-// lowest and max are the smallest and the largest integer of the format. If tensor_amax is at most 2^-24, the result is
-// +0, or 0 * x in recipes with one scale per block.
+// The rule of Model-Optimizer's integers. The result for an element x is clip(rint(x * s), lowest, max) / s, with s =
+// max / tensor_amax. lowest and max are the smallest and the largest integer of the format; lowest is -max if
+// R::kNarrow. If tensor_amax is at most 2^-24, the result is +0, or 0 * x in recipes with one scale per block
+// (R::kTensorScaling is `block`).
 struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
   static constexpr float kUnscaled = -1.0f;  // stands for tensor_amax <= 2^-24; no scale is negative
@@ -166,9 +168,9 @@ struct fake_int_modelopt {
   }
 };
 
-// The rule of INT4 quantization-aware training (recipe int4-qat). The result is clip(rint(x / s), -max, max) * s, with
-// s = max(tensor_amax / max, 1e-5) and max = the largest integer of the format. The recipe has one float32 scale per
-// block, so tensor_amax is the amax of the block.
+// The rule of INT4 quantization-aware training (recipe int4-qat). The result for an element x is clip(rint(x / s),
+// -max, max) * s, where max is the largest integer of the format and s = max(tensor_amax / max, 1e-5). The recipe has
+// one float32 scale per block, so tensor_amax is the amax of the block. If it is NaN, s is NaN too.
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>
@@ -192,9 +194,9 @@ struct fake_int4_qat {
   }
 };
 
-// The rule of FP-Quant with method abs_max. The result is round(x / s) * s, where ties go toward zero and every zero of
-// x becomes -0. s is 2^(floor(log2(amax)) - 2) / 0.75. It is 0 if the power is below 2^-126, and NaN if the amax is not
-// finite.
+// The rule of FP-Quant with method abs_max. The result for an element x is round(x / s) * s. `round` rounds to the
+// nearest element value, ties toward zero; it returns -0 if x is a zero of either sign. s is 2^(floor(log2(amax)) - 2)
+// / 0.75. s is 0 if that power of two is below 2^-126, and NaN if the amax is not finite.
 struct fake_fp_quant {
   static constexpr bool kHasCodes = false;
   template <class R, class In>
@@ -220,9 +222,9 @@ struct fake_fp_quant {
   }
 };
 
-// The rule of FP-Quant for NVFP4 with method abs_max. The result is round(x * 3 / s) * s / 3, where ties go toward zero
-// and every zero of x becomes -0. s is the E4M3 value nearest to amax * 3 / 6, or NaN if the amax is not finite. 3 is
-// FP-Quant's global scale.
+// The rule of FP-Quant for NVFP4 with method abs_max. The result for an element x is round(x * 3 / s) * s / 3. `round`
+// rounds to the nearest element value, ties toward zero; it returns -0 if x is a zero of either sign. s is the E4M3
+// value nearest to amax * 3 / 6, or NaN if the amax is not finite. The factor 3 is FP-Quant's global scale.
 struct fake_nvfp4_fp_quant {
   static constexpr bool kHasCodes = false;
   static constexpr float kGlobal = 3.0f;

@@ -1,11 +1,12 @@
-// The fake quantizer of microxcaling (fake.cuh). It computes log2 in float32 and rounds the result of every operation
-// to the type In.
+// The fake quantizer of microxcaling: it quantizes and dequantizes in one step (see fake.cuh). It computes log2 in
+// float32 and rounds the result of every operation to In, the type of the elements. R is the recipe, and amax the
+// largest magnitude of a block.
 #pragma once
 
 #include "fake_arith.cuh"
 
-// BelowPower<In> describes the values of In just below a power of two for which floor(log2(x)) is one too large,
-// because log2 is rounded to In.
+// BelowPower<In> says for which values of In, just below a power of two, microxcaling's floor(log2(x)) is one too
+// large. The reason is that log2 is rounded to In. Only log2_floor uses this struct.
 //
 // Let u be the exponent of the power of two, or its complement if the exponent is negative, and 2^j <= u < 2^(j + 1).
 // Then these are the last floor(ln 2 * 2^j) values below the power, or fewer if In has few bits. Byte j of kCounts is
@@ -24,8 +25,8 @@ struct BelowPower<Bfloat16> {
   static constexpr int kShift = 16;
 };
 
-// Return floor(log2(x)), as microxcaling computes it in the type In, for x = float_of(bits) * 2^-down. float_of(bits)
-// must be a positive normal number.
+// Return floor(log2(x)), as microxcaling computes it in the type In: just below a power of two, the result may be one
+// too large (BelowPower). x is float_of(bits) * 2^-down, and float_of(bits) must be a positive normal number.
 template <class In>
 FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
   const i32 exponent = static_cast<i32>(bits >> 23) - 127 - down;
@@ -38,12 +39,14 @@ FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
 // magnitude is rounded down, halfway or not.
 enum class HalfWay { away, even, none };
 
-// The rule of microxcaling. The result is round(x / s) * s, with s = 2^(floor(log2(amax)) - emax), where emax is the
-// exponent of the largest element value. The function `round` rounds the magnitude to the values of the element format,
-// halves as kHalfWay says, and saturates. kFlushBlocks: blocks whose amax is below 2^-126 become zeros.
+// The rule of microxcaling. The result for an element x is round(x / s) * s, with s = 2^(floor(log2(amax)) - emax), but
+// at least 2^-127. emax is the exponent of the largest element value, and an amax of 0 counts as 2^-126. The function
+// `round` rounds the magnitude to the values of the element format, halves as kHalfWay says, and saturates. If
+// kFlushBlocks, the elements of a block whose amax is below 2^-126 become zeros.
 //
-// All elements of a block become NaN if the amax is NaN or infinite. They also do if s cannot be represented in the
-// type In, as for an amax of 0 in float16. An element -0 becomes +0.
+// All elements of a block become NaN in two cases: if the amax is NaN or infinite, and if s is 0 or infinite in the
+// type In. (An amax of 0 in float16 gives NaN too, because float16 has no 2^-126.) An element -0 becomes +0. If the
+// caller gave the amax (R::kStatic), infinite elements stay infinite, and NaN stays NaN.
 template <HalfWay kHalfWay, bool kFlushBlocks = false>
 struct fake_microxcaling {
   static constexpr bool kHasCodes = false;
@@ -57,8 +60,9 @@ struct fake_microxcaling {
     if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};        // x / 0 * 0
     return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
   }
-  // Return floor(log2(amax)), computed in the type In. A given amax may lie between two values of In, for which
-  // log2_floor is not valid.
+  // Return floor(log2(amax)) as microxcaling computes it in the type In, for a finite amax > 0. If the caller gave the
+  // amax (R::kStatic) and In has 16 bits, the logarithm itself is computed, because log2_floor is not valid between two
+  // values of In.
   template <class R, class In>
   FP4KIT_DEVICE i32 shared_exponent(float amax) {
     if constexpr (R::kStatic && sizeof(typename In::Bits) == 2)
@@ -66,8 +70,8 @@ struct fake_microxcaling {
     const bool subnormal = amax < kFltMin;
     return log2_floor<In>(bits_of(subnormal ? amax * 0x1p64f : amax), subnormal ? 64 : 0);
   }
-  // Return a >= 0 rounded to an integer: to the nearest one with halves as kHalfWay says, or down if kHalfWay is
-  // `none`.
+  // Return a >= 0 rounded to an integer: down if kHalfWay is `none`, and otherwise to the nearest integer, with halves
+  // as kHalfWay says.
   template <class In>
   FP4KIT_DEVICE float rounded(float a) {
     if constexpr (kHalfWay == HalfWay::none) return floor_of(a);
@@ -76,9 +80,10 @@ struct fake_microxcaling {
     const float half = (a - 0.5f) * 0.5f;  // an integer for a = 0.5, 2.5, 4.5, ...
     return nearest_integer(half) == half ? up - 1.0f : up;
   }
-  // Return the float32 bits of 2^floor(log2(a)), but at least those of 2^emin. For a few values, log2 is one too large.
-  // If halves are rounded (kHalfWay is not `none`), this is ignored, because these values round to the power of two
-  // above them with either exponent.
+  // Return the float32 bits of 2^floor(log2(a)), or those of the smallest normal element value if that is larger. If
+  // kHalfWay is `none`, the logarithm is that of log2_floor, which is one too large for a few values. If halves are
+  // rounded, the true logarithm is used, because these values round to the power of two above them with either
+  // exponent.
   template <class R, class In>
   FP4KIT_DEVICE u32 power_below(float a) {
     const u32 bits = bits_of(fmaxf(a, float_of(static_cast<u32>(R::Element::kEmin + 127) << 23)));

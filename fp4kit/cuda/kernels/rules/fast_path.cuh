@@ -1,5 +1,7 @@
-// The fast path: it encodes a block of finite elements in few instructions. Because no element becomes NaN, the rules
-// of recipes for NaN make no difference.
+// The fast path encodes a block of finite elements in few instructions. Because no element becomes NaN, the rules of
+// recipes for NaN make no difference. R is the recipe, and In is the type of the elements. f is the factor of the block
+// (Factor), by which elements are multiplied or divided before rounding. A run is a number of neighboring elements of
+// one row that one thread handles together.
 //
 // A block takes the fast path if its largest magnitude and its factor are finite, and if no step can underflow or
 // overflow unnoticed (takes_fast_path). All other blocks take the exact path (exact_path.cuh), which is slower and
@@ -51,11 +53,11 @@ struct FastPath {
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
-// Return true if packing (R::kRepacked), in which the producer decodes codes and encodes the values again, leaves the
-// codes of a block with this factor unchanged. Two conditions must hold. First, no value may overflow the type of the
-// elements. Second, for E8M0 scales, the type must represent the scale; for other scales, the error of the type must be
-// less than half of the smallest step between codes. Under scales other than E8M0, a factor of 0 keeps the codes, too,
-// because all values are then zeros.
+// Return true if R::kRepacked leaves the codes of a block with this factor unchanged. (With R::kRepacked, the producer
+// decodes the codes and encodes the values again when it packs them.) Two conditions must hold. First, no value may
+// overflow the type of the elements. Second, for E8M0 scales, the type must represent the scale; for other scales, the
+// error of the type must be less than half of the smallest step between codes. Under scales other than E8M0, a factor
+// of 0 keeps the codes, too, because all values are then zeros.
 template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
@@ -89,9 +91,9 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   return takes;
 }
 
-// Return the scaled element of a finite x: the number whose rounding gives its code. It differs from the result of
-// scaled_element in three ways that change no code: it has the rounding of quotient_by if R divides, it is multiplied
-// by FastPath::kNudge, and the recipe's rules for NaN are left out.
+// Return the finite element x, scaled by the factor f of its block: the number whose rounding gives the code of x. It
+// differs from the result of scaled_element in three ways that change no code: it has the rounding of quotient_by if R
+// divides, it is multiplied by FastPath::kNudge, and the recipe's rules for NaN are left out.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   float y;
@@ -106,9 +108,8 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   return y;
 }
 
-// Return y with the sign bit of the code of x under R::kSign. y must be scaled_finite of the element x. If R::kDivide
-// and kSign is `signbit`, the sign is taken from x, because quotient_by turns -0 into 0. Otherwise with_code_sign finds
-// it.
+// Return y with the sign bit that the code of element x gets. y must be scaled_finite of x. If R::kDivide and R::kSign
+// is `signbit`, take the sign from x, because quotient_by turns -0 into 0. Otherwise, take it from y (with_code_sign).
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
@@ -124,9 +125,9 @@ FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   return pair;
 }
 
-// Store in `a` the scaled magnitudes of elements first ... first + 7 of a run, and return the signs of their codes.
-// Taking |x| costs no instruction if x is an operand of a product. In the fused multiply-add of a quotient it would
-// cost one instruction per element. So, if R divides, the sign bits of whole words are cleared instead.
+// Store in `a` the scaled magnitudes (scaled_finite) of elements first ... first + 7 of a run, and return the signs of
+// their codes. Taking |x| costs no instruction if x is an operand of a product. In the fused multiply-add of a quotient
+// it would cost one instruction per element. So, if R divides, the sign bits of whole words are cleared instead.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
   Run<In, kRun> magnitudes = run;
@@ -154,9 +155,9 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
-// Encode a run of finite elements and pack its codes into words, the first code in the lowest bits. The words equal
-// those of exact_codes if takes_fast_path is true for the block. Otherwise they have no meaning. Rounding must not be
-// stochastic.
+// Encode a run of finite elements in a block with the factor f, and store their codes in `words`, the first code in the
+// lowest bits. If takes_fast_path is true for the block, the words equal those of exact_codes; otherwise they have no
+// meaning. Rounding must not be stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
@@ -198,8 +199,8 @@ FP4KIT_DEVICE float round_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Fake-quantize a run of finite elements: store the values to which its codes decode in a block with the given Scale.
-// takes_fast_path must be true for the block.
+// Quantize and dequantize a run of finite elements: store in `values` the values to which its codes decode in a block
+// with the factor f and the given Scale (decode_rules.cuh). takes_fast_path must be true for the block.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale,
                                 float (&values)[kRun]) {

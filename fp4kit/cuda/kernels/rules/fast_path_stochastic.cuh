@@ -1,10 +1,13 @@
-// The fast path (fast_path.cuh) for stochastic rounding.
+// The fast path (fast_path.cuh) for stochastic rounding: a magnitude is rounded up or down by a random byte. R is the
+// recipe, F an element format, and In the type of the elements. f is the factor of the block, by which elements are
+// multiplied before rounding.
 #pragma once
 
 #include "fast_path.cuh"
 
-// Return the code of encode_stochastic for a magnitude a, without sign. `byte` is 2^23 + the random byte. a must not
-// exceed the largest value of the format. For E2M1, a may be up to 7 (exclusive), and the code may then be 8.
+// Return the code that encode_stochastic gives for a magnitude a, without sign. `byte` is 2^23 + the random byte. a
+// must not exceed the largest value of the format. For E2M1, a may be anything below 7, and the code may then be 8,
+// which the caller must replace by 7.
 //
 // Multiplying by 2^(-126 - emin) moves the smallest normal exponent of the format, and its subnormals, to those of
 // float32. The bits from bit 23 - M upward are then the code, rounded toward zero. M is the number of mantissa bits.

@@ -1,6 +1,7 @@
 // 4over6: the two scales that a block may have, and the error of an element for each of them. The functions give the
-// same results as reference/four_over_six.py. The scale "six" maps the amax to the value 6, and the scale "four" maps
-// the amax to 4.
+// same results as reference/four_over_six.py. The scale "six" maps the amax (largest magnitude) of the block to the
+// value 6, and the scale "four" maps it to 4. R is the recipe, and t is the tensor scale (TensorScale): its field
+// `encode` multiplies elements before they are encoded, `decode` afterwards, and `amax` is the amax of the tensor.
 #pragma once
 
 #include "block_rules_e4m3_serving.cuh"

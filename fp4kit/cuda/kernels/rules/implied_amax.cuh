@@ -1,10 +1,13 @@
-// The amax that a stored tensor scale implies (from which the recipe computes exactly this scale), and the TensorScale
-// for decoding with the stored scale. The functions give the same results as reference/implied_amax.py, step by step.
+// The amax that a stored tensor scale implies: an amax from which the recipe computes exactly this scale. And
+// TensorScales for decoding with the stored scale. The functions give the same results as reference/implied_amax.py,
+// step by step. R is the recipe, and In is the type of the elements that were encoded. An amax is the largest magnitude
+// of a tensor. TensorScale t (tensor_rules.cuh) holds the fields encode, decode and amax. `scale` is a tensor scale for
+// decoding, unless a comment says otherwise.
 #pragma once
 
 #include "decode_rules.cuh"
 
-// The value that stands for an unknown amax, which means that no amax gives the stored scale. Elements are then
+// The value that stands for an unknown amax: no amax was found that gives the stored scale. Elements are then
 // decode(code) * (block_scale * tensor_scale).
 constexpr float kUnknownAmax = -1.0f;
 // kNearSteps and kFarSteps are how many floats on each side of the estimated amax the first and the second search
@@ -20,23 +23,23 @@ FP4KIT_DEVICE bool same_scale(float a, float b) {
   return bits_of(a) == bits_of(b) || (is_nan(a) && is_nan(b));
 }
 
-// Return the amax that a tensor scale of 1 covers. For recipes without block scales, it is the largest element value.
+// Return the amax that a tensor scale of 1 covers (full_range), or the largest element value if R has no block scales.
 template <class R>
 FP4KIT_DEVICE float covered_range() {
   return R::kHasScales ? full_range<R>() : max_of<typename R::Element>();
 }
 
-// Compare the tensor scale of an amax, given by its bits, with `scale` > 0. Return -1 if the tensor scale is smaller, 0
-// if the two are equal, and 1 if the tensor scale is larger or NaN. Also return -1 if the tensor scale is at least
-// kJumpRatio times `scale`, because the amax is then too small.
+// Compare the tensor scale that R computes from an amax with `scale` > 0. `bits` is the float32 bits of the amax.
+// Return 0 if the two are equal, -1 if the computed scale is smaller, and 1 if it is larger or NaN. But if the computed
+// scale is at least kJumpRatio times `scale`, return -1, because the amax is then too small.
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;
   return found < scale || found >= scale * kJumpRatio ? -1 : found == scale ? 0 : 1;
 }
 
-// Return the bits of the first amax in [low, high] whose order_of is at least `min_order`, or high + 1 if there is
-// none. It is found by binary search.
+// Return the bits of the first amax in [low, high] for which order_of returns at least `min_order`, or high + 1 if
+// there is none. low and high are float32 bits, too. The search is binary, so order_of must not decrease in between.
 template <class R, class In>
 FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   ++high;
@@ -52,10 +55,11 @@ FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   return low;
 }
 
-// Return an amax whose tensor scale is `scale` > 0, or kUnknownAmax if there is none near the estimate scale *
-// covered_range. If several amaxes give the scale, return the one with the fewest significant bits. For rules with a
-// few roundings, the amax is within a few floats of the estimate. If the first search ends at the edge of its range, a
-// second search covers more floats.
+// Return an amax whose tensor scale is `scale`, or kUnknownAmax if none is found near the estimate scale *
+// covered_range. `scale` must be positive and finite. If several neighboring amaxes give the scale, return the one with
+// the fewest significant bits. The first search covers kNearSteps floats on each side of the estimate, which suffices
+// for rules with a few roundings. If it finds nothing, or a range of amaxes that reaches the edge of the search, a
+// second search covers kFarSteps floats.
 template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
@@ -72,8 +76,9 @@ FP4KIT_DEVICE float amax_near(float scale) {
   }
 }
 
-// Return the amax that a stored tensor scale implies, or kUnknownAmax if there is none. It gives the same results as
-// implied_amax in reference/implied_amax.py. The amaxes 0, infinity and NaN are tried last.
+// Return the amax that a stored tensor scale implies, or kUnknownAmax if none is found. If `scale` is positive and
+// finite, amax_near is tried first. After that, or for other scales, the amaxes 0, infinity and NaN are tried in this
+// order. It gives the same results as implied_amax in reference/implied_amax.py.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   float amax = kUnknownAmax;
@@ -85,10 +90,13 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   return amax;
 }
 
-// Return the TensorScale of the stored scale at `index` of tensor_scale. Its amax is at `index` of tensor_amax, which
-// is a null pointer if no amaxes are stored. Fields that decoding does not need are 1. Set is_known to false if the
-// rule needs an amax, and the stored amax is missing or gives another scale than the stored scale; the caller must then
-// find the amax that the scale implies.
+// Return the TensorScale of the stored scale at `index` of tensor_scale, and store in is_known whether it is complete.
+// tensor_amax holds the stored amaxes, or is a null pointer if none are stored.
+//   R has no tensor scales: return {1, 1, 1}.
+//   R's decode rule needs no amax: return {1, stored scale, 1}.
+//   Otherwise: `encode` and `amax` come from the stored amax. If there is none, or if it gives another scale than the
+//   stored one, is_known becomes false, and the caller must find the amax that the scale implies.
+// In the first two cases, is_known becomes true.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
                                              bool& is_known) {
@@ -105,23 +113,25 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
 }
 
 // Return the TensorScale for encoding elements that will be decoded with the scale `decode`. `amax` is the amax that
-// this scale implies, or kUnknownAmax. If the amax is unknown, the encode scale is 1 / decode. It gives the same
-// results as encoding_scale in reference/implied_amax.py.
+// this scale implies. The field `encode` is the one that R's tensor rule computes from the amax, or 1 / decode if
+// `amax` is kUnknownAmax. It gives the same results as encoding_scale in reference/implied_amax.py.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
 }
 
-// Return the TensorScale of a stored scale with the amax that the scale implies, or kUnknownAmax if it implies none.
+// Return the TensorScale of a stored scale: its field `decode` is `scale`, and `amax` is the amax that the scale
+// implies, or kUnknownAmax if it implies none. `encode` is what R's tensor rule computes from that amax; it has no
+// meaning if the amax is unknown.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   const float amax = implied_amax<R, In>(scale);
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// Return the Scale of a block (see decode_rules.cuh) from its scale code. The decode rule of R computes it, or
-// decode_product if the rule needs an amax and the amax is unknown. If R has block scales, the `apply` of the rule
-// accepts both results.
+// Return the Scale of a block (what a decode rule's `apply` needs; see decode_rules.cuh) from its scale code and the
+// tensor scale t. Usually, R's decode rule computes it. If the rule needs an amax that is unknown (t.amax < 0), and R
+// has block scales, it is the Scale with which `apply` multiplies by block scale * tensor scale.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
@@ -129,8 +139,8 @@ FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t
   return R::DecodeRule::template scale<R>(code, t);
 }
 
-// Return the decoded element for a code with the value `value`, in a block with the scale code `code` and the tensor
-// scale t. Recipes without block scales ignore `code`. For them, the element is value * t.decode if the amax is unknown
+// Return the decoded element. `value` is the value of the element's code, `code` the scale code of its block, and t the
+// tensor scale. If R has no block scales, `code` is ignored, and the element is value * t.decode if the amax is unknown
 // (t.amax < 0).
 template <class R>
 FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {

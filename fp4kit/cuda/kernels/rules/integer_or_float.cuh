@@ -7,7 +7,8 @@
 
 #include "tensor_rules.cuh"
 
-// FormatsOf<T>::Type is void. It serves to detect a member type.
+// FormatsOf<T>::Type is void for every type T. kHasTwoFormats uses it to detect that a recipe has the member type
+// FloatElement.
 template <class>
 struct FormatsOf {
   using Type = void;
@@ -18,7 +19,7 @@ constexpr bool kHasTwoFormats = false;
 template <class R>
 constexpr bool kHasTwoFormats<R, typename FormatsOf<typename R::FloatElement>::Type> = true;
 
-// The recipe R of IF4, with elements E2M1.
+// The recipe R of IF4, except that its element format is E2M1, as in the blocks whose codes are E2M1.
 template <class R>
 struct FloatsOf : R {
   using Element = typename R::FloatElement;

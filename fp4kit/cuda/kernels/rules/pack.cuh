@@ -1,5 +1,6 @@
 // Functions that encode several finite values into a word of codes, or decode a word of codes. They are the inner loops
-// of the fastest kernels.
+// of the fastest kernels. F is an element format, and R the recipe. A pair is a word with two 16-bit numbers, the first
+// one in its low half. kClamp is true if magnitudes may be large; they then saturate.
 //
 // On sm_80 to sm_90, minima, shifts, logic and prmt issue at half the rate of float additions and products. Codes are
 // therefore computed by float additions and products as far as possible.
@@ -141,8 +142,8 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
-// Return a word of codes with the signs that R::kSign requires. For unsigned_zero, the signs of zero codes are removed.
-// For other values of kSign, the word is returned unchanged, because the signs are right already.
+// Return the word of codes with the signs that R::kSign requires. For unsigned_zero, the sign bits of zero codes are
+// cleared. For other values of R::kSign, return the word unchanged, because its signs are right already.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   if constexpr (R::kSign == Sign::unsigned_zero) {
@@ -154,9 +155,9 @@ FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   return word;
 }
 
-// Store the values of kCount E2M1 codes, the first code in the lowest bits of `word`, as bfloat16 pairs. prmt looks up
-// the high and the low bytes of four values at a time in tables of eight bytes. Another prmt on a table of bytes 0x80,
-// with selectors that keep the sign bits of the codes, gives the signs.
+// Store the values of kCount E2M1 codes as bfloat16 in kCount / 2 pairs. The first code is in the lowest bits of
+// `word`. prmt looks up the high and the low bytes of four values at a time in tables of eight bytes. Another prmt on a
+// table of bytes 0x80, with selectors that keep the sign bits of the codes, gives the signs.
 template <int kCount>
 FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 #pragma unroll
@@ -171,7 +172,8 @@ FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
   }
 }
 
-// Store the float32 values of kCount codes in `values`. The first code is in the lowest bits of `codes`.
+// Store the values of kCount codes of the format F as float32 in `values`. The first code is in the lowest bits of
+// `codes`.
 template <class F, int kCount>
 FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
   if constexpr (F::kIsE2m1) {

@@ -1,10 +1,11 @@
-// Powers |d|^p of errors in float64. Only +, -, *, / (each rounded once) and operations on bits are used. The functions
-// give the same results as reference/pow.py, operation by operation.
+// Powers |d|^p in float64, where d is the rounding error of an element and p the power of a loss. Only +, -, *, / (each
+// rounded once) and operations on bits are used. The functions give the same results as reference/pow.py, operation by
+// operation. In this file, d itself is never negative.
 #pragma once
 
 #include "types.cuh"
 
-// Return c[0] + c[1] x + c[2] x^2 + ..., computed by Horner's rule.
+// Return c[0] + c[1] x + c[2] x^2 + ..., with kTerms terms, by Horner's rule: the highest term comes first.
 template <int kTerms>
 FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   double sum = c[kTerms - 1];
@@ -13,8 +14,9 @@ FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   return sum;
 }
 
-// Return log2(d) for a positive normal d, as e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e and m is in
-// [sqrt(1/2), sqrt(2)). For 0, infinity and NaN the result is finite but meaningless. Subnormals are not supported.
+// Return log2(d) for a positive normal d. It is computed as e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e
+// and m is in [sqrt(1/2), sqrt(2)). For 0, infinity and NaN the result is finite but meaningless. d must not be
+// subnormal.
 //
 // Bits are handled as unsigned integers, and integers are converted to double by operations on bits. So loops over this
 // function can be vectorized with the basic instruction sets, too.
@@ -28,8 +30,8 @@ FP4KIT_DEVICE double log2_in_float64(double d) {
   return e + f * polynomial(kAtanh, f * f);
 }
 
-// Return 2^t as 2^k e^((t - k) ln 2), where k is the integer nearest to t. k must be in -1023 ... 1024. For k = -1023,
-// the factor 2^k is 0; for k = 1024, it is infinity.
+// Return 2^t, computed as 2^k e^((t - k) ln 2), where k is the integer nearest to t. k must be in -1023 ... 1024. If k
+// is -1023, the result is 0; if k is 1024, it is infinity.
 FP4KIT_DEVICE double exp2_in_float64(double t) {
   constexpr double kLn2 = 0x1.62e42fefa39efp-1,
                    kWhole = 0x1.8p52;  // the last bits of a sum with kWhole are the integer
@@ -52,8 +54,8 @@ FP4KIT_DEVICE double exp2_in_float64(double t) {
   return polynomial(kExp, (t - k) * kLn2) * scale;
 }
 
-// Raise each d to the power p in place, for 1 <= p < 32: d^n 2^((p - n) log2 d) with n = floor(p). Each d must be 0, a
-// positive normal number, infinity or NaN.
+// Replace each of the kCount numbers d by d^p, for 1 <= p < 32. Each d must be 0, a positive normal number, infinity or
+// NaN. 0, infinity and NaN keep their value. d^p is computed as d^n 2^((p - n) log2 d) with n = floor(p).
 template <int kCount>
 FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   const u32 n = static_cast<u32>(p);
@@ -69,7 +71,7 @@ FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   for (int i = 0; i < kCount; ++i) d[i] = powers[i];
 }
 
-// Return d^p, with the arithmetic and for the arguments of raise_to_power.
+// Return d^p, computed as raise_to_power does it. d and p must be as that function requires.
 FP4KIT_DEVICE double power_of(double d, double p) {
   double one[1] = {d};
   raise_to_power(one, p);

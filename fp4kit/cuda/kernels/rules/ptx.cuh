@@ -1,25 +1,28 @@
-// One function per PTX instruction. Each function has a software twin with the same result, for the host and for
-// architectures without the instruction. Only the twin of sqrt_approx is more accurate than the instruction.
+// One function per PTX instruction (an instruction of NVIDIA GPUs). Each function has a software twin with the same
+// result, for the CPU ("host") and for GPUs without the instruction. Only the twin of sqrt_approx is more accurate than
+// the instruction. In names, `rn` means rounded to nearest even, and `rz` rounded toward zero. `ftz` means flushed to
+// zero: a subnormal argument or result becomes a zero with its sign. A result counts as subnormal if its magnitude,
+// rounded to 24 bits with unbounded exponent, is below 2^-126.
 //
 // Compile with -fmad=false -ftz=false -prec-div=true. Then plain +, * and / round to nearest even and keep subnormals.
 #pragma once
 
 #include "types.cuh"
 
-// Return x, or a zero with the sign of x if x is subnormal.
+// Return x if it is not subnormal (zero, infinity and NaN included). If x is subnormal, return a zero with its sign.
 FP4KIT_DEVICE float flush(float x) {
   return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x;
 }
 
-// Return the result of an operation that flushes subnormals to zero (.ftz). `exact` is the unrounded result and
-// `result` the rounded one. Return a zero with the sign of `result` if the magnitude of `exact`, rounded to 24 bits
-// with unbounded exponent, is below 2^-126. Otherwise return `result`.
+// Return `result`, flushed to zero. `result` is a rounded float32, and `exact` the same number before it was rounded.
+// If the magnitude of `exact`, rounded to 24 bits with unbounded exponent, is below 2^-126, return a zero with the sign
+// of `result`. Otherwise, and if `exact` is NaN, return `result`.
 FP4KIT_DEVICE float flush_result(float result, double exact) {
   const double tiny = 0x1p-126 * (1.0 - 0x1p-25);
   return exact < tiny && exact > -tiny ? float_of(bits_of(result) & 0x80000000u) : result;
 }
 
-// Return a * b with subnormal operands and results flushed to zero: mul.rn.ftz.f32.
+// Return a * b, rounded to nearest even. A subnormal a, b or result becomes a zero with its sign: mul.rn.ftz.f32.
 FP4KIT_DEVICE float mul_ftz(float a, float b) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -34,7 +37,7 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
 #endif
 }
 
-// Return a / b with subnormal operands and results flushed to zero: div.rn.ftz.f32.
+// Return a / b, rounded to nearest even. A subnormal a, b or result becomes a zero with its sign: div.rn.ftz.f32.
 FP4KIT_DEVICE float div_ftz(float a, float b) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -45,7 +48,8 @@ FP4KIT_DEVICE float div_ftz(float a, float b) {
 #endif
 }
 
-// Return an approximation of 1 / x, with subnormals flushed to zero: rcp.approx.ftz.f32.
+// Return an approximation of 1 / x: rcp.approx.ftz.f32. A zero or a subnormal x gives an infinity with the sign of x.
+// If the result would be subnormal, it is a zero with the sign of x.
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE float rcp_approx_ftz(float x) {
   float y;
@@ -57,20 +61,22 @@ FP4KIT_DEVICE float rcp_approx_ftz(float x) {
 float rcp_approx_ftz(float x);
 #endif
 
-// Return the power of two with which div.full.f32 multiplies both operands before it divides: 2^24 for a subnormal
-// divisor, 2^-2 for a divisor above 2^126, and otherwise 1. The divisor must not be negative.
+// Return the power of two by which div.full.f32 multiplies both operands before it divides: 2^24 if the divisor is zero
+// or subnormal, 2^-2 if it is above 2^126 (infinity included), and otherwise 1. The divisor must not be negative. NaN
+// gives 1.
 FP4KIT_DEVICE float division_scaling(float divisor) {
   return divisor < kFltMin ? 0x1p24f : divisor > 0x1p126f ? 0.25f : 1.0f;
 }
 
-// Return a / b as div.full.f32 computes it on sm_90, for b >= 0. Triton's division compiles to this instruction.
+// Return a / b with the bits that div.full.f32 gives on sm_90, for b >= 0. The quotient is approximate. Triton's
+// division compiles to this instruction.
 FP4KIT_DEVICE float divide_full(float a, float b) {
   const float scaling = division_scaling(b);
   return a * scaling * rcp_approx_ftz(b * scaling);
 }
 
-// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin is right only if a + b is exact in float64, as it is
-// for all callers.
+// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin needs a sum that is exact in float64; all callers
+// pass such a and b.
 FP4KIT_DEVICE float add_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rz(a, b);
@@ -81,7 +87,7 @@ FP4KIT_DEVICE float add_rz(float a, float b) {
 #endif
 }
 
-// Return a * b rounded toward zero, for a >= 0 and b > 0. A subnormal result is kept.
+// Return a * b rounded toward zero, for a >= 0 and b > 0. A subnormal result is not flushed to zero.
 FP4KIT_DEVICE float mul_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rz(a, b);
@@ -92,9 +98,10 @@ FP4KIT_DEVICE float mul_rz(float a, float b) {
 #endif
 }
 
-// Return four bytes selected from a and b: prmt.b32. Bytes 0 to 3 are those of a, from its low end, and bytes 4 to 7
-// those of b. Nibble i of the selector is the number of the byte that becomes byte i of the result. If the top bit of
-// the nibble is set, byte i is eight copies of the selected byte's top bit instead.
+// Return a word of four bytes that are selected from a and b: prmt.b32. Bytes 0 to 3 are the bytes of a, from its low
+// end, and bytes 4 to 7 the bytes of b. Nibble i of `selector`, also from the low end, chooses byte i of the result:
+// its low three bits are the number of the selected byte. If the top bit of the nibble is set, byte i is instead 0xFF
+// if the top bit of the selected byte is set, and 0 if not.
 FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -111,8 +118,8 @@ FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// Wait until `threads` threads of the thread block have reached barrier `number` (1 to 15). The threads must form whole
-// warps.
+// Let the calling thread wait until `threads` threads of its thread block, including itself, have called this function
+// with the same `number` (the number of a barrier, 1 to 15). The threads must form whole warps.
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
@@ -121,8 +128,8 @@ FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
 void sync_group(u32 number, u32 threads);
 #endif
 
-// Return the low half of a times the lowest byte of b, plus the high half of a times the second-lowest byte of b. All
-// are unsigned.
+// Return the low 16 bits of a times the lowest byte of b, plus the high 16 bits of a times the second-lowest byte of b.
+// All are unsigned. The other bytes of b are ignored.
 FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -133,7 +140,7 @@ FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #endif
 }
 
-// Return a * b + c, rounded once to nearest even.
+// Return a * b + c in float32, rounded once to nearest even.
 FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -151,8 +158,8 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
-// Return a * b + c rounded toward zero, for a >= 0, b > 0, an integer c in [2^23, 2^24) and a * b + c <= 2^24. The twin
-// rounds a * b first, so b must be a power of two or a * b exact.
+// Return a * b + c rounded toward zero, which is c + floor(a * b), for a >= 0, b > 0, an integer c in [2^23, 2^24) and
+// a * b + c <= 2^24. The twin rounds a * b first, so b must be a power of two, or a * b must be exact.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -161,7 +168,7 @@ FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #endif
 }
 
-// Return the 64-bit product a * b. One instruction computes both halves.
+// Return the 64-bit product of two unsigned 32-bit integers. One instruction computes both halves.
 FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
   u64 y;
@@ -172,8 +179,8 @@ FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
 #endif
 }
 
-// Return a * b + c modulo 2^32. Unlike shifts and logic, the instruction does not use the pipeline that limits the
-// fastest kernels.
+// Return a * b + c modulo 2^32. Kernels use this function in place of shifts and logic operations, because the
+// instruction does not use the pipeline that limits the fastest kernels.
 FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -196,7 +203,7 @@ FP4KIT_DEVICE u32 or_masked(u32 a, u32 b, u32 mask) {
 #endif
 }
 
-// Return a * b clamped to [0, 1], or 0 if the product is NaN.
+// Return a * b, rounded to nearest even and clamped to [0, 1]. Return 0 if the product is NaN.
 FP4KIT_DEVICE float mul_sat(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __saturatef(a * b);
@@ -221,8 +228,8 @@ FP4KIT_DEVICE void forget_memory() {
   asm volatile("" : : : "memory");
 }
 
-// Return the square root of x >= 0 with a relative error below 2^-22, or 0 if x is subnormal. On the host the root is
-// rounded to nearest, so its result may differ from that of the GPU.
+// Return the square root of x >= 0: on a GPU with a relative error below 2^-22, on the host rounded to nearest. So the
+// two results may differ. If x is subnormal, return 0.
 FP4KIT_DEVICE float sqrt_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;

@@ -1,9 +1,13 @@
-// Conversions between float32 and narrower types: one function per PTX instruction, with a software twin (see ptx.cuh).
+// Conversions between float32 and other types: one function per PTX instruction (an instruction of NVIDIA GPUs), with a
+// software twin for the CPU (see ptx.cuh). A pair is a word with two 16-bit values, the first one in the low half. In
+// names, `rn` means rounded to nearest even, `rz` rounded toward zero, and `satfinite` that magnitudes above the
+// largest value become that value.
 #pragma once
 
 #include "types.cuh"
 
-// Return x rounded toward zero to float32.
+// Return x rounded toward zero to float32. A finite x beyond the range of float32 gives the largest finite float32,
+// with the sign of x. Infinity stays infinity, and NaN stays NaN.
 FP4KIT_DEVICE float narrow_rz(double x) {
 #ifdef __CUDA_ARCH__
   return __double2float_rz(x);
@@ -14,7 +18,7 @@ FP4KIT_DEVICE float narrow_rz(double x) {
 #endif
 }
 
-// Return the float32 that equals the float16 with the bits `half`.
+// Return the float32 that equals the float16 with the bits `half`. NaN gives a quiet NaN.
 FP4KIT_DEVICE float widen_f16(u16 half) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -44,7 +48,7 @@ FP4KIT_DEVICE u16 narrow_f16(float x) {
 #endif
 }
 
-// Return the float32 that equals the bfloat16 with bits x.
+// Return the float32 that equals the bfloat16 with the bits x. Every payload of a NaN is kept.
 FP4KIT_DEVICE float widen_bf16(u16 x) {
   return float_of(static_cast<u32>(x) << 16);
 }
@@ -61,8 +65,8 @@ FP4KIT_DEVICE u16 narrow_bf16(float x) {
 #endif
 }
 
-// Return a pair with the bfloat16 bits of two floats, rounded to nearest even: `low` in the low half, `high` in the
-// high half.
+// Return a pair with the bfloat16 bits of two floats, each rounded as narrow_bf16 does it: `low` in the low half,
+// `high` in the high half.
 FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -73,8 +77,8 @@ FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
 #endif
 }
 
-// Return a pair with the float16 bits of two floats, rounded to nearest even: `low` in the low half, `high` in the high
-// half.
+// Return a pair with the float16 bits of two floats, each rounded as narrow_f16 does it: `low` in the low half, `high`
+// in the high half.
 FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -85,8 +89,10 @@ FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #endif
 }
 
-// Return the E4M3 or E5M2 codes of two floats, that of `low` in the low byte. They are rounded to nearest even and
-// saturate. NaN gives 0x7F. The instructions exist from sm_89 on.
+// cvt_rn_satfinite_e4m3x2 and cvt_rn_satfinite_e5m2x2 return the E4M3 or E5M2 codes of two floats: the code of `low` in
+// the low byte, and the code of `high` in the next byte. Floats are rounded to nearest even. Magnitudes above the
+// largest value, and infinity, become the largest value. NaN gives 0x7F. The functions exist only if FP4KIT_HAS_CVT_FP8
+// is 1, which means sm_89 or later.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define FP4KIT_HAS_CVT_FP8 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e4m3x2(float high, float low) {
@@ -99,8 +105,9 @@ FP4KIT_DEVICE u32 cvt_rn_satfinite_e5m2x2(float high, float low) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-// Return a pair with the float16 bits of two FP8 codes: E5M2 if kMantissaBits is 2, E4M3 if it is 3. The conversion is
-// exact, and NaN gives NaN. Callers test FP4KIT_HAS_CVT_FP8, because there is no software twin.
+// Return a pair with the float16 bits of two FP8 codes, the low byte of `codes` in the low half. The codes are E5M2 if
+// kMantissaBits is 2, and E4M3 if it is 3. The conversion is exact, and NaN gives NaN. There is no software twin: if
+// FP4KIT_HAS_CVT_FP8 is 0, the function returns 0, so callers must test that constant first.
 template <int kMantissaBits>
 FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
   u32 halves;
@@ -116,8 +123,9 @@ FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
 }
 #endif
 
-// Return the E2M1 codes of two floats, that of `low` in the low nibble. They are rounded to nearest even and saturate.
-// Only Blackwell GPUs have this instruction.
+// Return the E2M1 codes of two floats in the lowest byte: the code of `low` in bits 0 to 3, and the code of `high` in
+// bits 4 to 7. Floats are rounded to nearest even, and magnitudes above 6 become 6. The function exists only if
+// FP4KIT_HAS_CVT_E2M1 is 1, which means a Blackwell GPU.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define FP4KIT_HAS_CVT_E2M1 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x2(float high, float low) {

@@ -1,9 +1,11 @@
-// Functions for memory instructions, with their software twins (see ptx.cuh).
+// Functions that load, store and prefetch by one PTX instruction (an instruction of NVIDIA GPUs). Each function has a
+// software twin for the CPU ("host"), as in ptx.cuh. Addresses are in global memory, except in the last two functions.
 #pragma once
 
 #include "types.cuh"
 
-// Load a value of type T, of 2, 4 or 8 bytes, that is read only once. The caches evict its lines before others.
+// Return the value at address `from`, for data that is read only once: when the caches need space, they evict its cache
+// line before others. T must have 2, 4 or 8 bytes.
 template <class T>
 FP4KIT_DEVICE T load_streaming(const T* from) {
 #ifdef __CUDA_ARCH__
@@ -17,7 +19,8 @@ FP4KIT_DEVICE T load_streaming(const T* from) {
 #endif
 }
 
-// Store the 16 bytes (a, b, c, d) of data that is not read again soon. The caches evict its lines before others.
+// Store the words a, b, c and d (16 bytes) at address `to`, which must be a multiple of 16. This is for data that is
+// not read again soon: when the caches need space, they evict its cache line before others.
 FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -30,8 +33,9 @@ FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #endif
 }
 
-// Prefetch kBytes into the L2 cache. The address and kBytes must be multiples of 16. Before sm_90, no instruction
-// prefetches that much, and the function does nothing.
+// Prefetch kBytes bytes, from address `from` on, into the L2 cache. `from` and kBytes must be multiples of 16. Before
+// sm_90, no instruction prefetches that much, and the function does nothing. On the host, the function only reads the
+// first and the last byte, so that sanitizers check the addresses.
 template <int kBytes>
 FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #ifndef __CUDA_ARCH__
@@ -45,7 +49,8 @@ FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #endif
 }
 
-// Prefetch the 32-byte sector that contains an address into the L2 cache.
+// Prefetch the 32-byte sector that contains the address `from` into the L2 cache. On the host, the function only reads
+// the byte at `from`.
 FP4KIT_DEVICE void prefetch_sector(const void* from) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
@@ -54,7 +59,8 @@ FP4KIT_DEVICE void prefetch_sector(const void* from) {
 #endif
 }
 
-// Return the offset in shared memory of `place`, an address inside the shared variable `memory`.
+// Return the offset by which load_shared finds `place`, an address inside the shared variable `memory`. On a GPU, it
+// counts from the beginning of shared memory; on the host, from `memory`.
 template <class T>
 FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
 #ifdef __CUDA_ARCH__
@@ -64,7 +70,8 @@ FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
 #endif
 }
 
-// Load eight bytes of shared memory at an offset that shared_offset returned for the variable `memory`.
+// Return the eight bytes at `offset` in shared memory. `offset` is a result of shared_offset for the variable `memory`,
+// plus any number of bytes inside that variable.
 template <class T>
 FP4KIT_DEVICE u64 load_shared(const T& memory, u32 offset) {
 #ifdef __CUDA_ARCH__

@@ -1,11 +1,12 @@
-// Functions for instructions on pairs of 16-bit values in one word, with their software twins (see ptx.cuh). The
-// "halves" of a word are its low and its high 16 bits. The functions compute both halves of the result in the same way
-// from the low halves and from the high halves of their arguments.
+// Functions for PTX instructions (instructions of NVIDIA GPUs) on pairs of 16-bit values, with software twins for the
+// CPU (see ptx.cuh). A pair is a 32-bit word, and its "halves" are its low and its high 16 bits. The functions compute
+// the low half of the result from the low halves of the arguments, and the high half in the same way from the high
+// halves.
 #pragma once
 
 #include "ptx_convert.cuh"
 
-// Return the larger unsigned integer for each half.
+// For each half, return the larger one of two unsigned integers.
 FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 y;
@@ -16,7 +17,7 @@ FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the smaller unsigned integer for each half.
+// For each half, return the smaller one of two unsigned integers.
 FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 y;
@@ -27,7 +28,7 @@ FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return max(a + b, c) for each half, as signed integers.
+// For each half, return max(a + b, c) of signed integers. The sum a + b wraps modulo 2^16.
 FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   return __viaddmax_s16x2(a, b, c);
@@ -42,8 +43,8 @@ FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return the larger bfloat16 magnitude for each half. NaN counts as larger than infinity. The sign bits of the result
-// have no meaning, which saves a mask before the instruction.
+// For each half, return the larger one of two bfloat16 magnitudes. NaN counts as larger than infinity. The sign bits of
+// the result have no meaning. (So no mask is needed before the instruction.)
 FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -54,8 +55,8 @@ FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the larger float16 magnitude for each half. NaN counts as larger than infinity. The sign bits of the result
-// have no meaning.
+// For each half, return the larger one of two float16 magnitudes. NaN counts as larger than infinity. The sign bits of
+// the result have no meaning.
 FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -66,8 +67,8 @@ FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the smaller bfloat16 magnitude for each half. The sign bits of the result, and the result for NaN, have no
-// meaning.
+// For each half, return the smaller one of two bfloat16 magnitudes. The sign bits of the result have no meaning. If one
+// of the two is NaN, the half has no meaning.
 FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -78,8 +79,8 @@ FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the smaller float16 magnitude for each half. The sign bits of the result, and the result for NaN, have no
-// meaning.
+// For each half, return the smaller one of two float16 magnitudes. The sign bits of the result have no meaning. If one
+// of the two is NaN, the half has no meaning.
 FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -90,9 +91,10 @@ FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return a * b + c for each half. This is the software twin of fma_bf16x2 and fma_f16x2. It rounds to float64, to
-// float32 and to 16 bits in turn. For all callers, that gives the same result as one rounding, because products and
-// sums have at most 24 bits or lie far from ties.
+// For each half, return a * b + c. This is the software twin of fma_bf16x2 and fma_f16x2. kWiden converts a 16-bit
+// number to float32, and kNarrow a float32 to 16 bits. The result is rounded to float64, to float32 and to 16 bits in
+// turn. For all callers, that gives the same result as one rounding, because products and sums have at most 24 bits or
+// lie far from ties.
 template <float (*kWiden)(u16), u16 (*kNarrow)(float)>
 FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
   u32 y = 0u;
@@ -109,7 +111,7 @@ FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
 #else
 #define FP4KIT_FAST_BF16X2 0
 #endif
-// Return a * b + c for each bfloat16 half, rounded once. Subnormals are kept.
+// For each half, return a * b + c in bfloat16, rounded once to nearest even. Subnormals are kept.
 FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -120,7 +122,7 @@ FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return a * b + c for each float16 half, rounded once. Subnormals are kept.
+// For each half, return a * b + c in float16, rounded once to nearest even. Subnormals are kept.
 FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -131,7 +133,7 @@ FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return the smaller bfloat16 for each half. No half may be NaN or negative.
+// For each half, return the smaller one of two bfloat16 numbers. Neither may be NaN or negative.
 FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -142,7 +144,8 @@ FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the magnitude of each bfloat16 half. The compiler merges this instruction into a product that follows.
+// For each half, return the magnitude of a bfloat16 number. The compiler merges this instruction into a product that
+// follows.
 FP4KIT_DEVICE u32 abs_bf16x2(u32 a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;

@@ -1,5 +1,6 @@
 // The random generator Philox4x32, the stream of random bytes for stochastic rounding, and the random words of Triton.
-// The functions give the same results as reference/stochastic.py.
+// The functions give the same results as reference/stochastic.py. Philox maps a counter of four words and a key of two
+// words to four random words. A seed is used as the key, low word first.
 #pragma once
 
 #include "ptx.cuh"

@@ -1,5 +1,7 @@
 // Functions that move runs of elements, and words of codes, between memory and registers. They move 16 bytes at a time
-// if the addresses allow it. A run is a number of neighboring elements of one row that one thread handles together.
+// if the addresses allow it. A run is kCount neighboring elements of one row that one thread handles together. In and
+// Out are types of elements (Float32, Float16 or Bfloat16). In::Bits is the type as which an element is stored. A word
+// has 32 bits.
 #pragma once
 
 #include "codec.cuh"
@@ -80,7 +82,8 @@ FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   return run;
 }
 
-// Store words at address `out`, which must be a multiple of 16 bytes, or of the words' total size if that is smaller.
+// Store kWords words at address `out`, which must be a multiple of 16 bytes, or of the words' total size if that is
+// smaller. kWords must be 1, 2 or a multiple of 4.
 template <int kWords>
 FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   if constexpr (kWords == 1) {
@@ -126,13 +129,15 @@ FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
   return bits_of(In::widen(static_cast<u16>(smallest)));
 }
 
-// Load kCount elements at address x as float32. If kAligned, x must be aligned as read_run requires.
+// Load the kCount elements at address x, and store them in `values` as float32. If kAligned, x must be aligned as
+// read_run requires.
 template <class In, int kCount, bool kAligned>
 FP4KIT_DEVICE void load_run(const typename In::Bits* x, float (&values)[kCount]) {
   widen_run(read_run<In, kCount, kAligned>(x), values);
 }
 
-// Store kCount values at address y, each rounded to Out. If kAligned, y must be aligned as store_words requires.
+// Store kCount values at address y, each rounded to nearest even in the type Out. If kAligned, y must be aligned as
+// store_words requires.
 template <class Out, int kCount, bool kAligned>
 FP4KIT_DEVICE void store_run(typename Out::Bits* y, const float (&values)[kCount]) {
   if constexpr (kAligned) {

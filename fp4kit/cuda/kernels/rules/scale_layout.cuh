@@ -1,5 +1,6 @@
 // The positions of block scales in memory: row-major (linear), or in scale tiles of 128 x 4 or 8 x 4 scales (swizzled).
-// The functions give the same results as fp4kit/layouts/scales.py.
+// A scale takes one byte. The functions give the same results as fp4kit/layouts/scales.py. `Index` is the integer type
+// of the positions, and `columns` is the number of scales per row, without padding.
 #pragma once
 
 #include "types.cuh"
@@ -16,7 +17,8 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   return r * columns + c;
 }
 
-// A divisor n and floor((2^32 - 1) / n), so that many quotients by n are computed with a single division.
+// A divisor n and floor((2^32 - 1) / n). With it, `divide` computes many quotients by n, but only one division is
+// needed.
 struct IntegerDivisor {
   u32 n, inverse;
 };
@@ -24,7 +26,8 @@ struct IntegerDivisor {
 FP4KIT_DEVICE IntegerDivisor integer_divisor_of(u32 n) {
   return {n, 0xFFFFFFFFu / maximum(n, 1u)};
 }
-// Return floor(i / n). The product with the inverse is too small by at most one, and the comparison corrects that.
+// Return floor(i / n) for the divisor n of `divisor`, which must not be 0. The product with the inverse is too small by
+// at most one, and the comparison corrects that.
 FP4KIT_DEVICE u32 divide(u32 i, IntegerDivisor divisor) {
   const u32 estimate = high_product(i, divisor.inverse);
   return estimate + (i - estimate * divisor.n >= divisor.n);

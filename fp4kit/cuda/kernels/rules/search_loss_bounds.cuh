@@ -1,10 +1,12 @@
-// Lower bounds of a block's losses for eight neighboring E4M3 scale codes at once. The bounds are sums of table
-// entries. An entry is the smallest contribution that an element can make to the loss for each of the codes.
+// Lower bounds of a block's losses for eight neighboring E4M3 scale codes at once: first + 0 ... first + 7. The loss of
+// a code is the sum of the squared rounding errors of the block's elements with that scale. A bound is a sum of table
+// entries. An entry is the smallest contribution that an element can make to the loss, for each of the codes. `amax` is
+// the largest magnitude of the block.
 //
-// Let u be an element divided by the scale of the first code, which is a normal code, with amax <= 7 scales. The ratios
-// of the scales of the eight codes depend only on the mantissa of the first code, so there are eight tables. Row r of a
-// table covers all u within half a step (1 / kSteps) of r / kSteps. It also covers a thousandth of a step more, which
-// is the largest error of the product and of the scales.
+// Let u be an element's magnitude divided by the scale of the first code, which is a normal code, with amax <= 7
+// scales. The ratios of the scales of the eight codes depend only on the mantissa of the first code, so there are eight
+// tables. Row r of a table covers all u within half a step (1 / kSteps) of r / kSteps. It also covers a thousandth of a
+// step more, which is the largest error of the product and of the scales.
 //
 // The distance from u to the nearest value changes by no more than u does. So the smallest distance in a row is at
 // least the distance in the middle of the step, less half a step. Its square, at most 1, is rounded down to a multiple
@@ -19,32 +21,32 @@ constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
 constexpr float kUnits = 85.0f;   // units per 1, and the most units per element, so that three elements fit in a byte
 constexpr u32 kClosed = 0x4000u;  // added to the sum of a code that is not a candidate; more than eight times any sum
 
-// The eight tables, and the numbers j of the codes in the form in which EightBounds stores them.
+// The eight tables of entries, and the numbers j that EightBounds stores with the bounds (j stands for code first + j).
 struct LossBounds {
   HalfChunk rows[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
   Chunk codes[9];  // by the number of candidates: codes 0 to 7 in the order of EightBounds, plus kClosed for a code
                    // that is not a candidate
 };
 
-// Lower bounds of a block's losses for eight scale codes: first + 0 ... first + 7. A 16-bit half of a word holds
+// Lower bounds of a block's losses for the eight scale codes first + 0 ... first + 7. Word i of `pairs` holds j = i in
+// its low half and j = i + 4 in its high half. A half (16 bits) holds
 //   bound * 8 + j   where the bound is in units (see kUnits), and j (0 ... 7) stands for code first + j
-// Word i holds j = i in its low half and j = i + 4 in its high half.
 struct EightBounds {
   u32 pairs[4];
 };
 
-// Return a table entry: a lower bound of the squared error that an element adds to the loss under a candidate scale.
-// The bound is an integer from 0 to 85, in units of 1 / kUnits. It is the lowest byte of the result; the other bytes
-// have no meaning. It holds for all elements within half a step (1 / kSteps) of u. u, `scale` and `reciprocal` (1 /
-// scale) are relative to the scale of the first code.
+// Return a table entry: a lower bound of the squared error that an element adds to the loss under a candidate scale. u
+// is the element's magnitude, `scale` the candidate and `reciprocal` its reciprocal 1 / scale; all are relative to the
+// scale of the first code. The bound holds for all elements within half a step (1 / kSteps) of u. It is an integer from
+// 0 to 85, in units of 1 / kUnits, in the lowest byte of the result. The other bytes have no meaning.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too
   return bits_of(fma_rz(distance * distance, kUnits, 0x1p23f));
 }
 
-// Fill the tables. All threads of a thread block must call this function, and then synchronize before they read the
-// tables. Each thread computes half of the bytes of some rows for one mantissa. Scale is the scale format.
+// Fill the tables in `bounds`. All threads of a thread block must call this function, and then synchronize before they
+// read the tables. Each thread computes half of the bytes of some rows for one mantissa. Scale is the scale format.
 template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
@@ -70,9 +72,9 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
 }
 
 // Return lower bounds of a block's losses for the scale codes first ... first + count - 1, with count at most 8. The
-// bounds are in units of the squared scale of `first`, divided by kUnits. `first` must be a normal code, and no element
-// may exceed 7 times its scale. `reciprocal` is the reciprocal of that scale. The remaining codes up to first + 7 get
-// bounds that are so large (kClosed) that these codes are never chosen.
+// other codes up to first + 7 get bounds that are so large (kClosed) that they are never chosen. Bounds are in units of
+// 1 / kUnits times the squared scale of `first`. `first` must be a normal code, and no element may exceed 7 times its
+// scale. `reciprocal` is 1 / (that scale). `bounds` holds the tables that make_bounds filled.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // adding this rounds to whole steps
@@ -100,14 +102,15 @@ FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, 
   return sums;
 }
 
-// Return the number (0 ... 7) of the code with the smallest bound (the lowest one in case of ties).
+// Return j (0 ... 7) of the code first + j with the smallest bound. If several codes have the smallest bound, return
+// the lowest j.
 FP4KIT_DEVICE u32 index_of_smallest(const EightBounds& sums) {
   const u32 pair = min_u16x2(min_u16x2(sums.pairs[0], sums.pairs[1]), min_u16x2(sums.pairs[2], sums.pairs[3]));
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Return a bit mask of the codes whose bounds are at most `loss`: bit 24 + j for code first + j. `loss` is in units of
-// the squared scale of `first`, and below 2^13.
+// Return a bit mask of the codes whose bounds are at most `loss`: bit 24 + j is set for code first + j. The other bits
+// are 0. `loss` is in units of the squared scale of `first`, and below 2^13.
 FP4KIT_DEVICE u32 codes_within(const EightBounds& sums, float loss) {
   const u32 limit = bits_of(
       fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // the limit is in the last bits

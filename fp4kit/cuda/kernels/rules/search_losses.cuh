@@ -1,8 +1,8 @@
 // Losses (measures of rounding error) of blocks of 16 elements for candidate scales. The functions give the same
-// results as reference/search_scales.py, operation by operation.
-//
-// A candidate is a scale that a search may choose. The residual of an element for a candidate is the element's rounding
-// error with this scale. In the comments, (w) is the weight of an element's column, or 1 if there are no weights.
+// results as reference/search_scales.py, operation by operation. A candidate is a scale that a search may choose. The
+// residual d of an element for a candidate is the element's rounding error with this scale. (w) is the weight of an
+// element's column, or 1 if there are no weights (kWeighted is false). R is the recipe, and an amax is the largest
+// magnitude of a block or tensor.
 #pragma once
 
 #include "codec.cuh"
@@ -174,8 +174,8 @@ FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float a
   }
 }
 
-// Return true if some element divided by the scale is so near to a rounding tie that the error of the quotient may
-// change the nearest value. Elements must be below 7 times the scale.
+// Return true if some element divided by the scale of candidate c is so near to a rounding tie that the error of the
+// quotient may change the nearest value. Elements must be below 7 times the scale.
 template <bool kWeighted>
 FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c) {
   bool is_near = false;
@@ -188,8 +188,8 @@ FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c)
   return is_near;
 }
 
-// Return true if some element is clearly nearest to 0.5 or 1.5 times the scale, values that cannot be represented with
-// twice the scale. With v = element / scale, that means |v - 0.5| < 0.249 or |v - 1.5| < 0.249.
+// Return true if some element is clearly nearest to 0.5 or 1.5 times the scale of candidate c. These values cannot be
+// represented with twice the scale. With v = element / scale, the condition is |v - 0.5| < 0.249 or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
   float closest = distance(0);

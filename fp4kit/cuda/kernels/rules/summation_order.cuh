@@ -19,7 +19,7 @@ struct LaneSums {
     for (int j = 0; j < 8; ++j) partial[sum_index][j] = partial[sum_index][j] + terms[j];
   }
 
-  // Return the sum of all terms that were added.
+  // Return the sum of all terms that were added, or 0 if there are none.
   FP4KIT_DEVICE_MEMBER Float result() const {
     Float sum = {};
     FP4KIT_UNROLL

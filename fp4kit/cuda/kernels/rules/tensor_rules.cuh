@@ -1,6 +1,8 @@
-// Tensor rules: the struct tensor_<rule> computes the TensorScale of a tensor from its amax. It gives the same results
-// as the function with this name in reference/tensor_rules.py. A recipe R is a struct that cuda/compile/traits.py
-// writes.
+// Tensor rules: a struct tensor_<rule> computes the scale of a tensor (TensorScale) from the tensor's amax, its largest
+// magnitude. It gives the same results as the function with this name in reference/tensor_rules.py. Its member scale<R,
+// In>(amax) returns the TensorScale. R is the recipe: a struct of constants, formats (R::Element, R::Scale) and rules
+// that cuda/compile/traits.py writes. In is the type of the elements (Float32, Float16 or Bfloat16). A code is the
+// integer that stands for a value in memory.
 #pragma once
 
 #include "codec.cuh"
@@ -9,14 +11,14 @@ constexpr float kInv6 = 1.0f / 6.0f;  // rounds to 0x3E2AAAAB
 constexpr float kTinyAmax = 0x1p-24f;
 
 // A tensor's scale in both directions, and the amax from which it was computed. Elements are multiplied by `encode`
-// when they are encoded, and by `decode` when they are decoded. Without a tensor scale, all three are 1.
+// when they are encoded, and by `decode` when they are decoded. If the recipe has no tensor scale, all three are 1.
 struct TensorScale {
   float encode, decode, amax;
 };
 
 struct tensor_fouroversix_4;
-// kValue is the element value to which a tensor rule maps the tensor's amax, or 0 if that is the largest value of the
-// element format.
+// LargestElement<Rule>::kValue is the element value to which a tensor rule maps the tensor's amax. 0 stands for the
+// largest value of the element format.
 template <class Rule>
 struct LargestElement {
   static constexpr float kValue = 0.0f;
@@ -26,7 +28,8 @@ struct LargestElement<tensor_fouroversix_4> {
   static constexpr float kValue = 4.0f;
 };
 
-// Return the amax that a tensor scale of 1 covers: the largest element value times the largest block scale that R uses.
+// Return the amax that a tensor scale of 1 covers: R::kScaleMax (the largest block scale that R uses) times the element
+// value to which R's tensor rule maps the amax. That is the largest element value, or 4 for tensor_fouroversix_4.
 template <class R>
 FP4KIT_DEVICE float full_range() {
   constexpr float kTop = LargestElement<typename R::TensorRule>::kValue;
@@ -35,8 +38,9 @@ FP4KIT_DEVICE float full_range() {
 
 // ---- functions for the codes of block scales
 
-// Return the code of a block scale, rounded to nearest even in the scale format of R. Numbers above the largest value
-// saturate, and NaN gives the NaN code of the format.
+// Return the code of a block scale x in the scale format of R, rounded to nearest even. Magnitudes above the largest
+// value of the format, and infinity, get the code of that value. NaN gives the NaN code of the format. If x is negative
+// and the format has a sign bit, the code has it too.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
 #if FP4KIT_HAS_CVT_FP8
@@ -45,7 +49,7 @@ FP4KIT_DEVICE u32 encode_scale(float x) {
   return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
 }
 
-// Return the value of the code of a block scale.
+// Return the value of a block scale's code in the scale format of R, as float32.
 template <class R>
 FP4KIT_DEVICE float decode_scale(u32 code) {
   return decode<typename R::Scale>(code);
@@ -120,7 +124,7 @@ struct tensor_divided {
   }
 };
 
-// The smallest normal number of a type. bfloat16 has that of float32.
+// SmallestNormal<In>::kValue is the smallest normal number of the type In. bfloat16 has that of float32.
 template <class In>
 struct SmallestNormal {
   static constexpr float kValue = kFltMin;
@@ -266,14 +270,15 @@ struct tensor_comfy_kitchen_cuda {
 
 // ---- rules for user-defined formats (custom_recipe)
 
-// Return the factor by which elements are multiplied for a scale: 1 / scale, or 1 / 1e-38 if the magnitude of the scale
-// is smaller than 1e-38. NaN stays NaN.
+// Return the factor by which elements are multiplied to divide them by `scale`: 1 / scale, or 1 / 1e-38 if the
+// magnitude of `scale` is below 1e-38. NaN gives NaN.
 FP4KIT_DEVICE float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < 1e-38f ? 1e-38f : scale);
 }
 
-// Return x >= 0 rounded to the 16-bit type T: to nearest even if kDirection is 0, up if it is 1, down if it is -1.
-// Numbers above the largest of T become that number. NaN stays NaN.
+// Return x >= 0, rounded to the 16-bit type T, as float32. It is rounded to nearest even if kDirection is 0, up if it
+// is 1, and down if it is -1. Numbers above the largest finite number of T, and infinity, become that number. NaN stays
+// NaN.
 template <class T, int kDirection>
 FP4KIT_DEVICE float narrowed(float x) {
   if (is_nan(x)) return x;
@@ -286,8 +291,9 @@ FP4KIT_DEVICE float narrowed(float x) {
   return value;
 }
 
-// The amax rules: decode = amax / (largest element * largest block scale), rounded to T as kDirection says (see
-// `narrowed`), or not rounded for Float32. For recipes without block scales, decode = amax / largest element.
+// Base of the amax rules, the tensor rules of user-defined formats: decode = amax / (largest element * largest block
+// scale), or amax / largest element if the recipe has no block scales. decode is then rounded to the type T as
+// kDirection says (`narrowed`); for Float32, it is not rounded. encode is reciprocal_of_scale(decode).
 template <class T, int kDirection>
 struct own_tensor_rule {
   template <class R, class In>
@@ -307,17 +313,18 @@ struct tensor_amax_bfloat16 : own_tensor_rule<Bfloat16, 0> {};
 struct tensor_amax_bfloat16_up : own_tensor_rule<Bfloat16, 1> {};
 struct tensor_amax_bfloat16_down : own_tensor_rule<Bfloat16, -1> {};
 
-// Return the amax at `index` of an array that a caller gave, without its sign bit. Otherwise the sign bit of -0 would
-// become the sign of scales and codes.
+// Return the amax at `index` of an array that a caller gave, without its sign bit. A kept sign bit of -0 would become
+// the sign of scales and codes.
 FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) {
   return magnitude_of(amaxes[index]);
 }
 
-// How many tensor scales a tensor has: none, one, one per row, or one per block.
+// How many tensor scales a tensor has: none, one (`tensor`), one per row, or one per block.
 enum class TensorScaling { none, tensor, row, block };
 
-// Return the tensor scale of block `block` of row `row`, computed from the given tensor amaxes. A row has `blocks`
-// blocks. The scale is 1 if the recipe has no tensor scales.
+// Return the tensor scale of block `block` in row `row`. R's tensor rule computes it from an amax in the array
+// tensor_amax, which has one amax per tensor, row or block, as R::kTensorScaling says. `blocks` is the number of blocks
+// per row. If R has no tensor scales, return {1, 1, 1}, and tensor_amax is not read.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale tensor_scale_of(const float* tensor_amax, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {

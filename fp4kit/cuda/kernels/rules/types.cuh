@@ -1,5 +1,6 @@
-// Short names of integer types, function qualifiers, bit casts and index arithmetic. This file includes no CUDA header,
-// because NVRTC declares what it uses.
+// Short names of integer types, function qualifiers, bit casts and index arithmetic. "Bits" of a number are its memory
+// representation as an unsigned integer. This file includes no CUDA header, because NVRTC (the compiler of the kernels)
+// declares what it uses.
 #pragma once
 
 using u8 = unsigned char;
@@ -28,19 +29,19 @@ constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal
 constexpr u32 kInfinityBits = 0x7F800000u;
 
-// Return the bits of a float.
+// Return the 32 bits of a float, NaN payloads included.
 FP4KIT_DEVICE u32 bits_of(float x) {
   return __float_as_uint(x);
 }
-// Return the float with these bits.
+// Return the float that has the given bits.
 FP4KIT_DEVICE float float_of(u32 bits) {
   return __uint_as_float(bits);
 }
-// Return the bits of a double.
+// Return the 64 bits of a double.
 FP4KIT_DEVICE u64 double_bits_of(double x) {
   return static_cast<u64>(__double_as_longlong(x));
 }
-// Return the double with these bits.
+// Return the double that has the given bits.
 FP4KIT_DEVICE double double_of(u64 bits) {
   return __longlong_as_double(static_cast<i64>(bits));
 }
@@ -53,7 +54,7 @@ FP4KIT_DEVICE bool is_nan(float x) {
 FP4KIT_DEVICE bool is_finite(float x) {
   return (bits_of(x) & 0x7FFFFFFFu) < kInfinityBits;
 }
-// Return the magnitude of x. The payload of a NaN is kept.
+// Return x with its sign bit cleared. The payload of a NaN is kept.
 FP4KIT_DEVICE float magnitude_of(float x) {
   return float_of(bits_of(x) & 0x7FFFFFFFu);
 }
@@ -78,12 +79,12 @@ FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
   return count <= 0x7FFFFFFF ? static_cast<i64>(static_cast<u32>(i) / static_cast<u32>(n)) : i / n;
 }
 
-// Return the smaller of a and b, or b if one of them is NaN.
+// Return the smaller of a and b. Return b if they are equal (also for 0 and -0), or if one of them is NaN.
 template <class T>
 FP4KIT_DEVICE T minimum(T a, T b) {
   return a < b ? a : b;
 }
-// Return the larger of a and b, or a if one of them is NaN.
+// Return the larger of a and b. Return a if they are equal (also for 0 and -0), or if one of them is NaN.
 template <class T>
 FP4KIT_DEVICE T maximum(T a, T b) {
   return a < b ? b : a;
@@ -95,16 +96,16 @@ FP4KIT_DEVICE T maximum(T a, T b) {
 struct Grid {
   i64 block, blocks;
 };
-// Return the Grid of a launch in which all thread blocks share one matrix.
+// Return the Grid of this launch, for kernels in which all thread blocks of the launch share one matrix.
 FP4KIT_DEVICE Grid whole_grid() {
   return {static_cast<i64>(blockIdx.x), static_cast<i64>(gridDim.x)};
 }
-// Return the number of this thread among all threads of the Grid. It is the first item of a loop that gives each thread
-// one item per iteration.
+// Return the number of this thread among all threads of the Grid g, from 0 on. It is the first item in a loop that
+// gives each thread one item per iteration.
 FP4KIT_DEVICE i64 first_item(Grid g) {
   return g.block * blockDim.x + threadIdx.x;
 }
-// Return the number of threads of the Grid. It is the stride of a loop that gives each thread one item per iteration.
+// Return the number of threads of the Grid g. It is the stride of a loop that gives each thread one item per iteration.
 FP4KIT_DEVICE i64 item_stride(Grid g) {
   return g.blocks * blockDim.x;
 }
