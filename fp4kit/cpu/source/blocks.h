@@ -1,8 +1,9 @@
-// Functions that compute the amaxes, scale codes and factors of blocks of finite elements, in loops that the compiler
-// vectorizes.
-//
-// Amax bits: the largest magnitude of some elements, as an integer: its bit pattern in the type of the elements.
-// Segment: 16 or 32 neighboring elements whose amax bits are found by one loop. A block has one or more segments.
+// Functions that compute the amaxes (largest magnitudes), scale codes and factors of blocks of finite elements, in
+// loops that the compiler vectorizes. R: a struct of recipes.inc with the block rule and the formats of a recipe. In:
+// the type of the elements. Amax bits: the largest magnitude of some elements, as an integer: its bit pattern in the
+// type of the elements. Segment: 16 or 32 neighboring elements whose amax bits are found by one loop; a block has one
+// or more segments. Factor: the number by which the elements of a block are multiplied or divided before they are
+// rounded.
 #pragma once
 
 #include "input_types.h"
@@ -18,8 +19,9 @@ static i64 segment_of(i64 block) {
   return block == 16 ? 16 : 32;
 }
 
-// Store the amax bits of each of `count` contiguous segments of kSegment elements in out[0] ... out[count - 1]. The
-// elements have type In. NaN counts as larger than infinity.
+// Store the amax bits of each of `count` contiguous segments of kSegment elements in out[0] ... out[count - 1].
+// `elements` points to elements of type In. NaN counts as larger than infinity, so a segment with NaN gets the bits of
+// a NaN.
 template <class In, int kSegment>
 static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   using Bits = typename Input<In>::Bits;
@@ -56,16 +58,15 @@ static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   }
 }
 
-// Store the scale code of each of `count` blocks in `codes`. The block rule of the recipe R computes it from the amax
-// of the block and the tensor scale t. Rules with kReadsInput also depend on In, the type of the elements.
+// Store the scale code of each of `count` blocks in `codes`. The block rule of R computes it from the amax of the block
+// and the tensor scale t. Rules with kReadsInput also depend on In; for other rules, In is ignored.
 template <class R, class In>
 static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 
-// Store the factor of each of `count` blocks in `factors`. The block rule of the recipe R computes it from the block's
-// scale code, its amax and the tensor scale t. Elements of type In are later multiplied or divided by the factor of
-// their block, as the recipe says. A factor may be NaN, infinite or negative; callers check it.
+// Store the factor of each of `count` blocks in `factors`. The block rule of R computes it from the block's scale code,
+// its amax and the tensor scale t. A factor may be NaN, infinite or negative; callers check it.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

@@ -1,8 +1,9 @@
-// The C functions that Python calls (cpu/library.py declares them). Each of them takes a matrix, or one slab of a
-// matrix that is too large for one call, and divides its tiles among threads.
-//
-// Prototype: the arguments of a call except addresses, such as the shape, steps and recipe of a matrix. Python stores
-// it and repeats the call with new addresses (cpu/cached_calls.py).
+// The C functions that Python calls (cpu/library.py declares them). Each of them takes a matrix, or one slab (some rows
+// and columns) of a matrix that is too large for one call, and divides its tiles among threads. Tile: the rows and
+// columns that one thread takes at a time. Fallback: the specification, by which Python computes the tiles that the
+// loops cannot; they have NaN, infinities or extreme scales. Prototype: the arguments of a call except addresses, such
+// as the shape, steps and recipe of a matrix. Python stores it and repeats the call with new addresses
+// (cpu/cached_calls.py). Entry, key: the compiled code of one rule, and the text by which Python looks up its index.
 #include "decode_matrix.h"
 #include "matmul_vnni.h"
 #include "own_format.h"
@@ -20,7 +21,8 @@ FP4KIT_EXPORT const char* fp4kit_digest() {
   return FP4KIT_DIGEST;
 }
 
-// Return the highest level that this processor can run: "base", "avx2" or "avx512", as setup.py names them.
+// Return the highest level that this processor can run: "base", "avx2" or "avx512", as setup.py names them. The result
+// is about the processor, not about the level for which this library was compiled.
 FP4KIT_EXPORT const char* fp4kit_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -34,18 +36,18 @@ FP4KIT_EXPORT const char* fp4kit_level() {
 #endif
 }
 
-// Return the index of a block rule in kBlockRules by its key (cpu/coverage.py), or -1 if no entry has this key.
+// Return the index of the block rule with this key in the table kBlockRules, or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_block_rule(const char* key) {
   return kBlockRules.index_of(key);
 }
 
-// Return the index of a tensor rule in kTensorRules by its key, or -1 if no entry has this key.
+// Return the index of the tensor rule with this key in the table kTensorRules, or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_tensor_rule(const char* key) {
   return kTensorRules.index_of(key);
 }
 
-// Return the index of an element arithmetic (how elements become codes) in kElements by its key, or -1 if no entry has
-// this key.
+// Return the index of the element arithmetic (how elements become codes) with this key in the table kElements, or -1 if
+// no entry has this key.
 FP4KIT_EXPORT int fp4kit_element(const char* key) {
   return kElements.index_of(key);
 }
@@ -60,8 +62,8 @@ FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
 
 namespace {
 
-// Encode all tiles of a call: store codes and scales, and mark in call.needs_fallback the tiles that need the fallback.
-// `known`: block amaxes that an earlier pass has found, or {} if there was none.
+// Encode all tiles of a call: store codes and block scales. For each tile, set call.needs_fallback to 1 if the tile
+// needs the fallback, otherwise to 0. `known`: block amaxes that an earlier pass has found, or {} if there was none.
 void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
   Multipliers memory;
@@ -86,15 +88,15 @@ EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
 
 extern "C" {
 
-// Encode a matrix under the tensor scales that `call` gives. Store codes and block scales, and mark in needs_fallback
-// the tiles that the specification has to compute.
+// Encode a matrix under the tensor scales that `call` gives. Store codes and block scales. For each tile, set
+// needs_fallback to 1 if the specification has to compute the tile, otherwise to 0.
 FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
-// Encode a matrix by the tables of a user-defined format (OwnFormat). Store codes and block scales, and mark in
-// needs_fallback the tiles that the specification has to compute. The field block_rule of the call says only whether
-// scales are computed (0) or not (-1).
+// Encode a matrix by the tables of a user-defined format (OwnFormat). Store codes and block scales. For each tile, set
+// needs_fallback to 1 if the specification has to compute the tile, otherwise to 0. The field block_rule of the call
+// says only whether scales are computed (0) or not (-1).
 FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   with_input_type(call->input, [&](auto in) {
@@ -104,11 +106,14 @@ FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* ow
   });
 }
 
-// Quantize a matrix: find its tensor scales, and store its codes in `packed` and its block scales in `scales`. Return 0
-// on success. Return 1 if any tile needs the fallback; the outputs are then not valid.
+// Quantize the matrix at x: find its tensor scales, and store its codes in `packed` and its block scales in `scales`.
+// Return 0 on success. Return 1 if the matrix needs the fallback; the outputs are then not valid.
+//   prototype     the other arguments of the call that encodes
 //   given         tensor amaxes, or nullptr to compute them from the elements
+//   scales        nullptr if the block scales are not wanted
 //   decode, amax  outputs: the decode scales and amaxes of the tensor; nullptr if they are not wanted
 //   tensor_rule   index in kTensorRules; -1 for a recipe without tensor scales
+//   threads       largest number of threads to use
 FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, const float* given, u8* packed,
                                   u8* scales, float* decode, float* amax, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
@@ -126,12 +131,13 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   return any_marked(needs_fallback);
 }
 
-// Fake-quantize a matrix and store the values in `out`. Return 0 on success. Return 1 if any tile needs the fallback;
-// `out` is then not valid. Each tile is decoded right after it is encoded, so that the codes and scales of the matrix
-// are never stored.
+// Fake-quantize the matrix at x (encode and decode it again), and store the values in `out`. Return 0 on success.
+// Return 1 if the matrix needs the fallback; `out` is then not valid. Each tile is decoded right after it is encoded,
+// so that the codes and scales of the matrix are never stored.
 //   prototype, values  the prototypes of the calls that encode and decode
 //   given              tensor amaxes, or nullptr to compute them from the elements
 //   tensor_rule        index in kTensorRules; -1 for a recipe without tensor scales
+//   threads            largest number of threads to use
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
                                        const float* given, void* out, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
@@ -158,12 +164,13 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const Decode
   return !is_done;
 }
 
-// Return the index of a decoder in kDecoders by its key, or -1 if no entry has this key.
+// Return the index of the decoder with this key in the table kDecoders, or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
   return kDecoders.index_of(key);
 }
 
-// Decode a matrix: store its values, and mark in needs_fallback the tiles that the specification has to compute.
+// Decode a matrix: store its values. For each tile, set needs_fallback to 1 if the specification has to compute the
+// tile, otherwise to 0.
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   DecodeTables memory;
   const DecodeTables* tables = tables_of_call(*call, false, memory);
@@ -172,8 +179,8 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_tiles(tiles.count(), call->threads, work);
 }
 
-// Decode a matrix by the tables of a user-defined format (OwnFormat): store its values, and mark in needs_fallback the
-// tiles that the specification has to compute. call->decoder is not read.
+// Decode a matrix by the tables of a user-defined format (OwnFormat): store its values. For each tile, set
+// needs_fallback to 1 if the specification has to compute the tile, otherwise to 0. call->decoder is not read.
 FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
   with_input_type(call->output, [&](auto out) {
@@ -184,9 +191,13 @@ FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* ow
   });
 }
 
-// Dequantize a matrix by a prototype and the addresses of its arrays. Return 0 on success. Return 1 if any tile needs
-// the fallback; `out` is then not valid. `tensor` holds the encode scales of all tensor scales, then the decode scales,
-// then the amaxes.
+// Dequantize a matrix: decode its codes and store the values in `out`. Return 0 on success. Return 1 if any tile needs
+// the fallback; `out` is then not valid.
+//   prototype  the other arguments of the call that decodes
+//   packed     the codes
+//   scales     the scale codes; nullptr for a recipe without block scales
+//   tensor     the encode scales of all tensor scales, then their decode scales, then their amaxes
+//   threads    largest number of threads to use
 FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packed, const u8* scales,
                                     const float* tensor, void* out, i32 threads) {
   DecodeCall call = *prototype;
@@ -203,8 +214,8 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packe
   return any_marked(needs_fallback);
 }
 
-// Scale search: for every block of the matrix, store the block amax whose scale gives the smallest loss. Add the number
-// of blocks that had a full search to *call->unproven.
+// Scale search: for every block of the matrix, store in call->out the block amax whose scale gives the smallest loss
+// (the first one in case of ties). Add the number of blocks that had a full search to *call->unproven.
 FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u64> unproven{0};
@@ -216,8 +227,9 @@ FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   *call->unproven += unproven;
 }
 
-// Factor search: for every block of the matrix, try the given multiples of its amax and store the one with the smallest
-// error (the first one in case of ties). Mark in needs_fallback the tiles that the specification has to compute.
+// Factor search: for every block of the matrix, try the given multiples of its amax, and store the one with the
+// smallest error (the first one in case of ties). For each tile, set needs_fallback to 1 if the specification has to
+// compute the tile, otherwise to 0.
 FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];
@@ -231,7 +243,8 @@ FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   });
 }
 
-// QuEST's search: for every block of the matrix, store the amax that follows from its standard deviation.
+// QuEST's search: for every block of the matrix, store the amax that follows from its standard deviation in call->out.
+// The amax of a block with NaN or infinity is NaN.
 FP4KIT_EXPORT void fp4kit_search_quest(const SearchQuestCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   with_input_type(call->input, [&](auto in) {
@@ -240,8 +253,9 @@ FP4KIT_EXPORT void fp4kit_search_quest(const SearchQuestCall* call) {
   });
 }
 
-// Transpose the packed codes of a (rows, columns) matrix and store them in `out`. If is_nibble is 1, codes are two per
-// byte, and rows and columns are even. If it is 0, codes are one per byte.
+// Transpose the codes of a matrix with `rows` rows and `columns` columns, and store them in `out`, which must not
+// overlap `codes`. Both arrays are contiguous. If is_nibble is 1, codes are two per byte, and rows and columns must be
+// even. If it is 0, codes are one per byte.
 FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 columns, i32 is_nibble, i32 threads) {
   constexpr i64 kTileSide = 64;
   const Tiles tiles{rows, columns, kTileSide, kTileSide};
@@ -272,7 +286,8 @@ FP4KIT_EXPORT void fp4kit_rotate(const RotateCall* call) {
 }
 
 // Compute the matrix products C + A B^T of `count` calls with the additions of matrix units (matmul.h), and store each
-// product in the `out` of its call. At most `threads` threads share the tasks of all calls.
+// product in the `out` of its call. At most `threads` threads share the work of all calls. The results do not depend on
+// their number.
 FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* calls, i64 count, i32 threads) {
   ProductTasks tasks;
   for (i64 i = 0; i < count; ++i) {

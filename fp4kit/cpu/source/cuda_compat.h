@@ -38,8 +38,9 @@ static __forceinline__ int __clz(unsigned x) {
   return x ? __builtin_clz(x) : 32;
 }
 
-// Return the smaller or the larger of two floats with one instruction each. These functions replace fminf and fmaxf in
-// the rules. If a is NaN, b is returned, as fminf and fmaxf do. b must not be NaN; the rules pass a possible NaN as a.
+// Return the smaller (smaller_float) or the larger (larger_float) of two floats, with one instruction each. These
+// functions replace fminf and fmaxf in the rules. If a is NaN, b is returned, as fminf and fmaxf do. b must not be NaN;
+// the rules pass a possible NaN as a.
 static __forceinline__ float smaller_float(float a, float b) {
   return a < b ? a : b;
 }
@@ -65,8 +66,9 @@ static __forceinline__ float larger_float(float a, float b) {
 // the table never changes.
 inline const signed char* reciprocal_table = nullptr;
 
-// Return the bits that rcp.approx.ftz.f32 of sm_90 returns for x: an approximate 1 / x. Subnormal operands and results
-// are flushed to zero. The attribute `const` is valid because reciprocal_table does not change after it was set.
+// Return the number that rcp.approx.ftz.f32 of sm_90 returns for x: an approximate 1 / x. Subnormal operands and
+// results are flushed to zero, with their sign. So zeros and subnormal x give infinity, and infinities give zero. NaN
+// gives NaN. The attribute `const` is valid because reciprocal_table does not change after it was set.
 __attribute__((const, noinline)) inline float rcp_approx_ftz(float x) {
   const u32 bits = bits_of(x);
   const float exact = 1.0f / flush(x);

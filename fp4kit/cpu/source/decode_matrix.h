@@ -1,4 +1,7 @@
-// Functions that decode or fake-quantize a matrix, tile by tile.
+// Functions that decode or fake-quantize a matrix, tile by tile. Fake-quantize: encode and decode again. Tile: the rows
+// and columns that one thread takes at a time. Fallback: the specification, which computes the tiles that these loops
+// cannot. Value table: the values of all sixteen 4-bit codes under one scale code. In: the type of the elements, which
+// is also that of the values in fake quantization.
 #pragma once
 
 #include "encode_matrix.h"
@@ -28,9 +31,10 @@ struct DecodeCall {
 
 namespace {
 
-// Fill `memory` with the value tables that all tiles of a call share, and return its address. Return nullptr if there
-// are no shared tables: for one-byte codes, for recipes without block scales, for more than one tensor scale, and for
-// fewer than tables_from blocks. are_unsigned: true if no scale code has its sign bit set (see fill_tables).
+// Fill `memory` with the value tables of all scale codes, which all tiles of a call share, and return its address.
+// Return nullptr if there are no shared tables: for one-byte codes, for recipes without block scales, for more than one
+// tensor scale, and for fewer than tables_from blocks. are_unsigned: true if no scale code has its sign bit set (see
+// fill_tables).
 const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, DecodeTables& memory) {
   const FillTablesFunction fill = kDecoders[call.decoder].fill_tables[call.output];
   if (!fill || call.tensors.row_step || call.tensors.block_step ||
@@ -40,8 +44,9 @@ const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, De
   return &memory;
 }
 
-// Decode a tile and store its values. Return false if the tile needs the fallback; its stored values are then not
-// valid. `tables` is the result of tables_of_call.
+// Decode a tile and store its values in call.out. Return true if all values are right. Return false if any row of the
+// tile needs the fallback; all rows are still decoded, but the stored values are then not valid. `tables` is the result
+// of tables_of_call.
 bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTables* tables) {
   const DecoderEntry& entry = kDecoders[call.decoder];
   const i64 block = tile.column / call.block, itemsize = call.output == kFloat32 ? 4 : 2,
@@ -64,9 +69,11 @@ bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTabl
 }
 
 // Fake-quantize a tile: encode it into scratch memory of the thread, and store the decoded values in values.out. Return
-// false if the tile needs the fallback. `values` holds the arguments of the call that decodes. The last three arguments
-// are the block amaxes of the first pass (FoundScales::known), and the results of tables_of_call and of
-// multipliers_of_call.
+// true on success. Return false if the tile needs the fallback; its values are then not valid.
+//   call, values  the arguments of the calls that encode and that decode the matrix; both hold the tensor scales
+//   tables        the result of tables_of_call
+//   known         the block amaxes of the first pass, or {} if there are none (FoundScales::known)
+//   multipliers   the result of multipliers_of_call
 template <class In>
 bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const Rectangle& tile,
                         const DecodeTables* tables, KnownAmaxes known, const Multipliers* multipliers) {

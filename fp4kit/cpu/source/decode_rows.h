@@ -1,10 +1,13 @@
 // Functions that decode a row of codes in one of three ways: by look-up in the value tables of all scale codes, by
-// integer arithmetic on bits, or block by block.
+// integer arithmetic on bits, or block by block. R: a struct of recipes.inc with the formats and the decode rule of a
+// recipe. Out: the type of the values, and Value the unsigned integer type of their bits. Nibble: a 4-bit code; two are
+// stored per byte. Value table: the values of all sixteen 4-bit codes under one scale code and one tensor scale.
+// Fallback: the specification, which computes what these functions cannot.
 #pragma once
 
 #include "decode_block.h"
 
-// The value tables of all 256 scale codes under one tensor scale. The table of code c begins at byte 16 * sizeof(value)
+// The value tables of all 256 scale codes under one tensor scale. The table of code c begins at byte 16 * sizeof(Value)
 // * c. needs_fallback[c] is true if values under scale code c are left to the specification.
 struct DecodeTables {
   alignas(16) u8 planes[256 * 64];
@@ -12,8 +15,8 @@ struct DecodeTables {
 };
 
 // Store the value tables of `count` scale codes under the tensor scale t: the table of codes[i] at planes + i *
-// kTableBytes. Also set needs_fallback[i]: to true if elements under codes[i] need the fallback (Decoder::is_supported
-// is false), and otherwise to false. R is the recipe, and Out the type of the values.
+// kTableBytes. Set needs_fallback[i] to true if elements under codes[i] need the fallback (Decoder::is_supported is
+// false), otherwise to false.
 template <class R, class Out>
 static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* planes, bool* needs_fallback) {
   for (i64 i = 0; i < count; ++i) {
@@ -24,9 +27,10 @@ static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* pla
 }
 using FillFunction = void (*)(const u8*, i64, TensorScale, u8*, bool*);  // fill_block_tables
 
-// Store the value tables of all scale codes under the tensor scale t. are_unsigned: true if no scale code has its sign
-// bit set, because a block rule has just computed the codes. Codes with a sign bit then get no table and are marked in
-// needs_fallback. Bit 7 of the codes of IF4 is no sign, so they all get tables.
+// Store the value tables of all 256 scale codes under the tensor scale t, and set needs_fallback for each code.
+// are_unsigned: true if no scale code of the call has its sign bit set, because a block rule has just computed the
+// codes. Codes with a sign bit then get no table, and their needs_fallback is true. Bit 7 of the codes of IF4 is no
+// sign, so they all get tables.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
   const u32 count = are_unsigned && R::Scale::kSignBit && !kHasTwoFormats<R> ? R::Scale::kSignBit : 256u;
@@ -36,10 +40,10 @@ static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) 
   for (u32 code = count; code < 256; ++code) tables.needs_fallback[code] = true;
 }
 
-// Store the values of `blocks` whole blocks of kSize nibbles (4-bit codes) in `out`, as bits. They are looked up in the
-// value tables of the blocks' scale codes, `scales`. Return false if a block needs the fallback; the values of that
-// block are then not valid, and the other blocks are decoded all the same. A block length known at compile
-// time halves the time (one x86-64 core with AVX-512, November 2026).
+// Store the bits of the values of `blocks` whole blocks of kSize nibbles in `out`. They are looked up in the value
+// tables of the blocks' scale codes, `scales`. Return true on success. Return false if any block needs the fallback;
+// the values of that block are then not valid, and the other blocks are decoded all the same. A block length known at
+// compile time halves the time (one x86-64 core with AVX-512, November 2026).
 template <class Value, int kSize>
 static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const DecodeTables& tables, Value* out) {
   u32 needs_fallback = 0;
@@ -51,9 +55,10 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
   return needs_fallback == 0;
 }
 
-// Do the work of decode_row for 4-bit codes. All decoders share this function, because everything that depends on the
-// decode rule is in the value tables. If `tables` is nullptr, the function `fill` makes the tables of a few blocks at a
-// time. decode_row describes the other arguments.
+// Do the work of decode_row for 4-bit codes: decode `count` elements of row `row`, which begin at block `block` of the
+// row, and store the bits of their values in `out`. Return false if a value needs the fallback, otherwise true. A block
+// has `size` elements. If `tables` is nullptr, the function `fill` makes the tables of a few blocks at a time. All
+// decoders share this function, because everything that depends on the decode rule is in the value tables.
 template <class Value>
 static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                               const TensorScales& tensors, i64 row, i64 block, Value* out, FillFunction fill) {
@@ -80,9 +85,10 @@ static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 
   return is_done;
 }
 
-// Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes, with one scale code per block, under one
-// tensor scale. Return false if a block needs the fallback. Up to 64 blocks are decoded at a time, by
-// Decoder::product_bits if that function is valid for all of them.
+// Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes, with one scale code per block, under the
+// tensor scale t. Return false if a block needs the fallback because of its scale, otherwise true. Codes of NaN and
+// infinity are not detected; the caller does that. Up to 64 blocks are decoded at a time: by Decoder::product_bits if
+// it is valid for all of them, otherwise by Decoder::decode_codes.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using BlockDecoder = Decoder<R, Out>;
@@ -116,8 +122,8 @@ static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorSca
   return is_done;
 }
 
-// Decode `count` elements of row `row`, starting at block `block` of the row, and store their values. Return false if a
-// value needs the fallback; the stored values are then not valid.
+// Decode `count` elements of row `row`, starting at block `block` of the row, and store their values, of type Out, in
+// `values`. Return true on success. Return false if a value needs the fallback; the stored values are then not valid.
 //   codes    the codes of these elements
 //   scales   one code per `size` elements, or nullptr for a recipe without block scales
 //   tables   the tables that fill_tables stored, or nullptr to compute values without them

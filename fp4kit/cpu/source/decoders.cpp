@@ -1,11 +1,15 @@
-// This file defines the table of decoders. It has one entry for each decode rule that the recipes of recipes.inc need.
+// This file defines the table of decoders (how codes become values). It has one entry for each decode rule that the
+// recipes of recipes.inc need. R: a struct of recipes.inc with the element format, the scale format and the decode rule
+// of a recipe. Out: the type of the values.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// Return the function that fills value tables, or nullptr for one-byte codes and for recipes without block scales.
+// Return the function that fills the value tables of all scale codes (fill_tables of decode_rows.h) for the recipe R
+// and values of type Out. Return nullptr for one-byte codes, which are decoded by arithmetic, and for recipes without
+// block scales, which have no scale codes.
 template <class R, class Out>
 constexpr FillTablesFunction fill_tables_function() {
   if constexpr (Decoder<R, Out>::kIsNibble && R::kHasScales)
@@ -14,7 +18,8 @@ constexpr FillTablesFunction fill_tables_function() {
     return nullptr;
 }
 
-// Return the entry of the decode rule of R, with the key by which Python looks it up.
+// Return the entry of the decode rule of the recipe R, with functions for all three types of values. `key` is the text
+// by which Python looks up the entry.
 template <class R>
 constexpr DecoderEntry decoder_entry(const char* key) {
   return {key,

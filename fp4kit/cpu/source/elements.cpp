@@ -1,13 +1,14 @@
-// This file defines the table of element arithmetics (how elements become codes). It has one entry for each arithmetic
-// that the recipes of recipes.inc need.
+// This file defines the table of element arithmetics (how elements become codes under given factors). It has one entry
+// for each arithmetic that the recipes of recipes.inc need. E: a struct of recipes.inc that describes an element
+// arithmetic. In: the type of the elements.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// The properties of an element arithmetic that affect stochastic rounding. Arithmetics that differ only in nearest
-// rounding, or in how they treat signs, share one compiled function.
+// A stand-in for the element arithmetics that have these properties, the only ones that affect stochastic rounding.
+// Arithmetics that differ only in nearest rounding, or in how they treat signs, thus share one compiled function.
 template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes, bool in_float16>
 struct Stochastic {
   using Format = F;
@@ -15,8 +16,8 @@ struct Stochastic {
                         kThenEncode = then_encodes, kStochasticFloat16 = in_float16;
 };
 
-// Return the function that encodes with stochastic rounding, or nullptr for integer formats, which have no stochastic
-// rounding.
+// Return the function that encodes elements of type In by the element arithmetic E with stochastic rounding. Return
+// nullptr for integer formats, which have no stochastic rounding.
 template <class E, class In>
 constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
@@ -27,7 +28,8 @@ constexpr EncodeFunction stochastic_of() {
         In, true>;
 }
 
-// The fields of an entry that depend on the input type, indexed by InputKind.
+// The fields of an entry (ElementEntry) that depend on the input type, indexed by InputKind. kEncodes[0] holds the
+// functions that round to nearest, and kEncodes[1] those that round stochastically.
 template <class E>
 constexpr EncodeFunction kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
@@ -36,7 +38,8 @@ constexpr EncodeFunction kEncodes[2][kInputs] = {
 template <class E>
 constexpr float kFastBelow[kInputs] = {fast_below<E, Float32>(), fast_below<E, Float16>(), fast_below<E, Bfloat16>()};
 
-// Return the mask kUnusedBits<In>, or 0 if multipliers must not replace the divisors of E.
+// Return the field unused_bits of an entry for elements of type In: the mask kUnusedBits<In>, or 0 if multipliers must
+// not replace the divisors of the element arithmetic E (may_use_multipliers).
 template <class E, class In>
 constexpr u32 unused_bits_of() {
   return may_use_multipliers<E, In>() ? kUnusedBits<In> : 0u;

@@ -1,13 +1,13 @@
-// Functions that encode elements under the factors of their blocks, in loops that the compiler vectorizes.
+// Functions that encode elements under the factors of their blocks, in loops that the compiler vectorizes. E: a struct
+// of recipes.inc that describes the element arithmetic (how elements become codes). In: the type of the elements.
+// Factor: the number by which the elements of a block are multiplied, or divided if E::kDivide. Method: the way in
+// which elements are scaled by factors (enum Method). Run: 16 neighboring elements of a row, which share a factor.
+// tensor_encode: the tensor's encode scale, by which some recipes multiply elements after the factor. Scaled element:
+// an element after these steps; rounding it gives the code.
 //
 // The arithmetic is that of cuda/kernels/rules. Two kinds of blocks are left to the specification (the fallback):
 // blocks that contain NaN or infinity, and blocks whose factor would turn finite elements into NaN. The caller finds
 // such blocks.
-//
-// Factor: the number by which the elements of a block are multiplied, or divided if E::kDivide. Method: the way in
-// which elements are scaled by factors (enum Method). Run: 16 neighboring elements of a row, which share a factor.
-// tensor_encode: the tensor's encode scale, by which some recipes multiply elements after the factor. E: a struct of
-// recipes.inc that describes the element arithmetic (how elements become codes).
 #pragma once
 
 #include "blocks.h"
@@ -20,13 +20,13 @@ constexpr bool kHasSlowDivision = false;  // with shorter vectors, one division 
 #endif
 
 // Return true if the loops of this file can apply the factor: if it is positive and finite, or if it is +0 and
-// allows_zero_factor is true.
+// allows_zero_factor is true. Return false for all others: NaN, infinity, -0 and negative numbers.
 static __forceinline__ bool is_usable(float factor, bool allows_zero_factor) {
   return bits_of(factor) < kInfinityBits & (allows_zero_factor | (factor != 0.0f));
 }
 
-// True if codes wrap around for scaled elements of 7 and more. Then an element whose product overflows gets the code of
-// NaN.
+// True if E rounds in a way (Rounding::rnw) in which codes wrap around for scaled elements of 7 and more. Then an
+// element whose product overflows gets the code of NaN.
 template <class E>
 constexpr bool kWraps = E::kRounding == Rounding::rnw;
 
@@ -45,16 +45,18 @@ constexpr bool kNearestE2m1 =
 //               (exact_division.h)
 enum class Method { general, fast, multiplier };
 
-// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In.
+// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In: if In is a
+// 16-bit type, and codes are the nearest E2M1 codes of quotients without further steps. Whether a divisor has an exact
+// multiplier is found elsewhere (find_multipliers).
 template <class E, class In>
 constexpr bool may_use_multipliers() {
   if constexpr (!kNearestE2m1<E>) return false;
   return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kUnusedBits<In> != 0u;
 }
 
-// Return the bound below which factors may take a fast method, or 0 if E has no fast method. Below the bound, no scaled
-// element underflows to a zero that would lose its sign. Elements that the recipe would flush get the code of zero with
-// every method.
+// Return the bound below which factors may take a fast method (Method::fast or multiplier), for the element arithmetic
+// E and elements of type In. Return 0 if there is no fast method. Below the bound, no scaled element underflows to a
+// zero that would lose its sign. Elements that the recipe would flush get the code of zero with every method.
 template <class E, class In>
 constexpr float fast_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
@@ -74,8 +76,9 @@ constexpr float kFastScaledBelow = 6.9f;
 // to an integer, which is in the last bits of the sum.
 constexpr float kRoundToInteger = 0x1.8p23f;
 
-// Return the bits of the smaller of two positive floats, or the bits of b if a is a positive NaN. b must not be NaN.
-// Compare as integers where the processor can, because products leave the integer units free.
+// Return the bits of the smaller of two floats, which must be +0 or positive. If a is a positive NaN, return the bits
+// of b. b must not be NaN. Floats are compared as integers where the processor can, because products leave the integer
+// units free.
 static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
   return bits_of(fminf(a, b));
@@ -84,8 +87,9 @@ static __forceinline__ u32 min_bits(float a, float b) {
 #endif
 }
 
-// Return the nearest E2M1 code of a >= 0, ties to even, in the last three bits. The other bits are undefined. NaN gives
-// 7. kBelow7: the caller knows that a < 7.
+// Return the nearest E2M1 code of a >= 0, ties to even, in the last three bits. The other bits are undefined.
+// Magnitudes above 6 give 7, the code of 6, and so does NaN. kBelow7: true if the caller knows that a < 7, which saves
+// an instruction.
 //
 // E2M1 values are 1/2 apart below 2, 1 apart below 4, and 2 apart below 8. So the code is the smallest of 2 a, a + 2
 // and a / 2 + 4, each rounded, and at most 7. If a < 7, the limit of 7 needs no instruction.
@@ -99,10 +103,9 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return min_bits(float_of(low), high);
 }
 
-// Return the scaled element, which is rounded to give the code of x. It is x multiplied or divided by the block's
-// factor, then rounded to In if E::kRoundScaled, and then multiplied by tensor_encode if E::kThenEncode. If E::kFlush,
-// the method `general` first replaces a subnormal x by zero; with the other methods, such an x has the code of zero
-// anyway.
+// Return the scaled element of x, before it is rounded to a code. It is x multiplied or divided by the block's factor,
+// then rounded to In if E::kRoundScaled, and then multiplied by tensor_encode if E::kThenEncode. If E::kFlush, the
+// method `general` first replaces a subnormal x by zero; with the other methods, such an x has the code of zero anyway.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -121,16 +124,18 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
   return y;
 }
 
-// Return true if elements are loaded without negative zeros, that is, if -0 is replaced by 0. This is used with the
-// fast methods for arithmetics in which a code has the sign of every element except -0, whose code is that of +0.
+// Return true if -0 is replaced by +0 when elements are loaded. This is so with the methods `fast` and `multiplier`,
+// for arithmetics that divide and in which every code has the sign of its element, except that the code of -0 is that
+// of +0.
 template <class E, Method kMethod>
 constexpr bool loads_without_negative_zero() {
   if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;
   return false;
 }
 
-// Return, in the last four bits, the code of the element with these bits; the other bits are undefined. `factor` and
-// tensor_encode are the arguments of `scaled`. kNearestE2m1<E> must hold.
+// Return the nearest E2M1 code of an element in the last four bits; the other bits are undefined. `bits` are the bits
+// of the element; bits above its type are ignored. `factor` and tensor_encode are the arguments of `scaled`.
+// kNearestE2m1<E> must hold.
 template <class E, class In, Method kMethod>
 static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tensor_encode) {
   using Bits = typename Input<In>::Bits;
@@ -144,18 +149,18 @@ static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tenso
   return signed_code;
 }
 
-// Return the code of a scaled element y in the format of the element arithmetic E, rounded stochastically with the
-// random byte `random`. The arithmetic is that of float16 if E::kStochasticFloat16 (see encode_stochastic_float16 and
-// encode_stochastic in codec.cuh).
+// Return the code of a scaled element y in the format of E, rounded stochastically with the random byte `random`. If
+// E::kStochasticFloat16, the arithmetic is that of float16 (encode_stochastic_float16 in codec.cuh), otherwise that of
+// float32 (encode_stochastic).
 template <class E>
 static __forceinline__ u32 stochastic_code(float y, u32 random) {
   if constexpr (E::kStochasticFloat16) return encode_stochastic_float16<typename E::Format>(y, random);
   return encode_stochastic<typename E::Format>(y, random);
 }
 
-// Return the code of the element with these bits. A 4-bit code is in the last four bits, and the bits above it are
-// undefined. `factor` and tensor_encode are the arguments of `scaled`. `random` is the element's random byte, which
-// only stochastic rounding uses.
+// Return the code of the element with the bits `bits`. A 4-bit code is in the last four bits, and the bits above it are
+// undefined. `factor` and tensor_encode are the arguments of `scaled`. If kStochastic, the code is rounded
+// stochastically with the random byte `random`; otherwise `random` is ignored.
 template <class E, class In, bool kStochastic, Method kMethod>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode, u32 random) {
   using Format = typename E::Format;
@@ -187,8 +192,8 @@ struct Factors {
   const float* multipliers = nullptr;
   Method method = Method::general;
 
-  // Return the factor of a run as a Divisor. For Method::multiplier, its value is the multiplier. Fields that kMethod
-  // does not use are 0.
+  // Return the factor of a run as a Divisor. For Method::multiplier, its value is the multiplier instead. The
+  // reciprocal and the correction are set only for Method::fast if kDivide, and are otherwise 0.
   template <Method kMethod, bool kDivide>
   __forceinline__ Divisor of(i64 run) const {
     if constexpr (kMethod == Method::multiplier) return {multipliers[codes[run]], 0.0f, 0.0f};
@@ -261,9 +266,12 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
 }
 
 // Encode `count` elements of type In by the element arithmetic E and the method factors.method, and store their codes
-// in `out`: 4-bit codes two per byte, the first one in the low half, and 8-bit codes one per byte. The arguments are
-// those of encode_runs. The method `general` is used instead if kStochastic, or if factors.method is not compiled for E
-// and In.
+// in `out`: 4-bit codes two per byte, the first one in the low half, and 8-bit codes one per byte. The method `general`
+// is used instead if kStochastic, or if factors.method is not compiled for E and In. All methods give equal codes.
+//   elements       `count` contiguous elements, an even number for 4-bit codes; every 16 of them are a run
+//   factors        the factors of the runs, and the method that applies them
+//   tensor_encode  the tensor's encode scale, which is used if E::kThenEncode
+//   random         one byte per element if kStochastic; otherwise not read
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

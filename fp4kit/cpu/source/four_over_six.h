@@ -1,10 +1,10 @@
-// 4over6: each block gets the one of two scales that gives the smaller error. The functions also choose between the two
-// formats of IF4. In this case, "six" stands for E2M1 and "four" for INT4; their scales differ only in bit 7 of the
-// code.
-//
-// Candidates: the scale that maps the amax of the block to 6, and the scale that maps it to 4. kLanes blocks are
-// handled together, one per lane. Arrays of magnitudes and of error terms are therefore stored by column, as
-// [column][lane].
+// 4over6: each block gets the one of two scales (the candidates) that gives the smaller error. The first candidate
+// ("six") maps the amax of the block to 6, and the second one ("four") maps it to 4. For the recipe IF4, the candidates
+// are two formats instead: "six" stands for E2M1 and "four" for INT4; their scales differ only in bit 7 of the code. R:
+// a struct of recipes.inc that describes the recipe. t: the tensor scale. Factor: the number by which elements are
+// multiplied before they are rounded. Lane: one of kLanes = 16 blocks of 16 columns that are handled together. Arrays
+// of magnitudes and of error terms are therefore stored by column, as [column][lane]. Error term: the error that one
+// element adds to its block (error_of).
 //
 // Only magnitudes are compared, because negating an element negates its code and keeps its error. NaN occurs only if
 // the tensor's amax is NaN or infinite. Blocks with a factor that is NaN, infinite or negative need the fallback.
@@ -19,15 +19,16 @@ constexpr int kBlockColumns = 16;  // number of columns of a block
 constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MAX_BLOCK_ROWS of cpu/coverage.py
 typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Load kLanes floats from an address, which need not be aligned.
+// Return the kLanes floats at the address `from`, which may have any alignment.
 static __forceinline__ LaneVector load_lanes(const float* from) {
   LaneVector lanes;
   std::memcpy(&lanes, from, sizeof lanes);
   return lanes;
 }
 
-// Store the magnitudes of one row of `count` blocks as [column][lane], one block per lane. The row begins at element
-// `first` of `elements`. The other lanes are set to 0.
+// Store the magnitudes of one row of `count` neighboring blocks (16 elements each) in `out`, as [column][lane], one
+// block per lane. The row begins at element `first` of `elements`, which have type In. `count` is at most kLanes; lanes
+// without a block are set to 0. Elements must be finite.
 template <class In>
 static void load_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
   using Bits = typename Input<In>::Bits;
@@ -49,9 +50,9 @@ static void load_magnitudes(const void* elements, i64 first, i64 count, float* _
 // argument. Below the bound, the sum is below 2^25, so that neighboring floats are at most 2 apart.
 constexpr float kUnboundedBelow = 0x1p22f;
 
-// Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured, ties to even. Values above
-// the largest value of the format saturate. Only if codes wrap (R::kRounding is rnw), values continue beyond the
-// largest one, in steps of 2, and a must be below kUnboundedBelow.
+// Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured, with ties to even. Usually,
+// magnitudes above the largest value of the format become that value. Only if codes wrap (R::kRounding is rnw), values
+// continue beyond the largest one, in steps of 2, and a must be below kUnboundedBelow.
 template <class R>
 static __forceinline__ float rounded_magnitude(float a) {
   using Element = typename R::Element;
@@ -60,9 +61,9 @@ static __forceinline__ float rounded_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Store in `terms` the error of each element (error_of) in one row of kLanes blocks under one candidate, as
-// [column][lane]. `x` holds the magnitudes of the elements in this order. `scale` and `factor` hold the candidate's
-// block scale and factor for each block, and t is the tensor scale.
+// For one row of kLanes blocks, store in `terms` the error term of each element under one candidate, as [column][lane].
+// `x` holds the magnitudes of the elements in this order. `scale` and `factor` hold the candidate's block scale and
+// factor, one per lane.
 template <class R>
 static void find_error_terms(const float* x, const float* scale, const float* factor, TensorScale t,
                              float* __restrict terms) {
@@ -74,8 +75,9 @@ static void find_error_terms(const float* x, const float* scale, const float* fa
     }
 }
 
-// Store in `terms` the error of each element in one row of kLanes blocks if the elements are encoded as INT4 (for the
-// recipe IF4). The arguments are those of find_error_terms.
+// For one row of kLanes blocks, store in `terms` the error term of each element, as [column][lane], if the elements are
+// encoded as INT4 (for the recipe IF4). `x` holds the magnitudes of the elements in this order. `scale` and `factor`
+// hold the block scale and the factor, one per lane.
 template <class R>
 static void find_integer_terms(const float* x, const float* scale, const float* factor, TensorScale t,
                                float* __restrict terms) {
@@ -88,11 +90,13 @@ static void find_integer_terms(const float* x, const float* scale, const float* 
 
 using ErrorTermsFunction = void (*)(const float*, const float*, const float*, TensorScale, float*);  // find_error_terms
 
-// The next three structs combine the errors of elements into the errors of kLanes blocks, each for one kind of recipe.
-// add(row, terms) adds the error terms of a row. result(block_rows) returns the errors of the blocks.
+// The next three structs combine error terms into the errors of kLanes blocks, each for one kind of recipe. add(row,
+// terms) adds the error terms of row `row` of the blocks. result(block_rows) returns the errors of the blocks, one per
+// lane.
 
-// Add the terms of each row in order. Then add the sums of rows as a tree: first those of rows at the distance
-// block_rows / 2, then of rows at half that distance, and so on, down to neighboring rows.
+// The error of a block is the sum of its terms. Add the terms of each row in order. Then add the sums of rows as a
+// tree: first those of rows at the distance block_rows / 2, then of rows at half that distance, and so on, down to
+// neighboring rows.
 template <int kRows>
 struct RowSums {
   LaneVector rows[kRows] = {};
@@ -108,7 +112,8 @@ struct RowSums {
   }
 };
 
-// Add all terms in the order of PyTorch's vectors of eight elements on a CPU (summation_order.cuh).
+// The error of a block is the sum of its terms, added in the order of PyTorch's vectors of eight elements on a CPU
+// (summation_order.cuh).
 template <int kRows>
 struct VectorSums {
   LaneSums<kRows * kBlockColumns, LaneVector> sums;
@@ -122,7 +127,7 @@ struct VectorSums {
   __forceinline__ LaneVector result(i64) const { return sums.result(); }
 };
 
-// Keep the largest term. The result is NaN if a term is NaN.
+// The error of a block is its largest term. It is NaN if any term is NaN.
 struct LargestError {
   float largest[kLanes] = {};
   __forceinline__ void add(i64, const float* terms) {
@@ -136,14 +141,15 @@ template <class R, int kRows>
 using Errors = std::conditional_t<R::kLargestError, LargestError,
                                   std::conditional_t<R::kLaneSums, VectorSums<kRows>, RowSums<kRows>>>;
 
-// The two candidates of each block of a panel. Index 0 is the scale that maps the amax to 6, index 1 the scale that
-// maps it to 4.
+// The two candidates of each block of a panel: scale codes, block scales and factors. Index 0 is the candidate "six",
+// and index 1 the candidate "four".
 struct SixAndFour {
   u8 codes[2][kMaxPanelBlocks];
   float scales[2][kMaxPanelBlocks] = {}, factors[2][kMaxPanelBlocks] = {};
 
-  // Store the candidates of `count` blocks, from their amaxes and the tensor scale t. Return false if a factor is NaN,
-  // infinite or negative. If codes wrap, also return false if a scaled amax is not below kUnboundedBelow.
+  // Store the candidates of `count` blocks, computed from their amaxes and the tensor scale t. Return true on success.
+  // Return false if the fallback is needed: if a factor is NaN, infinite or negative or, if codes wrap, a scaled amax
+  // is not below kUnboundedBelow.
   template <class R>
   bool find(const float* amax, i64 count, TensorScale t) {
     u32 is_bad = 0;
@@ -165,18 +171,18 @@ struct SixAndFour {
   }
 };
 
-// The elements of one row of `blocks` blocks: `rows` rows that are `step` elements apart. The last row of blocks of a
-// matrix may have fewer rows than block_rows. `load` is load_magnitudes of the input type.
+// The elements of one row of `blocks` blocks: `rows` rows that begin `step` elements apart. `rows` is block_rows,
+// except that the last row of blocks of a matrix may have fewer rows. `load` is load_magnitudes of the input type.
 struct BlockRows {
   const void* data;
   i64 step, rows, blocks, block_rows;
   void (*load)(const void*, i64, i64, float*);
 };
 
-// Store the scale codes and factors of up to kLanes blocks, starting at block `first`. `candidates` holds both
-// candidate scales of every block. A block gets the candidate that maps its amax to 4 if this gives the smaller error,
-// otherwise the candidate that maps it to 6. `find_terms` holds one function per candidate, which finds its error
-// terms, and Sums adds up these terms.
+// Store the scale codes and factors of up to kLanes blocks, starting at block `first`, in `codes` and `factors` at the
+// indices of the blocks. A block gets the candidate "four" if its error is smaller, and otherwise "six" (also if the
+// errors are equal). `candidates` holds both candidates of every block. `find_terms` holds one function per candidate,
+// which finds its error terms, and Sums combines them into the error.
 template <class Sums>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
                          float* factors, const ErrorTermsFunction (&find_terms)[2]) {
@@ -200,9 +206,8 @@ static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candid
   }
 }
 
-// Return the function that finds the error terms of the second candidate of a block, for choose_scales. The second
-// candidate is the scale that maps the amax to 4 (find_error_terms). For the recipe IF4 it is INT4 codes under the one
-// scale (find_integer_terms).
+// Return the function that finds the error terms of the candidate "four", for choose_scales: find_integer_terms for the
+// recipe IF4, whose second candidate is INT4, and otherwise find_error_terms.
 template <class R>
 constexpr ErrorTermsFunction second_terms() {
   if constexpr (kHasTwoFormats<R>) return find_integer_terms<R>;
@@ -210,8 +215,8 @@ constexpr ErrorTermsFunction second_terms() {
 }
 
 // Store the scale codes and factors of all blocks of x: for each block, those of the candidate with the smaller error,
-// or of the first candidate if the errors are equal. The candidates follow from the amax of the block and the tensor
-// scale t. Return false, and store nothing, if SixAndFour::find returns false, because the fallback is then needed.
+// or of "six" if the errors are equal. `amax` holds the amaxes of the blocks. Return true on success. Return false, and
+// store nothing, if the fallback is needed, because SixAndFour::find returns false.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
   SixAndFour candidates;

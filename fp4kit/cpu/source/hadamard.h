@@ -1,12 +1,14 @@
-// The randomized Hadamard transform of runs of 16 elements. It gives the bits of reference/hadamard.py.
+// The randomized Hadamard transform of runs of 16 elements. Element i of a transformed run is 1/4 of the sum of the 16
+// elements, each with the sign of row i of a Hadamard matrix, after some elements were negated by `mask`. In: the type
+// of the elements. Bits: the unsigned integer type of an element's bits. kLanes = 16 runs are transformed together.
+// They are stored by element, as [element][run], so loops over runs vectorize.
 //
-// kLanes runs are transformed together. They are stored by element: element i of all runs, then element i + 1 of all
-// runs. So loops over runs vectorize.
+// The results have the bits of reference/hadamard.py.
 #pragma once
 
 #include "input_types.h"
 
-// Return the bits of x, rounded to nearest even to the type In, in one rounding. x must not be NaN.
+// Return the bits of the double x, rounded to nearest even to the type In in a single rounding. x must not be NaN.
 template <class In>
 static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
   if constexpr (sizeof(typename Input<In>::Bits) == 4)
@@ -15,7 +17,7 @@ static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
     return Input<In>::narrow(round_to_odd(x));
 }
 
-// Replace a and b by a + b and a - b, for each of kLanes runs.
+// Replace a[run] by a[run] + b[run], and b[run] by a[run] - b[run], for each of kLanes runs.
 static __forceinline__ void sum_and_difference(double* __restrict a, double* __restrict b) {
   for (int run = 0; run < kLanes; ++run) {
     const double low = a[run], high = b[run];
@@ -24,9 +26,8 @@ static __forceinline__ void sum_and_difference(double* __restrict a, double* __r
   }
 }
 
-// Transform kLanes runs in place: replace element i of a run, x[i][run], by 1/4 of the signed sum. Elements are the
-// bits of numbers of type In. If bit i of `mask` is set, element i of every run is negated first. If one element of a
-// run is NaN or infinite, all elements of this run become NaN.
+// Transform kLanes runs in place. x[i][run] holds the bits of element i of a run. If bit i of `mask` is set, element i
+// of every run is negated first. If any element of a run is NaN or infinite, all elements of this run become NaN.
 template <class In, class Bits>
 static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
   alignas(64) double y[16][kLanes];
@@ -49,15 +50,16 @@ static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
     }
 }
 
-// Transpose `from` and store the result in `to`: to[j][i] = from[i][j]. Both are 16 x 16, because kLanes is 16.
+// Transpose `from` and store the result in `to`: to[j][i] = from[i][j]. Both are 16 x 16, because kLanes is 16, and
+// they must not overlap.
 template <class Bits>
 static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits (&to)[16][kLanes]) {
   for (int i = 0; i < 16; i += kSide<Bits>)
     for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
 }
 
-// Transform `runs` contiguous runs of 16 elements in place. x holds the bits of numbers of type In. If bit i of `mask`
-// is set, element i of every run is negated first. If one element of a run is NaN or infinite, all elements of this run
+// Transform `runs` contiguous runs of 16 elements in place. x holds the bits of the elements. If bit i of `mask` is
+// set, element i of every run is negated first. If any element of a run is NaN or infinite, all elements of this run
 // become NaN.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {

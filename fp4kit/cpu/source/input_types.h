@@ -1,4 +1,5 @@
-// The element types as they are stored in memory, and matrices of elements.
+// The element types as they are stored in memory, and matrices of elements. In: the type of the elements (Float32,
+// Float16 or Bfloat16). Bits: the unsigned integer type of an element's bits.
 #pragma once
 
 #include "simd_bytes.h"
@@ -7,7 +8,7 @@
 //   Bits            the unsigned integer type as which elements are loaded
 //   kMagnitude      mask of all bits except the sign; magnitudes have the order of these bits as integers
 //   kInfinity       bits of infinity; NaN has a larger magnitude
-//   value(bits)     return the element with these bits as float32
+//   value(bits)     return the element with these bits as float32; a float16 element must be finite
 //   rounded(x)      return a float32, not NaN, rounded to the type (to nearest even), as float32
 //   narrow(x)       return the bits of rounded(x) in the type
 template <class In>
@@ -53,8 +54,8 @@ struct Source {
   i64 rows, columns, row_step, column_step, hadamard;
 };
 
-// Copy rows [row, row + rows) and columns [column, column + columns) of a matrix to `out`, as contiguous rows that
-// begin `width` elements apart.
+// Copy rows [row, row + rows) and columns [column, column + columns) of the matrix x to `out`, as contiguous rows that
+// begin `width` elements apart. Elements are copied as they are; x.hadamard is ignored.
 //
 // If the columns of x are contiguous instead of its rows, one cache line (64 bytes) of each column is copied at a time.
 // Its elements are transposed in squares whose rows have 16 bytes. If neither are contiguous, elements are copied one

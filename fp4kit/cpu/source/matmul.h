@@ -33,8 +33,9 @@ struct ProductOperand {
   i32 block;                   // the number of elements per block scale
 };
 
-// The arguments of a product D (rows, columns) = C + A B^T. cpu/library.py mirrors this struct. The fields from
-// fraction_bits to c_vanishes matter for truncate, truncate_groups and floor only.
+// The arguments of a product D (rows, columns) = C + A B^T. A row of the operand `a` is a row of A, and a row of `b` is
+// a column of B^T. cpu/library.py mirrors this struct. The fields from fraction_bits to c_vanishes matter for the
+// adders truncate, truncate_groups and floor only.
 struct ProductCall {
   ProductOperand a, b;
   const float* c;             // C, contiguous; nullptr for zeros
@@ -67,8 +68,8 @@ struct ProductPanel {
   double values[kProductDepth][kLanes];   // each element times its block scale
   double powers[kProductDepth][kLanes];   // 2^exponent of each element, times that of its scale; 0 for a value of zero
   float elements[kProductDepth][kLanes];  // each element without its block scale
-  // The block scale of every 16 elements, and 2^exponent of the scale. Both are 0 for a scale of zero, and 1 without
-  // block scales.
+  // The block scale of every 16 elements, and 2^exponent of the scale. Both are 0 for a scale of zero and beyond the
+  // operand, and 1 without block scales.
   double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];
 
   // Decode `depth` elements, starting at index `start` along K, of `count` rows of the operand x, starting at row
@@ -281,12 +282,12 @@ struct ProductTask {
     double sums[kProductRows][kPanels][kProductLanes], totals[kProductRows][kPanels][kProductLanes];
   };
 
-  // Return the number of tasks across the columns of D.
+  // Return the number of tasks that lie next to each other across the columns of D.
   i64 panels() const { return (call.columns + kPanels * kProductLanes - 1) / (kPanels * kProductLanes); }
-  // Return the number of tasks.
+  // Return the number of all tasks.
   i64 count() const { return panels() * ((call.rows + kProductRows - 1) / kProductRows); }
 
-  // Compute and store the results of task `index`.
+  // Compute the tile of D that belongs to task `index`, and store it in call.out.
   void run(i64 index) const {
     auto memory = std::make_unique<Memory>();
     const i64 first_row = index / panels() * kProductRows, first = index % panels() * kPanels * kProductLanes;
@@ -403,10 +404,10 @@ class ProductTasks {
     parts_.push_back({&call, count() + Task{call}.count(), run_task});
   }
 
-  // Return the number of tasks.
+  // Return the number of all tasks.
   i64 count() const { return parts_.empty() ? 0 : parts_.back().end; }
 
-  // Compute and store the results of task `index`.
+  // Compute the tile that belongs to task `index`, and store it in the `out` of its call.
   void run(i64 index) const {
     const auto is_before = [](i64 i, const Part& part) { return i < part.end; };
     const auto part = std::upper_bound(parts_.begin(), parts_.end(), index, is_before);

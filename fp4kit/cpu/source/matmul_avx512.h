@@ -295,12 +295,12 @@ struct LaneTask {
     alignas(64) float sums[kLanesPanels][kLanesRows][kProductLanes], totals[kLanesPanels][kLanesRows][kProductLanes];
   };
 
-  // Return the number of tasks across the columns of D.
+  // Return the number of tasks that lie next to each other across the columns of D.
   i64 across() const { return (call.columns + kLanesPanels * kProductLanes - 1) / (kLanesPanels * kProductLanes); }
-  // Return the number of tasks.
+  // Return the number of all tasks.
   i64 count() const { return across() * ((call.rows + kLanesRows - 1) / kLanesRows); }
 
-  // Compute and store the results of task `index`.
+  // Compute the tile of D that belongs to task `index`, and store it in call.out.
   void run(i64 index) const {
     const std::unique_ptr<Memory> memory(new Memory);  // not make_unique, which would set the memory to zeros
     Memory& m = *memory;
@@ -406,8 +406,8 @@ struct LaneTask {
   }
 
   // Add the terms of a step to `totals`, the integer terms of C, and store the results in `sums`, truncated toward zero
-  // to float32. The results may have more than 32 bits; `totals` is then not valid afterwards, but `sums` is. inverses:
-  // one factor per row, which turns terms into integers.
+  // to float32. If a result does not fit 32 bits, `totals` wraps, but `sums` is right. inverses: one factor per row,
+  // which turns terms into integers.
   __attribute__((always_inline)) inline void add_chunks(const LaneLine* a, const LaneColumns& b, i64 i,
                                                         const __m512* inverses, __m512i* totals, __m512* sums) const {
     __m512i wrong = _mm512_setzero_si512();  // the sign bit of a lane is set if a sum does not fit 32 bits

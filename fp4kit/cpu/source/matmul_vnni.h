@@ -55,7 +55,8 @@ constexpr int kNoScale = 10000;
 struct ScaleRange {
   int lowest = kNoScale, highest = -kNoScale;
 
-  // Extend the range so that it contains the exponents other_lowest ... other_highest.
+  // Extend this range so that it also contains the exponents other_lowest ... other_highest. A range without scales
+  // (kNoScale, -kNoScale) changes nothing.
   void add(int other_lowest, int other_highest) {
     lowest = std::min(lowest, other_lowest);
     highest = std::max(highest, other_highest);
@@ -255,9 +256,11 @@ void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int 
   }
 }
 
-// Return true if VnniTask can compute the matrix product of a call. All of this must hold: the processor has AVX-512
-// VNNI, both operands have 4-bit codes and blocks of 16, 32 or another power of two, and the additions are those of
-// Blackwell's FP4 instructions (truncate_groups with the constants below), without promotion.
+// Return true if VnniTask can compute the matrix product of a call. All of this must hold:
+//   - The processor has AVX-512 VNNI.
+//   - Both operands have 4-bit codes, and blocks of 16 elements or a larger power of two.
+//   - The additions are those of Blackwell's FP4 instructions: truncate_groups, with 64 elements per step, 35 fraction
+//     bits and 23 output bits, and without promotion.
 bool uses_vnni(const ProductCall& call) {
   static const bool is_supported = __builtin_cpu_supports("avx512vnni");
   const auto is_power = [](i32 block) { return block >= 16 && (block & (block - 1)) == 0; };
@@ -278,12 +281,12 @@ struct VnniTask {
     alignas(64) float sums[kVnniPanels][kVnniRows][kVnniLanes];
   };
 
-  // Return the number of tasks across the columns of D.
+  // Return the number of tasks that lie next to each other across the columns of D.
   i64 across() const { return (call.columns + kVnniPanels * kVnniLanes - 1) / (kVnniPanels * kVnniLanes); }
-  // Return the number of tasks.
+  // Return the number of all tasks.
   i64 count() const { return across() * ((call.rows + kVnniRows - 1) / kVnniRows); }
 
-  // Compute and store the results of task `index`.
+  // Compute the tile of D that belongs to task `index`, and store it in call.out.
   void run(i64 index) const {
     const std::unique_ptr<Memory> memory(new Memory);  // not make_unique, which would set the memory to zeros
     Memory& m = *memory;

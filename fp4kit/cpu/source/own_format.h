@@ -1,10 +1,12 @@
 // Functions that encode and decode matrices in user-defined formats: element and scale formats that are known only at
 // run time, under the amax rules (reference/block_rules_amax.py). Scales, and elements that have no compiled
-// arithmetic, are rounded by tables.
+// arithmetic, are rounded by tables (`own`). Key of a float: an integer whose order is that of floats, with -0 before
+// 0. Piece: an interval of keys that get one code; a rounding to codes is monotone, so pieces divide the keys of all
+// floats. Bound: the smallest key of a piece. Factor: the number by which the elements of a block are multiplied before
+// they are rounded. In, Out: the types of elements and of values. Fallback: the specification, which computes the tiles
+// that these loops cannot.
 //
-// Key of a float: an integer whose order is that of floats, with -0 before 0. A rounding to codes is monotone, so the
-// keys of all floats divide into pieces, which are intervals of keys that get one code. Python finds the pieces by the
-// specification (cpu/own_format.py), which makes results equal in every bit.
+// Python finds the pieces by the specification (cpu/own_format.py), which makes results equal in every bit.
 #pragma once
 
 #include "encode_matrix.h"
@@ -38,7 +40,7 @@ namespace {
 
 constexpr float kSmallestScale = 1e-38f;  // SMALLEST_SCALE of reference/tensor_rules.py
 
-// Return the key of a float: an integer, in the order of floats, with -0 before 0. x must not be NaN.
+// Return the key of the float x: an integer, in the order of floats, with -0 before 0. x must not be NaN.
 __forceinline__ i32 key_of(float x) {
   const i32 bits = static_cast<i32>(bits_of(x));
   return bits ^ (bits >> 31 & 0x7FFFFFFF);
@@ -51,14 +53,15 @@ __forceinline__ u32 piece_of_256(i32 key, const i32* bounds) {
   return piece;
 }
 
-// Return the factor by which elements are multiplied: 1 / scale, or 1 / kSmallestScale if |scale| < kSmallestScale. The
-// factor is NaN if the scale is NaN.
+// Return the factor of a block whose scale is `scale`: 1 / scale, or 1 / kSmallestScale if |scale| < kSmallestScale.
+// The factor is NaN if the scale is NaN, and 0 if it is infinite.
 __forceinline__ float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < kSmallestScale ? kSmallestScale : scale);
 }
 
-// Multiply `count` elements by a factor, and store their codes, one per byte. `count` must be even: elements 2 i and
-// 2 i + 1 are a pair, whose codes share a bit. x holds the bits of the elements. `own` must have has_pairs.
+// Multiply `count` elements by a factor, and store their codes in `out`, one per byte, for formats with own.has_pairs.
+// `count` must be even: elements 2 i and 2 i + 1 are a pair, which has other tables if both magnitudes, after
+// multiplication, are below 1. x holds the bits of the elements. Products must not be NaN.
 template <class In>
 void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   for (i64 i = 0; i < count; i += 2) {
@@ -73,8 +76,9 @@ void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, co
   }
 }
 
-// Multiply `count` elements by a factor, and store their codes by the tables of `own`, one per byte, also if codes have
-// 4 bits. x holds the bits of the elements, which have type In. Products must not be NaN.
+// Multiply `count` elements by a factor, and store their codes by the tables of `own` in `out`, one per byte, even if
+// codes have 4 bits. x holds the bits of the elements, which have type In. Products must not be NaN. If own.has_pairs,
+// `count` must be even.
 template <class In>
 void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
   if (own.has_pairs) {
@@ -100,8 +104,8 @@ void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, c
   }
 }
 
-// Encoder of the tiles of a call by the tables of a format. Member functions that return bool return false if the
-// elements need the fallback.
+// Encoder of the tiles of a call by the tables of a format. Member functions that return bool return true on success.
+// They return false if the elements need the fallback; what they have stored is then not valid.
 template <class In>
 struct OwnEncoder {
   using Bits = typename Input<In>::Bits;
@@ -109,8 +113,9 @@ struct OwnEncoder {
   const OwnFormat& own;
   const Encoder<In> encoder{call};
 
-  // Store the scale codes and the factors of a row of blocks, from their amaxes and the tensor scale t. Return false if
-  // a scale, before it is rounded, is negative or NaN.
+  // Store the scale code and the factor of each of `blocks` blocks, from their amaxes and the tensor scale t. Return
+  // false if any scale, before it is rounded, is negative or NaN, otherwise true. All codes and factors are stored in
+  // both cases.
   bool find_scales(const float* amax, i64 blocks, TensorScale t, u8* codes, float* factors) const {
     bool is_done = true;
     for (i64 b = 0; b < blocks; ++b) {
@@ -122,8 +127,8 @@ struct OwnEncoder {
     return is_done;
   }
 
-  // Encode a panel whose first element is x.data[0]: store its scales and codes. Return false if the panel needs the
-  // fallback.
+  // Encode a panel (one row of blocks): store its codes, and its scale codes if the call wants them. x.data[0] is the
+  // first element of the panel. Return false if the panel needs the fallback, otherwise true.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
     float amax[kMaxPanelBlocks], factors[kMaxPanelBlocks];
     u8 codes[kPanelColumns], scales[kMaxPanelBlocks];
@@ -154,9 +159,9 @@ struct OwnEncoder {
     return true;
   }
 
-  // Store the codes of a panel, by the entry of kElements in the call. `amax` holds the amaxes of its `count` blocks,
-  // or is nullptr if they are not known. block_factors holds their factors. Return false if a factor is not usable or
-  // out of range.
+  // Store the codes of a panel by the compiled arithmetic that the call names, an entry of kElements. `amax` holds the
+  // amaxes of its `count` blocks, or is nullptr if they are not known. block_factors holds their factors. Return false
+  // if a factor is not usable or is out of the range of the call, otherwise true.
   bool encode_by_entry(View<Bits> x, const Rectangle& panel, const float* amax, float* block_factors, i64 count) const {
     float run_factors[kMaxPanelBlocks];
     Factors factors{block_factors};
@@ -167,7 +172,8 @@ struct OwnEncoder {
     return true;
   }
 
-  // Encode a tile, panel by panel. Return false if a panel needs the fallback.
+  // Encode a tile, panel by panel. Return true if all panels were encoded. Return false at the first one that needs the
+  // fallback.
   bool encode_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, call.block_rows, [&](Rectangle panel) {
@@ -203,8 +209,9 @@ bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& 
   return is_done;
 }
 
-// Decode a tile by the tables of the format `own`, and store its values in call.out. Return false if decode_block_own
-// returns false for a block; the other blocks are still decoded, and the caller leaves the tile to the fallback.
+// Decode a tile by the tables of the format `own`, and store its values in call.out. Return true if all values are
+// right. Return false if decode_block_own returns false for any block; the other blocks are still decoded, and the
+// caller leaves the tile to the fallback.
 template <class Out>
 bool decode_tile_own(const DecodeCall& call, const OwnFormat& own, const Rectangle& tile) {
   bool is_done = true;

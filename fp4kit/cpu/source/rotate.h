@@ -1,8 +1,11 @@
-// Rotations of blocks along an axis: Hadamard transforms, and products with given matrices. They give the bits of
-// reference/rotate.py.
+// Rotations of blocks along an axis: Hadamard transforms, and products with given matrices. A call rotates an array of
+// outer x length x inner elements; blocks of `size` elements lie along the middle axis. Lane: one of kLanes = 16 blocks
+// that are rotated together. Group: up to kLanes blocks, one per lane, at one position along the middle axis. They are
+// stored by element, as y[element][lane], so loops over blocks are vectors. Task: some groups, which one thread
+// rotates. In: the type of the elements. Element signs: the call may negate some elements, before the rotation or, if
+// the call is inverse, after it.
 //
-// kLanes blocks are rotated together. They are stored by element: element i of all blocks, then element i + 1 of all
-// blocks. So loops over blocks are vectors.
+// The results have the bits of reference/rotate.py.
 #pragma once
 
 #include "four_over_six.h"
@@ -13,8 +16,10 @@
 //   signs        one byte per position along the middle axis: 1 for the sign -1, else 0; nullptr without signs
 //   matrices     size x size float32 each, applied as out_j = sum_i x_i M_ij; nullptr for a Hadamard transform
 //   matrix_step  the distance of the matrices of neighboring blocks; 0 if all blocks have one matrix
-//   factor       the factor of a Hadamard transform
+//   factor       the factor by which all results are multiplied
+//   input        type of the elements, as an InputKind
 //   is_inverse   1 if the signs apply to the results, 0 if they apply to x
+//   threads      largest number of threads to use
 struct RotateCall {
   const void* x;
   void* out;
@@ -27,19 +32,19 @@ struct RotateCall {
 
 namespace {
 
-// Store kLanes floats at an address of any alignment.
+// Store kLanes floats at the address `out`, which may have any alignment.
 inline void store_lanes(LaneVector values, float* out) {
   std::memcpy(out, &values, sizeof values);
 }
 
-// The rotation of the elements of one type.
+// The rotation of the blocks of a call whose elements have type In.
 template <class In>
 struct Rotator {
   using Number = typename In::Bits;       // the type of an element in memory
   using Bits = typename Input<In>::Bits;  // its bits as an integer
   static constexpr i64 kTaskElements = 1 << 13;
 
-  // Up to kLanes blocks, one per lane, which have one position along the middle axis:
+  // A group: up to kLanes blocks, one per lane, at one position along the middle axis.
   //   first                    the offset of the first element of the first block
   //   element_step, lane_step  the distances of neighboring elements of a block, and of neighboring blocks
   //   lanes                    the number of blocks
@@ -50,18 +55,19 @@ struct Rotator {
 
   const RotateCall& call;
 
-  // groups() returns the number of groups, tasks() the number of tasks, and groups_per_task() the largest number of
-  // groups per task. Threads take one task at a time.
+  // groups() returns the number of all groups, tasks() the number of all tasks, and groups_per_task() the largest
+  // number of groups per task.
   i64 groups() const { return call.length / call.size * (across() ? call.outer * lane_groups() : lane_groups()); }
   i64 groups_per_task() const { return maximum<i64>(kTaskElements / (call.size * kLanes), 1); }
   i64 tasks() const { return (groups() + groups_per_task() - 1) / groups_per_task(); }
 
-  // Return true if the blocks of a group are neighbors along the last axis. Otherwise, elements of a block are
-  // neighbors in memory, and the blocks of a group are neighbors along the first axis.
+  // Return true if the blocks of a group are neighbors along the last axis (inner > 1). Otherwise, elements of a block
+  // are neighbors in memory, and the blocks of a group are neighbors along the first axis. lane_groups() returns the
+  // number of groups that one row of such neighbors needs.
   bool across() const { return call.inner > 1; }
   i64 lane_groups() const { return ((across() ? call.inner : call.outer) + kLanes - 1) / kLanes; }
 
-  // Return the group with this index.
+  // Return the group with this index, which must be in [0, groups()).
   LaneGroup group(i64 index) const {
     const i64 blocks = call.length / call.size;
     if (!across()) {
@@ -74,14 +80,16 @@ struct Rotator {
             position % blocks};
   }
 
-  // Return the sign of element i of a block: 1 or -1.
+  // Return the sign of element i of the blocks with index `block` along the middle axis: -1 if the call negates it,
+  // otherwise 1.
   float sign(i64 block, i64 i) const { return call.signs && call.signs[block * call.size + i] ? -1.0f : 1.0f; }
 
-  // Return true if the blocks of group g are moved by transposes of 16 x kLanes elements.
+  // Return true if the elements of group g are loaded and stored by transposes of 16 x 16 elements: if elements of a
+  // block are neighbors in memory, all lanes have a block, and the block size is a multiple of 16.
   bool is_transposed(const LaneGroup& g) const { return !across() && g.lanes == kLanes && call.size % 16 == 0; }
 
-  // Load the elements of group g into y, as [element][lane], multiplied by the signs if the call is not inverse. Lanes
-  // without a block get zeros.
+  // Load the elements of group g into y as float32, as [element][lane]. They are multiplied by the element signs,
+  // unless the call is inverse. Lanes without a block get zeros.
   void load(const LaneGroup& g, float* y) const {
     const Number* x = static_cast<const Number*>(call.x) + g.first;
     if (is_transposed(g)) {
@@ -99,8 +107,9 @@ struct Rotator {
   }
   float load_sign(const LaneGroup& g, i64 i) const { return call.is_inverse ? 1.0f : sign(g.block, i); }
 
-  // Store in y one element of each of `lanes` blocks, multiplied by a sign. Lanes without a block get zeros. `x` points
-  // to the element of the first block, or to its bits, and `step` is the distance of neighboring blocks.
+  // Store in y one element of each of `lanes` blocks as float32, multiplied by `sign`. Lanes without a block get zeros.
+  // `x` points to the element of the first block (or to its bits, if Element is an integer type), and `step` is the
+  // distance of neighboring blocks.
   template <class Element>
   static void widen_lanes(const Element* x, i64 lanes, i64 step, float sign, float* y) {
     Number elements[kLanes] = {};
@@ -112,7 +121,8 @@ struct Rotator {
     for (int lane = 0; lane < kLanes; ++lane) y[lane] = In::widen(elements[lane]) * sign;
   }
 
-  // Store y, the results of group g, multiplied by the factor of the call, and by the signs if the call is inverse.
+  // Store y, the results of group g, in call.out, rounded to the type of the elements. They are multiplied by the
+  // factor of the call and, if the call is inverse, by the element signs.
   void store(const LaneGroup& g, const float* y) const {
     Number* out = static_cast<Number*>(call.out) + g.first;
     if (is_transposed(g)) {
@@ -141,8 +151,8 @@ struct Rotator {
   }
   float store_sign(const LaneGroup& g, i64 i) const { return call.is_inverse ? sign(g.block, i) : 1.0f; }
 
-  // Multiply one value of each of kLanes blocks by the factor and a sign, round it to the type of elements, and store
-  // it in `elements`. NaN becomes the positive quiet NaN.
+  // Multiply one value of each of kLanes blocks by the factor of the call and by `sign`, round it to the type of the
+  // elements, and store it in `elements`. NaN becomes the positive quiet NaN.
   void narrow_lanes(const float* y, float sign, Number (&elements)[kLanes]) const {
     for (int lane = 0; lane < kLanes; ++lane) {
       const float value = y[lane] * call.factor * sign;
@@ -150,7 +160,8 @@ struct Rotator {
     }
   }
 
-  // Replace the elements y of a group by their Hadamard transform, without its factor.
+  // Replace the elements y of a group by their Hadamard transform: sums of all elements of a block with signs, without
+  // the factor of the call.
   void add_and_subtract(float* y) const {
     for (i64 distance = 1; distance < call.size; distance *= 2)
       for (i64 first = 0; first < call.size; first += 2 * distance)
@@ -162,8 +173,8 @@ struct Rotator {
         }
   }
 
-  // Multiply the elements y of group g by the matrix of their block, and store the results in `sums`. Four results are
-  // computed at a time.
+  // Multiply the elements y of each block of group g by the matrix of the block, and store the results in `sums`, as
+  // [element][lane]. y is not changed. Four results are computed at a time.
   void multiply(const LaneGroup& g, const float* y, float* sums) const {
     const float* matrix = call.matrices + g.block * call.matrix_step;
     const i64 size = call.size;
@@ -182,7 +193,7 @@ struct Rotator {
     }
   }
 
-  // Rotate the groups of the task with this index.
+  // Rotate the groups of the task with this index, and store the results in call.out.
   void run(i64 index) const {
     float* y = scratch<float>(static_cast<size_t>(2 * call.size * kLanes));
     float* sums = y + call.size * kLanes;

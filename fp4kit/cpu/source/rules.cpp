@@ -1,18 +1,21 @@
-// This file defines the tables of block rules and of tensor rules. They have one entry for each rule that the recipes
-// of recipes.inc need.
+// This file defines the tables of block rules (the scale codes and factors of blocks) and of tensor rules (the tensor
+// scale of a matrix). They have one entry for each rule that the recipes of recipes.inc need. R: a struct of
+// recipes.inc with the rule and the formats of a recipe. In: the type of the elements. Base: a block rule from which
+// others inherit the function `factor`.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// A stand-in for the recipes whose block rules inherit the function `factor` from Base. With this stand-in, they share
-// one compiled function, because Base::factor reads nothing else of a recipe.
+// A stand-in for all recipes whose block rules inherit the function `factor` from Base. Thus they share one compiled
+// function, because Base::factor reads nothing else of a recipe.
 template <class Base>
 struct FactorsOf {
   using BlockRule = Base;
 };
-// Return true if the block rule of recipe R inherits from Base and computes factors by the function of Base.
+// Return true if the block rule of the recipe R inherits from Base and does not replace Base's function `factor`, which
+// computes factors.
 template <class R, class Base>
 constexpr bool uses_factor_of() {
   if constexpr (std::is_base_of_v<Base, typename R::BlockRule>)
@@ -21,9 +24,9 @@ constexpr bool uses_factor_of() {
   return false;
 }
 
-// Return the functions that compute the scale codes and the factors of blocks by the block rule of the recipe R, for
-// elements of type In. If the rule does not depend on the input type, all types get one function. Rules that inherit
-// `factor` from inverse_factor or finite_inverse get one function of factors for all recipes.
+// Return the two functions that compute the scale codes and the factors of blocks by the block rule of the recipe R,
+// for elements of type In. If the rule does not depend on the input type, all types get the same functions. Rules that
+// inherit `factor` from inverse_factor or finite_inverse share one function of factors among all recipes.
 template <class R, class In>
 constexpr BlockScales block_scales() {
   using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
@@ -38,7 +41,8 @@ template <class R>
 constexpr BlockScales kBlockScales[kInputs] = {block_scales<R, Float32>(), block_scales<R, Float16>(),
                                                block_scales<R, Bfloat16>()};
 
-// Return the tensor scale that the tensor rule of the recipe R computes from a tensor amax, for elements of type In.
+// Return the tensor scale (encode scale, decode scale and amax) that the tensor rule of the recipe R computes from a
+// tensor amax, for elements of type In.
 template <class R, class In>
 TensorScale tensor_scale(float amax) {
   return R::TensorRule::template scale<R, In>(amax);

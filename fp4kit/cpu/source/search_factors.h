@@ -1,10 +1,12 @@
-// Factor search: for each block, find the multiple of its amax that gives the smallest squared error, row by row. It
-// gives the results of reference/search_factors.py (for auto-round).
+// Factor search (for auto-round): for each block, find the multiple of its amax that gives the smallest squared error,
+// row by row. Factor: in this file, the number by which an amax is multiplied. Element factor: the number by which
+// elements are multiplied or divided before they are rounded. Trial: the blocks of a row whose error is measured under
+// one factor; they are gathered, encoded, decoded and measured together. In: the type of the elements. Fallback: the
+// specification, which computes the tiles that these loops cannot.
 //
-// Factor: in this file, the number by which an amax is multiplied. Trial: the blocks of a row whose error is measured
-// under one factor. They are gathered, encoded, decoded and measured together. If factors_by_code, a block takes part
-// in a trial only if its scale code was not tried before; otherwise all blocks do. Factors rise, starting at the second
-// one. So a code that was tried before is the code of the previous trial or of the first trial.
+// If factors_by_code, a block takes part in a trial only if its scale code was not tried before; otherwise all blocks
+// do. Factors rise, starting at the second one. So a code that was tried before is the code of the previous trial or of
+// the first trial. The results are those of reference/search_factors.py.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"
@@ -38,7 +40,7 @@ namespace {
 
 // Store the squared error of each of `count` neighboring blocks in `errors`: the sum of (values[i] - x[i])^2 over the
 // kBlock elements of the block, added in the order of summation_order.cuh. x holds the bits of the elements, of type
-// In, and `values` their decoded values.
+// In, and `values` the float32 values to which their codes decode.
 template <class In, int kBlock>
 void find_errors(const typename Input<In>::Bits* x, const float* values, i64 count, float* errors) {
   for (i64 b = 0; b < count; ++b) {
@@ -57,8 +59,9 @@ void find_errors(const typename Input<In>::Bits* x, const float* values, i64 cou
   }
 }
 
-// Search of the tiles of a call whose elements have type In. Member functions that return bool return false if the
-// elements need the fallback.
+// Search of the tiles of a call whose elements have type In. `tables` holds the value tables of the decoder, or is
+// nullptr if values are computed without tables. Member functions that return bool return true on success, and false if
+// the elements need the fallback.
 template <class In>
 struct FactorSearch {
   using Bits = typename Input<In>::Bits;
@@ -67,7 +70,7 @@ struct FactorSearch {
   const ElementEntry& element = kElements[call.element];
   const DecoderEntry& decoder = kDecoders[call.decoder];
 
-  // Return the tensor scale of a row of the matrix.
+  // Return the tensor scale of row `row` of the matrix. All rows share one tensor scale if tensor_step is 0.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
@@ -83,8 +86,8 @@ struct FactorSearch {
   };
 
   // Encode, decode and measure the blocks of a trial, all from row `row` of the matrix, and store their errors in the
-  // trial. Return false if the trial needs the fallback: if a factor is not usable, if a value cannot be decoded, or if
-  // codes wrap.
+  // trial. If the recipe flushes, subnormal element factors of the trial become 0. Return false if the trial needs the
+  // fallback, because an element factor is not usable, a value cannot be decoded, or codes wrap. Otherwise return true.
   bool measure(Trial& trial, i64 row) const {
     float run_factors[kMaxPanelBlocks], values[kPanelColumns];
     u8 codes[kPanelColumns];
@@ -102,10 +105,11 @@ struct FactorSearch {
     return true;
   }
 
-  // For each of `blocks` blocks in a row, find the multiple of the block amax with the smallest error, and store it in
-  // `out`. `x` is the first element; the blocks have at most kPanelColumns elements together. If several factors give
-  // the smallest error, the first one wins. Return false if the row needs the fallback: if an element is NaN or
-  // infinite, if the tensor's encode scale is needed but not usable, or if `measure` returns false for a trial.
+  // For each of `blocks` neighboring blocks of row `row`, find the multiple of the block amax with the smallest error,
+  // and store it in `out`. If several factors give the smallest error, the first one wins. `x` points to the first
+  // element; the blocks have at most kPanelColumns elements together. Return true on success. Return false if the row
+  // needs the fallback: if an element is NaN or infinite, if the tensor's encode scale is needed but not usable, or if
+  // `measure` returns false for a trial. `out` is then not valid.
   bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     u8 first_codes[kMaxPanelBlocks], last_codes[kMaxPanelBlocks], codes[kMaxPanelBlocks];
@@ -139,8 +143,8 @@ struct FactorSearch {
     return true;
   }
 
-  // Search the block amaxes of a tile and store them in call.out. Return false if a row needs the fallback; the amaxes
-  // of the tile are then incomplete.
+  // Find the block amaxes of a tile with the smallest errors, and store them in call.out. Return true on success.
+  // Return false if a row needs the fallback; the amaxes of the tile are then incomplete.
   bool search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {

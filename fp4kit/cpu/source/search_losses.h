@@ -1,6 +1,11 @@
-// Functions that compute the losses of one row of a block under all candidate scales. Sixteen candidates are handled
-// together, one per lane. The losses are those of reference/search_scales.py, operation by operation. The loss of a
-// block with several rows is the sum of the losses of its rows, or the largest of them for Objective::largest.
+// Functions that compute the losses of one row of a block (16 elements) under candidate scales. Candidate: a scale that
+// the search may choose, with its approximate reciprocal. d: the rounding error of an element under a candidate. w: the
+// weight of the element's column, or 1 without weights. Loss: a number computed from all d of a block; the search
+// chooses the candidate with the smallest one. Lane: one of kLanes = 16 candidates that are handled together. In: the
+// type of the elements.
+//
+// The losses are those of reference/search_scales.py, operation by operation. The loss of a block with several rows is
+// the sum of the losses of its rows, or the largest of them for Objective::largest.
 #pragma once
 
 #include "search_pruned.h"
@@ -8,7 +13,8 @@
 
 namespace {
 
-// Store the 16 elements of one row of a block as float32. Infinities stay infinite, and NaN stays NaN.
+// Store the 16 elements of one row of a block, whose bits are at x, in `out` as float32. Infinities stay infinite, and
+// NaN stays NaN.
 template <class In, class Bits = typename Input<In>::Bits>
 void load_row(const Bits* x, float* __restrict out) {
   for (int j = 0; j < kSearchBlockSize; ++j) {
@@ -22,9 +28,9 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// For one row of a block (16 elements), store in losses[c] the loss under candidate c, for every candidate: the sum of
-// d^2, or of w d^2 if kWeighted. d is the rounding error of an element. w is the weight of its column, from `weights`,
-// which is read only if kWeighted.
+// For one row of a block, store in losses[c] the loss under candidate c, for every code c of `candidates`: the sum of
+// d^2, or of w d^2 if kWeighted. `row` holds the 16 elements. `weights` holds the weights of their columns, and is read
+// only if kWeighted.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights,
                                                    const CandidateArrays& candidates, float* __restrict losses) {

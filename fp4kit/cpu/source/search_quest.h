@@ -1,5 +1,6 @@
-// QuEST's amaxes: for each block, compute the amax from the standard deviation of its elements. It gives the results of
-// search_quest in reference/search_factors.py (for FP-Quant).
+// QuEST's amaxes (for FP-Quant): for each block, compute the amax from the standard deviation of its elements, instead
+// of from the largest element. In: the type of the elements. The results are those of search_quest in
+// reference/search_factors.py.
 #pragma once
 
 #include "../../cuda/kernels/rules/quest.cuh"
@@ -24,16 +25,17 @@ struct SearchQuestCall {
 namespace {
 
 // A stand-in for a recipe whose largest element value has the exponent 0. With it, quest_amax gives amaxes without the
-// factor 2^emax.
+// factor 2^emax, so that all recipes share one compiled function.
 struct QuestRecipe {
   struct Element {
     static constexpr int kEmax = 0;
   };
 };
 
-// Return QuEST's amax of a block, the `block` elements at x. `block` must be a multiple of 32. `top` is 2^emax, where
-// emax is the exponent of the largest element value. Return NaN if an element is NaN or infinite. Such blocks are
-// handled first, because Input<In>::value is valid for finite elements only.
+// Return QuEST's amax of a block, the `block` elements whose bits are at x. `block` must be a multiple of 32. `top` is
+// 2^emax, where emax is the exponent of the largest element value. Return NaN if an element is NaN or infinite, or if
+// the computed standard deviation is. Elements are checked first, because Input<In>::value is valid for finite elements
+// only.
 template <class In>
 float quest_amax_of(const typename Input<In>::Bits* x, i64 block, float top) {
   constexpr int kLanes = 32;
@@ -51,7 +53,7 @@ float quest_amax_of(const typename Input<In>::Bits* x, i64 block, float top) {
   return quest_amax<QuestRecipe>(sum.result(), squares.result(), static_cast<float>(block)) * top;
 }
 
-// Store QuEST's amax of every block of a tile in call.out. The amax of a block with NaN or infinity is NaN.
+// Store QuEST's amax of every block of a tile in call.out. It is NaN for a block with NaN or infinity.
 template <class In>
 void search_quest_tile(const SearchQuestCall& call, const Rectangle& tile) {
   const auto x = view<In>(call.x, tile);

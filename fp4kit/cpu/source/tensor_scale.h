@@ -86,7 +86,7 @@ struct FoundScales {
   // Return the kept block amaxes in the form that the Encoder takes; its `data` is nullptr if none were kept.
   KnownAmaxes known(const EncodeCall& call) const { return {block_amax.get(), call.x.columns / call.block}; }
 
-  // Store the tensor scale t at index i.
+  // Store the tensor scale t at index i: 0 for the tensor scale of the matrix, or the index of its row.
   void put(i64 i, TensorScale t) {
     encode[i] = t.encode;
     decode[i] = t.decode;

@@ -1,8 +1,10 @@
-// The threads that share the tiles of a call. One call at a time owns them. A call that comes while they are owned does
-// its work alone. Otherwise a program with n threads that make calls would run n times as many threads.
+// The threads that share the tiles of a call. One call at a time owns them. Round: one use of the threads, from the
+// start of for_each_index to its return. Owner: the thread that called for_each_index. Helpers: the other threads that
+// take part; they sleep between rounds. Index: the number of a piece of work, such as a tile. Claim: take the next
+// index, so that no other thread takes it.
 //
-// Round: one use of the threads, from the start of for_each_index to its return. Owner: the thread that called
-// for_each_index. Helpers: the other threads that take part.
+// A call that comes while the threads are owned does its work alone. Otherwise a program with n threads that make calls
+// would run n times as many threads.
 #pragma once
 
 #include <cstdint>
@@ -52,9 +54,10 @@ struct Pool {
 
 Pool* pool = new Pool;  // never destroyed, because threads may wait on it when the program ends
 
-// Claim indices of the current round and work on them until none is left. is_owner: true in the thread of the owner.
-// The owner claims indices upward from the first one, and helpers claim them downward from the last one. So a tile
-// tends to be handled by the same thread in successive rounds, and its elements are in the cache of that processor.
+// Claim indices of the current round and work on them, one by one, until none is left. is_owner: true in the thread of
+// the owner. The owner claims indices upward from the first one, and helpers claim them downward from the last one. So
+// a tile tends to be handled by the same thread in successive rounds, and its elements are in the cache of that
+// processor.
 void work_off(Pool& p, bool is_owner) {
   for (;;) {
     const uint64_t claimed = p.claimed.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
@@ -64,9 +67,9 @@ void work_off(Pool& p, bool is_owner) {
   }
 }
 
-// Return as soon as is_met() returns true, or after about 50 microseconds if it never does. The thread does not sleep
-// meanwhile. Waking a sleeping thread takes about as long, so this pays if the next round follows soon. The result of
-// the wait is not returned; callers test the condition again.
+// Wait until is_met() returns true, but at most about 50 microseconds. The result does not say which of the two
+// happened; callers test the condition again. The thread does not sleep meanwhile. Waking a sleeping thread takes about
+// as long, so this pays if the next round follows soon.
 template <class Condition>
 void spin_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
@@ -80,7 +83,7 @@ void spin_briefly(Condition is_met) {
   } while (std::chrono::steady_clock::now() < end);
 }
 
-// Return the number of the processor that runs this thread, or -1 if the system does not tell.
+// Return the number of the processor that runs this thread, or -1 if it is unknown, as on systems other than Linux.
 int processor() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -89,8 +92,8 @@ int processor() {
 #endif
 }
 
-// Run one helper thread: sleep until a round wants more helpers than have joined it, join it once, work until no index
-// is left, and repeat. This function never returns.
+// Run one helper thread, forever: sleep until a round wants more helpers than have joined it, join the round once, work
+// until no index is left, and repeat. The helper that finishes last wakes the owner.
 void helper_loop(Pool* p) {
   fesetenv(FE_DFL_ENV);  // a thread inherits the floating-point environment of its creator
   std::unique_lock<std::mutex> lock(p->mutex);
@@ -111,8 +114,8 @@ void helper_loop(Pool* p) {
   }
 }
 
-// Start helper threads until at least `size` of them exist. If the system cannot start a thread, stop without an error;
-// p.size is the number of helpers that exist.
+// Start helper threads until at least `size` of them exist. If the system cannot start a thread, stop without an error.
+// Afterwards, p.size is the number of helpers that exist, which may be more or fewer than `size`.
 void ensure_helpers(Pool& p, int size) {
   try {
     for (; p.size < size; ++p.size) std::thread(helper_loop, &p).detach();
@@ -120,16 +123,16 @@ void ensure_helpers(Pool& p, int size) {
   }
 }
 
-// Replace the pool by a new one without helpers. A forked child process runs this function first, because it has none
-// of the threads of its parent.
+// Replace the pool by a new one without helpers. A forked child process runs this function right after the fork,
+// because it has none of the threads of its parent.
 void reset_after_fork() {
   pool = new Pool;
 }
 const int registered = pthread_atfork(nullptr, nullptr, reset_after_fork);
 
 // Call work(context, index) once for every index in [0, count), in any order, on at most `threads` threads including
-// the calling one. Return when all calls have returned. If another call owns the threads, the calling thread makes all
-// calls. `work` must not throw.
+// the calling one. Return when all calls have returned. If another call owns the threads, or if `threads` or `count` is
+// at most 1, the calling thread makes all calls, in order. `work` must not throw.
 void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), void* context) {
   Pool& p = *pool;
   const int helpers = static_cast<int>(count < threads ? count : threads) - 1;

@@ -1,5 +1,7 @@
 // The division of matrices into tiles, which threads take one by one, and of tiles into panels (one row of blocks
-// each). Also functions that return the elements of a tile as contiguous rows. README.md has a picture.
+// each). Also functions that return the elements of a tile as contiguous rows (a View). README.md has a picture. In:
+// the type of the elements. Bits: the unsigned integer type of an element's bits. Amax bits: the bits of the largest
+// magnitude of some elements.
 #pragma once
 
 #include <vector>
@@ -10,8 +12,8 @@
 
 namespace {
 
-// Return memory for `count` values of type T, which only the calling thread uses. Its contents are whatever an earlier
-// use left there, or zeros. The memory is valid until this thread calls scratch with this T again.
+// Return memory for `count` values of type T, which only the calling thread uses. The memory may hold values of an
+// earlier use. It is valid until this thread calls scratch with this T again.
 template <class T>
 T* scratch(size_t count) {
   thread_local std::vector<T> memory;
@@ -29,11 +31,12 @@ struct Rectangle {
 struct Tiles {
   i64 rows, columns, tile_rows, tile_columns;
 
-  // across() returns the number of tiles per row of tiles. count() returns the number of all tiles.
+  // across() returns the number of tiles that lie next to each other across the columns of the matrix. count() returns
+  // the number of all tiles.
   i64 across() const { return (columns + tile_columns - 1) / tile_columns; }
   i64 count() const { return across() * ((rows + tile_rows - 1) / tile_rows); }
 
-  // Return the tile with this index; indices count in row-major order.
+  // Return the tile with this index, in [0, count()). Indices count in row-major order.
   Rectangle tile(i64 index) const {
     const i64 row = index / across() * tile_rows, column = index % across() * tile_columns;
     return {row, minimum(tile_rows, rows - row), column, minimum(tile_columns, columns - column)};
@@ -52,8 +55,8 @@ bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
 }
 
-// Return true if the elements of a tile must be copied before they are read, because rows are not contiguous or because
-// the elements must be transformed.
+// Return true if the elements of a tile must be copied before they are read, because the rows of x are not contiguous
+// or because its elements must be transformed (x.hadamard >= 0).
 bool is_gathered(const Source& x) {
   return x.column_step != 1 || x.hadamard >= 0;
 }
@@ -65,8 +68,9 @@ struct View {
   i64 step;
 };
 
-// Return the elements of a tile as contiguous rows: in place or, if is_gathered(x), as a copy, which is transformed if
-// x.hadamard >= 0. A copy is in scratch memory of the thread, and valid until the thread calls this function again.
+// Return the elements of a tile of x as contiguous rows. Usually they are read where they are. If is_gathered(x), they
+// are a copy, which is transformed if x.hadamard >= 0. A copy is in scratch memory of the thread, and valid until the
+// thread calls this function again.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};
@@ -86,8 +90,8 @@ void touch(View<Bits> x, i64 rows, i64 columns) {
   asm volatile("" : : "r"(seen));
 }
 
-// Start to load `count` contiguous elements at `data` into the cache, without waiting for them. The function never
-// fails: `data` may also be an address that this process must not read.
+// Start to load `count` contiguous elements at `data` into the cache, without waiting for them. Any address is allowed,
+// even one that this process must not read.
 template <class Bits>
 void prefetch(const Bits* data, i64 count) {
   for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
