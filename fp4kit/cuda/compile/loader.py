@@ -63,7 +63,7 @@ def compiler_version() -> tuple[int, int]:
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
     """Compile an instantiation for an architecture such as "sm_90". Return the cubin and the compiler's log.
 
-    It needs no GPU. Raise CompileError if the source does not compile, and RuntimeError if NVRTC is not installed.
+    No GPU is needed. Raise CompileError if the source does not compile, and RuntimeError if NVRTC is not installed.
 
     source: the text from instantiate.instantiation. name: the file name in the compiler's messages.
     """
@@ -92,7 +92,7 @@ def cache_folder() -> Path:
 
 
 def _key(source: str, arch: str) -> str:
-    """Return the cache key of an instantiation: a digest of all that its cubin depends on.
+    """Return the cache key of an instantiation: a digest of everything that its cubin depends on.
 
     source: the text from instantiate.instantiation. arch: the architecture, such as "sm_90".
     """

@@ -1,4 +1,4 @@
-"""Call NVRTC, NVIDIA's run-time compiler, through ctypes: source text in, cubin out. Needs no GPU."""
+"""Call NVRTC, NVIDIA's run-time compiler, through ctypes, to compile source text to a cubin. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CompileError(RuntimeError):
 def _candidates() -> Iterator[str]:
     """Yield the places to look for NVRTC, in the order in which they are tried.
 
-    First come files of installed wheels: for each folder in sys.path, those of CUDA 13, then those of CUDA 12. Then
-    come library names, for which the system's linker searches.
+    First come the paths of NVRTC in installed wheels: for each folder in sys.path, CUDA 13 before CUDA 12. After them
+    come library names, which the system's linker resolves.
     """
     for folder in sys.path:
         root = Path(folder) / "nvidia"

@@ -79,7 +79,8 @@ def _table_members(f: Codebook) -> list[str]:
 def _nearest_function(f: Codebook) -> str:
     """Return the definition of the C++ function `nearest`, which returns the code of the value nearest to a float.
 
-    A float at a midpoint gets the smaller value. f: a Codebook without pairs, of at most 16 codes.
+    For a float halfway between two values, the smaller value is taken. f: a Codebook without pairs, of at most 16
+    codes.
     """
     steps = " + ".join(["0u", *(f"(x > {_literal(midpoint)})" for midpoint in f.midpoints)])
     codes = sum(int(code) << (4 * i) for i, code in enumerate(f.order))
@@ -202,7 +203,7 @@ def recipe_struct(
 def decode_rule(r: Recipe) -> str:
     """Return the name of the C++ struct by which kernels decode a recipe, such as "decode_product".
 
-    It is decode_NAME for the rule NAME, with three exceptions:
+    For the decode rule NAME, this is decode_NAME, with three exceptions:
 
     - without block scales, under the rule "product": decode_tensor
     - with an amax rule (one of custom_recipe) and E8M0 scales: decode_e8m0

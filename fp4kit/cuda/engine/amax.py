@@ -1,7 +1,7 @@
 """Compute amaxes of CuPy arrays: per tensor, row, block or column.
 
-AmaxOperands are the first three arguments of launch.matrix.amax: an array, the elements that count ("all", "no_nan" or
-"finite"), and whether each row has its own amax. Functions that return them let group.py compute many amaxes in one
+AmaxOperands are the first three arguments of launch.matrix.amax: an array, which of its elements count ("all", "no_nan"
+or "finite"), and whether each row has its own amax. Functions that return them let group.py compute many amaxes in one
 launch.
 """
 
@@ -52,7 +52,7 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
     """Return the tensor amaxes of contiguous x in their canonical shape (call/amaxes.py), computed from x.
 
-    If blocks of several rows have float32 scales, the amax of a block is repeated for each of its rows.
+    If the recipe has float32 scales and blocks of several rows, the amax of a block is repeated for each of its rows.
 
     mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
     """
@@ -85,7 +85,7 @@ def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
 def empty_amax(x: Any, r: Recipe) -> Any:
     """Return an uninitialized float32 array into which a kernel will write the tensor amaxes of x.
 
-    There is one amax per tensor scale of the recipe: one for x, or one per row or block.
+    The recipe's tensor_scaling determines how many amaxes there are: one for x, one per row, or one per block.
     """
     return imports.cupy().empty(tensor_amax_shape(x.shape, r), np.float32)
 
@@ -93,11 +93,13 @@ def empty_amax(x: Any, r: Recipe) -> Any:
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """Return the arguments with which launch.matrix.amax computes the tensor amaxes of contiguous x.
 
-    They are (array, elements that count, whether each row of the array has its own amax). The array is a view of x.
+    They are (array, counted, by_row). The array is a view of x. counted is "all", "no_nan" or "finite", and says which
+    elements count. by_row is True if each row of the array has its own amax.
 
-    There is one amax per tensor scale: one per row or block, otherwise one for the whole array.
+    The recipe's tensor_scaling determines how many amaxes there are: one per row, one per block, or one for the whole
+    array.
 
-    The recipe must not have float32 scales of blocks of several rows. For such recipes, use computed_tensor_amax.
+    For recipes that have float32 scales and blocks of several rows, use computed_tensor_amax instead.
     """
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
@@ -109,7 +111,8 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of contiguous x.
 
-    They are (array, elements that count, True). Each row of the array, a view of x, is one block.
+    They are (array, counted, True). The array is a view of x, in which each row is one block. counted is "all" or
+    "no_nan", and says which elements count.
 
     Here, a block is one row high and as wide as the recipe's blocks. The last axis of x must consist of whole blocks.
     """
@@ -171,7 +174,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return (operands, shape): the arguments for launch.matrix.amax to compute a call to fp4kit.amax, and its shape.
+    """Return (operands, shape) for a call to fp4kit.amax: arguments for launch.matrix.amax, and the result's shape.
 
     They compute block amaxes or, for a recipe without blocks, tensor amaxes. needs_block_kernel must be False for the
     recipe. x: the array of the call, contiguous, with the quantized axis last.
@@ -188,8 +191,9 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 def plain_amax(x: Any, axis: Any) -> Any:
     """Return the largest |x| as a float32 array, for a call to fp4kit.amax without a recipe.
 
-    If axis is None, all elements are reduced, to the shape (). An int or a tuple of ints names the axes to reduce,
-    which the result then lacks. A result is NaN if one of its elements is NaN, and 0 if it has no elements.
+    If axis is None, the result is the largest magnitude of all elements, with the shape (). Otherwise axis is an int or
+    a tuple of ints: the axes to reduce, which are removed from the shape. An amax is NaN if one of its elements is NaN,
+    and 0 if there are no elements.
     """
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
@@ -201,7 +205,7 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return (operands, shape): the arguments for launch.matrix.amax to compute plain_amax(x, axis), and its shape.
+    """Return (operands, shape) for plain_amax(x, axis): arguments for launch.matrix.amax, and the shape of the result.
 
     x is copied if the reduced axes are not the last ones, or if x is not contiguous.
     """
@@ -210,7 +214,7 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return x viewed as matrices (B, M, K), to be reduced along M, and the shape of the result of plain_amax.
+    """Return (view, shape): x as matrices (B, M, K), to be reduced along M, and the shape of plain_amax's result.
 
     The view avoids a transposed copy. Return None unless all of these conditions hold:
 
@@ -234,7 +238,7 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Reshape x to contiguous rows (n, m), one row per amax. Return (rows, shape of the result of plain_amax).
+    """Return (rows, shape): x as contiguous rows (n, m), one row per amax, and the shape of plain_amax's result.
 
     The rows are a view of x if possible, otherwise a copy. If axis is None, there is one amax: return x, contiguous and
     in its own shape, and the shape ().

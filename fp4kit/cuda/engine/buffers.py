@@ -73,8 +73,8 @@ def _cupy_library() -> DeviceArrayAccess:
 def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
     """Return a function without arguments that returns a list of new CuPy arrays, one per description in `wanted`.
 
-    If there are several arrays, of at most _MAX_SHARED_BYTES (1 MiB) together, they share one allocation, because the
-    allocation takes half of the time to make an array.
+    If there are several arrays, of at most _MAX_SHARED_BYTES (1 MiB) together, they share one allocation, because
+    allocating memory takes half of the time that it takes to make an array.
     """
     cupy = imports.cupy()
     sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]

@@ -107,9 +107,10 @@ class AmaxStep(NamedTuple):
     by_row: bool = False
 
     def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
-        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`. Do nothing without a launch.
+        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`. If `launch` is None, do nothing.
 
-        A tensor amax is set to 0 first. Row amaxes need not be, because the kernel overwrites them.
+        A tensor amax is first set to 0, because the kernel only raises it. Row amaxes are not, because the kernel
+        overwrites them.
 
         library: the functions that handle the arrays. x: the address of the elements. amax: the array to write to.
         stream: the stream to launch on.
@@ -147,9 +148,9 @@ _GIVEN = ("tensor_amax", "")
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
     """Return a function that puts addresses into the order of a kernel's arguments.
 
-    The function takes a list of addresses: first the address of x, then the addresses of the new arrays, then the
-    addresses of the arrays named in _GIVEN: the caller's tensor_amax and "", whose address is 0. It returns a tuple
-    with the values of the kernel's pointers and words. An argument without an array gets 0.
+    The function takes one list of addresses, in this order: x, the new arrays, the caller's tensor_amax, and 0. It
+    returns a tuple with one value per name in arguments.pointers and then in arguments.words. A name that is none of
+    these arrays gets 0.
 
     new: the names that the kernel gives to the new arrays. If "tensor_amax" is one of them, the new array is used
         instead of the caller's.
@@ -160,7 +161,7 @@ def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list
 
 
 def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
-    """Return the names that the kernel gives to the arrays of a result, such as "packed" and "scales".
+    """Return the names of the kernel's arguments for the arrays of a result, such as "packed" and "scales".
 
     Return () if result is None. tensor_amax is left out, as in result.names.
 

@@ -48,8 +48,8 @@ class CudaClipGroup:
     def _limits(self, nonempty: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
         """Return the clip limit of each nonempty call, as a contiguous array, and set _vector and _launches.
 
-        A limit that the caller passed is returned itself, or a contiguous copy that each run refreshes. The others are
-        views of _vector, into which the launches in _launches compute them.
+        If the caller passed a limit, it is returned itself or, if it is strided, as a contiguous copy that each run
+        refreshes. Limits that the caller did not pass are views of _vector; the launches in _launches compute them.
 
         nonempty: the calls with elements, each with its limit or None. xs: the contiguous x of each of them.
         """

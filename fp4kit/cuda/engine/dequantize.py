@@ -39,8 +39,8 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
     """Write the values of q into `moved`, a contiguous, nonempty array that has the quantized axis last.
 
-    The matrices of a stack take one launch together. If their scales are swizzled, or each matrix has its own tensor
-    scale, they take one launch each.
+    All matrices of a stack are dequantized by one launch. If their scales are swizzled, or each matrix has its own
+    tensor scale, there is one launch per matrix.
     """
     tensor_arrays = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K, separate = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)

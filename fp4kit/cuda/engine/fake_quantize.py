@@ -19,9 +19,9 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 def fake_quantize(call: Call) -> Any:
     """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x.
 
-    The recipe's fake_rule computes them. Without one, x is quantized and dequantized, by the decode rule of the
-    producer's fake quantizer if it has its own. One kernel reads x and writes the values. If it cannot compute the amax
-    itself, another kernel runs before.
+    If the recipe has a fake_rule, that rule computes the values. Otherwise they are what quantizing and dequantizing x
+    gives. Some recipes name a separate decode rule for fake quantization; it is used then. One kernel reads x and
+    writes the values. If that kernel cannot compute the amax itself, another kernel computes it first.
 
     Raise Declined if no kernel supports the call.
     """
@@ -57,8 +57,8 @@ def clip(call: Call, amax: Any) -> Any:
     It is also 0 where call.x or amax is NaN.
 
     Args:
-        amax: the clip limit, float32 of shape (1, 1), (rows, 1) or (rows, blocks). Rows count over all axes but the
-            last of call.moved.
+        amax: the clip limit, float32 of shape (1, 1), (rows, 1) or (rows, blocks). `rows` is the product of all axes of
+            call.moved except the last one.
     """
     cupy = imports.cupy()
     with imports.making_current(call.x.device.id):

@@ -42,9 +42,9 @@ ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Cut a vector into consecutive parts. Return one view per shape, with this shape.
+    """Cut a vector into consecutive parts. Return one view of the vector per entry of `shapes`, with that shape.
 
-    So one allocation can hold the amaxes of many arrays, and one memset can clear them.
+    With such views, one allocation holds the amaxes of many arrays, and one memset clears them.
     """
     ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
     return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
@@ -141,7 +141,7 @@ def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
 def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Return the result of amax.plain_amax(array, axis) for each pair (array, axis), by one launch per dtype.
 
-    In all pairs, the axis must be None, or in none of them.
+    Either all axes are None, or none is.
     """
     with imports.cupy().cuda.Device(calls[0][0].device.id):
         return amaxes([plain_amax_operands(x, axis) for x, axis in calls])

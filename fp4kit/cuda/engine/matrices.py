@@ -58,11 +58,11 @@ def launch_request(call: Call, *, values: bool = False, columns: bool = False) -
 def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     """Return the number of matrices into which a call is split: 1 if all rows can be joined to one matrix.
 
-    A stack of B matrices is split into B if scales are swizzled, if blocks lie along columns or have several rows, or
-    if each expert has its own tensor scale.
+    A stack of B matrices is split into its B matrices in these cases: scales are swizzled, blocks lie along columns,
+    blocks have several rows, or each expert has its own tensor scale.
 
-    Raise Declined if such a stack (also of one matrix) is rounded stochastically from a seed, and the size of a matrix
-    is not a multiple of SEED_GROUP (16) elements.
+    Raise Declined if a stack in one of these cases, even of one matrix, is rounded stochastically from a seed, and the
+    number of elements of a matrix is not a multiple of SEED_GROUP (16).
 
     Args:
         request: the LaunchRequest of the whole call.
@@ -119,10 +119,11 @@ def _has_short_rows(request: LaunchRequest) -> bool:
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
     """Split the arrays of a call into matrices. Yield each Matrix with its LaunchRequest.
 
-    A call whose rows can be joined yields one Matrix (see matrix_count). The arrays are views, except that strided
-    block amaxes and random bytes are copied.
+    If all rows can be joined to one matrix, yield only one Matrix (see matrix_count). The arrays are views, except that
+    strided block amaxes and random bytes are copied.
 
-    Raise Declined in the case in which matrix_count does: if a seed of stochastic rounding does not fit the matrices.
+    Raise Declined if matrix_count does: for stochastic rounding from a seed, if matrices are split and their number of
+    elements is not a multiple of SEED_GROUP (16).
 
     Args:
         request: the LaunchRequest of the whole call.

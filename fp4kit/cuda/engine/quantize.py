@@ -77,8 +77,8 @@ def allocate(call: Call, amax: Any) -> Quantized:
 def _allocate_own(call: Call, amax: Any) -> Quantized:
     """Return a new Quantized for the result of a call, like allocate, but with a new, uninitialized tensor_amax.
 
-    Only the shape and dtype of `amax` are used, not its values, because the array may belong to the caller or to
-    another result. If `amax` is None, the result has no tensor_amax.
+    The new tensor_amax has the shape and dtype of `amax`, which is not used itself, because it may belong to the caller
+    or to another result. If `amax` is None, the result has no tensor_amax.
     """
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
@@ -116,8 +116,8 @@ def launch(
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
     """Write the tensor scales and tensor amaxes of the results for an x without elements.
 
-    They are computed on the host from `amax`, which is copied there; this waits for the device. Results that are None
-    or have no tensor scale are skipped.
+    The scales are computed on the host. `amax` is copied there, which waits for the device. Results that are None or
+    have no tensor scale are skipped.
     """
     for q in results:
         if q is not None and q.tensor_scale is not None:

@@ -26,11 +26,13 @@ FLOAT32 = np.dtype(np.float32)
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
     """Convert q to another recipe. Return the new Quantized, the number of changed values, and the largest change.
 
-    The number and the change stay on the device, as int64 () and float32 (); launch.requantize.count_changed says how
-    values are compared. The new Quantized has the scale layout, axis and dtype of q.
+    The number (int64) and the largest change (float32) are arrays of shape () on the device.
+    launch.requantize.count_changed explains how values are compared. The new Quantized has the scale layout, axis and
+    dtype of q.
 
-    The values of q are dequantized and quantized again. If the recipes allow it (may_keep_codes), a tensor scale is
-    chosen with which codes can be kept. Then all blocks whose new scale the target can represent keep their codes.
+    The values of q are dequantized and quantized again. If may_keep_codes(q, target) is True, as for MXFP4 to NVFP4,
+    the new tensor scale is a power of two if possible. All blocks whose new block scale the target can represent
+    exactly then keep their codes.
 
     Raise Declined if no kernel supports one of the recipes.
     """

@@ -14,7 +14,7 @@ from fp4kit.cuda.launch import rotate as launcher
 
 @lru_cache(64)
 def _signs(signs: bytes, device: int) -> Any:
-    """Return signs as a uint8 array on the current device.
+    """Return the signs of a Hadamard transform as a uint8 array on the current device: 1 for negative, 0 for positive.
 
     The copy is complete when this function returns, because later calls may use the array on other streams.
 

@@ -1,4 +1,4 @@
-"""Search amaxes of CuPy arrays on a grid: for recipes without block scales (fp8-modelopt, ...) and with amax rules.
+"""Find the best amaxes of CuPy arrays on a grid of multiples, for recipes without block scales or with an amax rule.
 
 The amaxes are tensor amaxes, or block amaxes if a recipe with an amax rule has block scales. The candidates for each
 amax are multiples of the amax. The multiple with the smallest loss wins, where the loss measures the errors of the
@@ -30,9 +30,9 @@ MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss p
 
 
 def search_amaxes(search: Search) -> Any:
-    """Search the best multiple of each amax. Return amax times multiple: float32 in the shape of the amaxes.
+    """Return each amax times the multiple that gives the smallest loss: float32 in the shape of the amaxes.
 
-    If the array is empty, return a copy of the amaxes themselves, with a given -0 as +0.
+    If the array is empty, return the absolute values of the amaxes.
     """
     call, r, cupy = search.call, search.call.recipe, imports.cupy()
     with imports.making_current(call.x.device.id):
@@ -50,7 +50,7 @@ def search_amaxes(search: Search) -> Any:
 
 
 def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: SearchTerms, factors: Any) -> None:
-    """Search the best multiple of each amax, and write the amax times this multiple into out.
+    """Find the multiple of each amax that gives the smallest loss, and write the amax times this multiple into out.
 
     The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
 
@@ -80,7 +80,7 @@ def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: 
 
 
 def objective_options(power: float) -> dict[str, bool]:
-    """Return the kernel's options for a loss that sums |difference|^power, where a power of inf takes the largest.
+    """Return the kernel's options for a loss: the sum of |error|^power or, if power is inf, the largest |error|.
 
     kMagnitudes is True for power 1, kLargest for inf, and kPowers for other powers except 2. For 2, all are False.
     """

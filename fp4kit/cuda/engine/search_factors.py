@@ -1,4 +1,4 @@
-"""Search the block amaxes of CuPy arrays for recipes whose producer tries a fixed list of multiples of each amax.
+"""Find the best block amaxes of CuPy arrays, for recipes that try a fixed list of multiples of each amax.
 
 The search "quest", which computes each amax from the elements of a block, is launched here too.
 
@@ -27,7 +27,7 @@ _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(
 
 
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
-    """Search the block amaxes of each matrix, and write them into its array of block amaxes.
+    """Find the best block amaxes of each matrix, and write them into the matrix's array of block amaxes.
 
     matrices: tuples (x, block amaxes, tensor amax).
 

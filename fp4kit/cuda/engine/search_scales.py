@@ -1,4 +1,4 @@
-"""Search the block amaxes of CuPy arrays whose scales give the smallest loss.
+"""Find the block amaxes of CuPy arrays whose scales give the smallest loss.
 
 There are three kernels. The full search (search_full) tries every candidate scale. The pruned searches (search, and
 search_hessian for a loss with Hessians) skip candidates that provably cannot win. _is_pruned says when they can be
@@ -78,9 +78,9 @@ def search_scales(search: Search) -> Any:
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
     """Split an array into matrices to search. Yield them as tuples (x, block amaxes, tensor amax) of views.
 
-    The whole array is one tall matrix, with two exceptions, in which each matrix of the stack is yielded: if each of
-    them (each expert) has its own tensor amax, or if its rows are not a multiple of the block's rows. Yield nothing if
-    x has no elements.
+    Usually the rows of all matrices are joined to one matrix. In two cases, each matrix of the stack is yielded
+    separately: if each matrix (expert) has its own tensor amax, or if the number of its rows is not a multiple of the
+    rows of a block. If x has no elements, nothing is yielded.
 
     x: the elements, contiguous. out: the array to write the block amaxes to. amaxes: the tensor amaxes.
     """
@@ -116,15 +116,15 @@ def search_matrix(
     unproven: Any = None,
     mask: int | None = None,
 ) -> None:
-    """Search the block amaxes of a matrix x (M, K), and write them into out, by one launch.
+    """Find the block amaxes of a matrix x (M, K) that give the smallest loss, and write them into out, by one launch.
 
     Raise ValueError if x has more than 2^33 elements.
 
     Args:
         amax: the tensor amax, float32 () on the device; None without a tensor scale.
         terms: the loss and the candidates.
-        unproven: a uint64 array of one element, to which the number of blocks is added for which every candidate had to
-            be tried. The full search tries every candidate of every block. None does not count blocks.
+        unproven: a uint64 array of one element that counts blocks for which every candidate had to be tried; their
+            number is added to it. In a full search, these are all blocks. None: do not count.
         mask: the sign mask of a Hadamard transform to apply first; None for no transform. Only the pruned search
             without Hessians supports a transform.
     """
@@ -164,7 +164,7 @@ def search_matrix(
 def _is_pruned(r: Recipe, terms: SearchTerms) -> bool:
     """Return True if a pruned search can be used, which skips candidates that provably cannot win.
 
-    It needs E4M3 scales of blocks of one row, an amax_nan of "propagate", and a squared loss. Otherwise, the full
+    The pruned search needs E4M3 scales, blocks of one row, amax_nan="propagate" and a squared loss. Otherwise, the full
     search must be used. terms: the loss and the candidates.
     """
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
@@ -230,7 +230,7 @@ def _check_transform(r: Recipe, terms: SearchTerms, mask: int | None) -> None:
 
 @cache
 def without_search(r: Recipe) -> Recipe:
-    """Return a copy of a recipe without its search. It quantizes with the block amaxes that a search has found."""
+    """Return a copy of a recipe without its search, for quantizing with the block amaxes that a search has found."""
     return replace(r, search="")
 
 
@@ -246,10 +246,10 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
-    """Return one prepared launch that searches the block amaxes of all matrices in `group`.
+    """Return one prepared launch that finds the best block amaxes of all matrices in `group`.
 
-    It does what search_matrix does with its default terms, by the pruned search. The recipe must support that search
-    (_is_pruned). The matrices have one dtype and device.
+    The launch computes what search_matrix computes for each matrix with its default terms, by the pruned search. The
+    recipe must support the pruned search (_is_pruned). The matrices have one dtype and device.
 
     mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """

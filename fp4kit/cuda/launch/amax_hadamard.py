@@ -26,8 +26,8 @@ _WORD = 4  # bytes that a thread loads per row, if they are aligned
 def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device.
 
-    dtype: the dtype of the elements. counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask
-    of the transform. aligned_runs: True if a thread can load _WORD (4) bytes at a time.
+    dtype: the dtype of the elements. counted: which elements count: "all", "no_nan" or "finite". mask: the sign mask of
+    the transform. aligned_runs: True if a thread can load _WORD (4) bytes at a time.
     """
     struct = transform_struct(mask)
     source = instantiation(
@@ -42,8 +42,8 @@ def _launch(
 ) -> Launch:
     """Return the prepared launch of amax_hadamard.cu for a matrix (rows, columns).
 
-    dtype: the dtype of the elements. counted: the elements that count: "all", "no_nan" or "finite". mask: the sign mask
-    of the transform. aligned_runs: True if a thread can load _WORD (4) bytes at a time.
+    dtype: the dtype of the elements. counted: which elements count: "all", "no_nan" or "finite". mask: the sign mask of
+    the transform. aligned_runs: True if a thread can load _WORD (4) bytes at a time.
     """
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
     function, patch_rows = _function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
@@ -53,11 +53,12 @@ def _launch(
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ().
 
-    launch.matrix.amax with this mask returns the same value for a transposed copy of x. The result is 0 for an empty x.
+    An empty x gives 0. launch.matrix.amax would return the same value for a transposed copy of x with this mask; here x
+    is not copied.
 
     Args:
         x: contiguous (M, K); M is a multiple of 16.
-        counted: the elements that count: "all", "no_nan" or "finite".
+        counted: which elements count: "all", "no_nan" or "finite".
         mask: the sign mask of the transform.
     """
     rows, columns = x.shape

@@ -355,7 +355,7 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of fake_quantize, each of whose threads writes 2 times 16 bytes (VALUE_RUNS).
+    """Return the number of thread blocks of fake_quantize, in which each thread writes 2 times 16 bytes (VALUE_RUNS).
 
     For recipes without blocks, or with a table of scales, a thread writes 4 times 16 bytes (MORE_VALUE_RUNS).
     """
@@ -366,8 +366,8 @@ def _fake_grid(request: LaunchRequest, device: int) -> int:
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
     """Return the size arguments of quantize_columns: the rows and columns of the matrix, and the shift of a band.
 
-    The kernel processes the matrix in bands of 2^shift rows of tiles: as many as cover the matrix, at most 2^BAND_SHIFT
-    (8).
+    The kernel processes the matrix in bands of 2^shift rows of tiles. shift is the smallest number for which one band
+    covers the matrix, but at most BAND_SHIFT (8).
     """
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
@@ -392,7 +392,10 @@ def _table_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _tile_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor."""
+    """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor.
+
+    If thread blocks find the amaxes of their rows (finds_rows): one per row, at most 96 per multiprocessor.
+    """
     rows, columns = request.shape
     if finds_rows(request):
         return grid(rows, device, 96)
@@ -413,8 +416,8 @@ def row_threads(request: LaunchRequest, device: int) -> int:
     For 4over6, a thread block takes one row at a time, and has at most MAX_ROW_WARPS warps. Each thread first computes
     the tensor scale of the row, so several blocks per thread are best.
 
-    Speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). If one launch finds the
-    amaxes and another one quantizes, it is 0.52 to 0.57:
+    The table gives the speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). For
+    comparison, it is 0.52 to 0.57 if one launch finds the amaxes and another one quantizes.
 
         shape                                       nvfp4-te-rowscaled   nvfp4-flashinfer-token, swizzled
         16384 x 16384                                             0.97   0.94

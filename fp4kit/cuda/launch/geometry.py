@@ -31,7 +31,7 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks of THREADS (256) threads a device can run at once, if nothing else limits it.
+    """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by their threads.
 
     The kernel dequantize prefetches codes by this number of steps ahead.
     """
@@ -41,7 +41,7 @@ def resident_blocks(device: int) -> int:
 def check_count(elements: int) -> None:
     """Raise ValueError if a matrix has more than 2^33 elements.
 
-    The 32-bit indices of the kernels count groups of 4 elements.
+    The limit follows from the kernels' 32-bit indices, which count groups of 4 elements.
     """
     if elements > MAX_ELEMENTS:
         raise ValueError(
@@ -182,7 +182,7 @@ def address(array: Any) -> int:
 def aligned(array: Any, run_bytes: int) -> bool:
     """Return True if every row of an array begins at a multiple of 16 bytes, so that kernels can use vector accesses.
 
-    array: the array; None for one that will be allocated, because memory is allocated at such multiples.
+    array: the array. None stands for an array that will be allocated later, which counts as aligned.
     run_bytes: the bytes per row.
     """
     return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0

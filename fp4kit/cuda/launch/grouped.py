@@ -71,7 +71,7 @@ class GroupedLaunch:
 def is_small(members: Sequence[Any]) -> bool:
     """Return True if a group has at most 32 members (SMALL_GROUP).
 
-    Then all their arguments can be passed as kernel arguments, without a table in device memory.
+    The arguments for all members of such a group can be passed as kernel arguments, without a table in device memory.
     """
     return len(members) <= SMALL_GROUP
 
@@ -80,9 +80,9 @@ def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np
     """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array.
 
     A piece is the share of a tensor that a thread block processes at a time. The pieces of a tensor are of about equal
-    size. Their largest size is chosen so that the group has about 20 pieces per multiprocessor
-    (PIECES_PER_MULTIPROCESSOR), but within MIN_PIECE (8192) to `most` elements. A tensor without elements has one
-    piece.
+    size. The largest size is chosen so that the group has about 20 pieces per multiprocessor
+    (PIECES_PER_MULTIPROCESSOR), but it is at least MIN_PIECE (8192) and at most `most` elements. A tensor without
+    elements has one piece.
 
     Raise ValueError if a tensor has more than 2^33 elements.
 
@@ -194,7 +194,7 @@ def _amax_function(
     Args:
         kernel: the C++ name of the kernel.
         dtype: the dtype of the elements.
-        counted: the elements that count: "all", "no_nan" or "finite".
+        counted: which elements count: "all", "no_nan" or "finite".
         aligned_runs: True if the rows of all members begin at multiples of 16 bytes.
         small: the result of is_small.
         mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
@@ -216,8 +216,8 @@ def amax_group(
     The launch writes the amax of xs[i], or one amax per row, into outs[i]. If by_row is False, outs must hold zeros
     before each launch. All xs are contiguous, on one device and of one dtype.
 
-    counted: the elements that count: "all", "no_nan" or "finite". by_row: True for one amax per row. mask: the sign
-    mask of a Hadamard transform that is applied first; None for no transform.
+    counted: which elements count: "all", "no_nan" or "finite". by_row: True for one amax per row. mask: the sign mask
+    of a Hadamard transform that is applied first; None for no transform.
     """
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     aligned_runs = [

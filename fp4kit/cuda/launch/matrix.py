@@ -87,8 +87,8 @@ class Matrix(NamedTuple):
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
     """Return True if kernels can load and store 16 bytes at a time.
 
-    They can if every row of m.x begins at a multiple of 16 bytes, and so does the array m.values, if there is one. If
-    the kernel treats x as one row (request.kernel_shape), only the start of x matters.
+    This is so if every row of m.x begins at a multiple of 16 bytes, and m.values, if it is not None, begins at such a
+    multiple too. If the kernel treats x as one row (request.kernel_shape), only the start of x matters.
     """
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
@@ -125,9 +125,9 @@ def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, dev
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
     """Return the prepared launch of a kernel for a request.
 
-    Call the launch with the addresses of the arrays in choice.arguments.pointers (0 for none) and then, if
-    choice.arguments.words is not empty, the seed and the group (see Matrix). Raise ValueError if the matrix has more
-    than 2^33 elements or, for a recipe with blocks, a row more than 2^32 - 1.
+    Call the launch with the addresses of the arrays that choice.arguments.pointers names (0 for an array that is not
+    needed). If choice.arguments.words is not empty, pass the seed and the group (see Matrix) after them. Raise
+    ValueError if the matrix has more than 2^33 elements or, for a recipe with blocks, a row more than 2^32 - 1.
 
     Args:
         choice: the kernel.
@@ -179,8 +179,8 @@ def dequantize_launch(
 ) -> Launch:
     """Return the prepared launch that dequantizes matrices of a shape (rows, columns).
 
-    Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, where 0 stands for none. Raise
-    ValueError if the matrix has more than 2^33 elements.
+    Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, with 0 for an array that is not
+    needed. Raise ValueError if the matrix has more than 2^33 elements.
 
     Args:
         layout: the layout of the block scales.
@@ -268,7 +268,7 @@ def _amax_function(
     Args:
         kernel: the C++ name of the kernel: "amax_kernel" or "amax_rows_kernel".
         dtype: the dtype of the elements.
-        counted: the elements that count: "all", "no_nan" or "finite".
+        counted: which elements count: "all", "no_nan" or "finite".
         aligned_runs: True if every row to reduce begins at a multiple of 16 bytes.
         mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
     """
@@ -296,7 +296,7 @@ def amax_launch(
 
     Args:
         dtype: the dtype of x.
-        counted: the elements that count: "all", "no_nan" or "finite".
+        counted: which elements count: "all", "no_nan" or "finite".
         aligned_runs: True if every row that the kernel reduces begins at a multiple of 16 bytes.
         rows, columns: the shape of the matrix.
         mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
@@ -314,7 +314,7 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     If no element counts, the result is 0.
 
     Args:
-        counted: the elements that count: "all" (a NaN then makes the result NaN), "no_nan" or "finite".
+        counted: which elements count: "all" (a NaN then makes the result NaN), "no_nan" or "finite".
         by_row: True returns one amax per row. False returns the amax of the whole array.
         mask: the sign mask of a Hadamard transform that is applied to every 16 elements first; None without a
             transform.

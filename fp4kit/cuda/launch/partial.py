@@ -38,7 +38,7 @@ PER_SM = 64
 
 
 def _arguments(pointers: str, numbers: str) -> np.dtype:
-    """Return the NumPy dtype of a struct of pointers and then numbers, of 8 bytes each.
+    """Return the NumPy dtype of a struct that holds pointers, followed by numbers. Each field has 8 bytes.
 
     pointers, numbers: the names of the fields, separated by spaces.
     """
@@ -178,8 +178,8 @@ def _ceil_div(a: Any, b: Any) -> Any:
 def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe) -> None:
     """Compute the amax of each block over the elements of one shard, and write it to block_amax.
 
-    block_amax has one entry per block of the whole matrix, and must hold zeros. So blocks without elements in the shard
-    get 0.
+    block_amax has one entry per block of the whole matrix, and must hold zeros. Blocks without elements in the shard
+    keep 0.
 
     x: the shard, contiguous and not empty. shape: the rows and columns of the matrix. start: the index of the shard's
     first element in the flattened matrix.

@@ -76,18 +76,20 @@ def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource
 def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
     """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source.
 
-    The new amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged. The
-    range of the source's scales is stored in source.extent.
+    The new amax gives a tensor scale that is a power of two, for which the target can represent block scales of the
+    source. If there is no such amax, `amax` is left unchanged. The range of the source's scales is stored in
+    source.extent.
     """
     for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
         _launch(kernel, source, target, None, None, None, amax)
 
 
 def keep_codes(source: KeptSource, result: Quantized) -> None:
-    """Keep codes of the source: store them in the blocks of the result whose new scale the target can represent.
+    """Overwrite the blocks of the result whose new scale the target can represent, with the codes of the source.
 
-    These blocks also get their new block scales, and the result its new tensor scale and amax. Other blocks do not
-    change. If power_amax found no amax, do nothing. Call power_amax first, in either case.
+    The new scale of a block is its scale in the source, divided by the new tensor scale. These blocks also get their
+    new scales, and the result gets the new tensor scale and amax. Other blocks do not change. Call power_amax first. If
+    it found no amax, keep_codes does nothing.
 
     result: the decoded source, quantized with the amax that power_amax wrote or left, with scales in the linear layout.
     """

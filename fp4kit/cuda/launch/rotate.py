@@ -86,7 +86,7 @@ def _function(kernel: RotateKernel, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: RotateKernel, shape: tuple[int, int, int], matrix_step: int, device: int) -> Launch:
-    """Return the prepared launch of rotate.cu for arrays of this shape (outer, length, inner).
+    """Return the prepared launch of rotate.cu for arrays of the shape (outer, length, inner).
 
     matrix_step: the distance between the matrices of neighboring blocks, in elements; 0 for one matrix.
     """
@@ -108,7 +108,7 @@ def _hadamard_function(device: int, contiguous: bool, *arguments: Any) -> Any:
 def _hadamard_launch(
     shape: tuple[int, int, int], device: int, dtype: np.dtype, size: int, has_signs: bool, inverse: bool
 ) -> Launch:
-    """Return the prepared launch of a Hadamard transform of arrays of this shape (outer, length, inner).
+    """Return the prepared launch of a Hadamard transform of arrays of the shape (outer, length, inner).
 
     size: the number of elements of a block. has_signs: whether there are signs. inverse: whether signs apply to the
     results.

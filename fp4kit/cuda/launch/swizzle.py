@@ -60,9 +60,9 @@ def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, i
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """Return the prepared launch of `swizzle` for arrays with this shape, these layouts and this alignment.
+    """Return the prepared launch that copies scales of the given shape from `layout` to `target`.
 
-    Call it with the addresses of scales and out.
+    Call it with the addresses of the two arrays. They must be aligned to 16 bytes if `scales` and `out` are.
 
     out: None if the array will be allocated later. shape: the shape of the scales in the linear layout, (B, R, C).
     """

@@ -83,9 +83,10 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """Return the prepared launch of `transpose` for arrays with this shape, this layout and this alignment.
+    """Return the prepared launch that transposes matrices of the given shape, with scales in the given layout.
 
-    Call it with the addresses of codes, scales, out and scales_out.
+    Call it with the addresses of codes, scales, out and scales_out. These arrays must be aligned as the arguments of
+    launch_of are.
 
     layout: the layout of the block scales. out, scales_out: None if they will be allocated later. shape: (B, M, K).
     """

@@ -1,10 +1,11 @@
 // amax: find the largest magnitude (the amax) of a whole array, or of each row. To get one amax per block, callers pass
 // rows of kBlock elements. Magnitudes are compared as float32 bits. kInput says which elements count: all of them, with
 // NaN above infinity (AmaxInput::all), all except NaN (no_nan), or only finite ones (finite). `a` holds the kernel's
-// arguments. In is the type of the elements, and kAligned is true if they begin at a multiple of 16 bytes.
+// arguments. In is the type of the elements, and kAligned is true if they begin at a multiple of 16 bytes. A run is the
+// neighboring elements that a thread loads at once.
 //
-// The struct Transform says whether each run of 16 goes through the Hadamard transform before its magnitudes are
-// compared. If so, the array consists of whole runs.
+// If Transform::kHadamard, the Hadamard transform is applied to every 16 neighboring elements before magnitudes are
+// compared. The number of elements must then be a multiple of 16.
 #include "amax.cuh"
 
 constexpr int kRun = kAmaxRun;
@@ -50,9 +51,9 @@ FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
 }
 
 // Store in a.amax, as float32 bits, the amax of each row that `grid` assigns to this thread block. The amax is 0 if no
-// element of the row counts. Rows must have at most kShortRow elements. Neighboring threads of a warp share a row: as
-// many as the row has runs, rounded up to a power of two, but at most 32. A warp takes kRowsAtOnce groups of such rows
-// at a time, so that loads of several rows overlap.
+// element of the row counts. Rows must have at most kShortRow elements. Neighboring threads of a warp share a row: one
+// thread per run, rounded up to a power of two, but at most 32 threads. A warp takes kRowsAtOnce groups of such rows at
+// a time, so that the loads of several rows overlap.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -103,8 +104,8 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
 
 // Find the amax of the whole array a.x, and raise *a.amax to it: store the larger of the two, as float32 bits. The
 // caller sets *a.amax to 0 before. The constant kCounted says which elements count; if none does, *a.amax stays
-// unchanged. The kernel is launched before a kernel that needs a tensor amax, and for fp4kit.amax. Each thread takes
-// runs of elements. Launch with any number of thread blocks.
+// unchanged. The kernel is launched for fp4kit.amax, and before a kernel that needs a tensor amax. A thread processes
+// one run after another. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }

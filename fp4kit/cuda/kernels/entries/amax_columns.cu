@@ -17,9 +17,9 @@ struct AmaxColumnsArguments {
   i64 tile_rows;  // rows of a tile; less than 2^32
 };
 
-// Update largest[j] for each of kCount neighboring columns j: replace it by the float32 bits of the largest magnitude
-// in the column if those are larger. NaN counts as larger than infinity. The first of the `rows` rows begins at x, and
-// rows are `step` elements apart. If there are no rows, nothing changes.
+// For each of kCount neighboring columns j, raise largest[j] to the largest magnitude in the column: store the larger
+// of the two, as float32 bits. NaN counts as larger than infinity. The columns have `rows` rows, which are `step`
+// elements apart; the first row begins at x. If `rows` is 0, nothing changes.
 template <class In, int kCount>
 FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 step, u32 (&largest)[kCount]) {
 #pragma unroll 4
@@ -37,9 +37,9 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
 
 // Find the amax of each column of each matrix in a.x, and raise the column's element of a.amax to it: store the larger
 // of the two, as float32 bits. The caller sets a.amax to 0 before. A NaN element makes the amax NaN. The kernel is
-// launched for fp4kit.amax without a recipe, if the reduced axes are consecutive and do not include the last axis, and
-// for blocks of several rows with float32 scales. A thread block takes one tile at a time. Launch with any number of
-// thread blocks.
+// launched for fp4kit.amax without a recipe if the reduced axes are consecutive and do not include the last axis. It is
+// also launched for blocks of several rows with float32 scales. A thread block takes one tile at a time. Launch with
+// any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

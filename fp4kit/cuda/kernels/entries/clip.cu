@@ -1,6 +1,7 @@
 // clip: the backward pass of fake_quantize with a clip mask. `out` gets `grad` where |x| <= amax, compared in float32,
 // and +0 elsewhere. If x or amax is NaN, `out` gets +0. `a` holds the kernel's arguments: the arrays grad, x, amax and
-// out, and their sizes. One amax covers a.covered consecutive elements.
+// out, and their sizes. Each amax applies to a.covered consecutive elements. A run is the neighboring elements that a
+// thread loads at once.
 #include "runs.cuh"
 
 // The number of elements of a run. They are 16 bytes of the wider of the two types, so that a warp loads and stores
@@ -31,8 +32,8 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 }
 
 // Store the clipped gradients of elements `first` ... `last` - 1 in a.out, one at a time. The clipped gradient is the
-// gradient, with its bits unchanged, if |x| is at most the amax that covers the element. Otherwise, and if x or the
-// amax is NaN, it is +0.
+// gradient, with its bits unchanged, if |x| is at most the amax for the element. Otherwise it is +0, also if x or the
+// amax is NaN.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -52,7 +53,7 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
 // the last whole run are left out.
 //
 // All arrays must begin at multiples of 16 bytes, and all elements of a run must have the same amax. A thread takes one
-// run at a time, because several loads in flight were slower.
+// run at a time, because loading several runs before using the first was slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
@@ -85,9 +86,9 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
-// Copy a.grad to a.out, with +0 instead of the gradient wherever |x| exceeds the amax of the element, or one of the two
-// is NaN. The kernel is launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with any
-// number of thread blocks.
+// Copy a.grad to a.out, but store +0 instead of the gradient wherever |x| exceeds the amax for the element, or x or the
+// amax is NaN. The kernel is launched for fp4kit.fake_quantize_backward. A thread takes one run at a time. Launch with
+// any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

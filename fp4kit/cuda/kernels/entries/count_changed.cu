@@ -13,9 +13,10 @@ struct CountChangedArguments {
   i64 count;
 };
 
-// Return how many of the values that this thread compares differ between a.x and a.y. Two NaN count as equal, and +0
-// differs from -0. Also raise `largest` to the float32 bits of the largest |y - x| among the values that differ. If
-// only one of two values is NaN, `largest` becomes the bits of NaN. If no value differs, `largest` does not change.
+// Count the values that differ between a.x and a.y, among those that `grid` assigns to this thread, and return the
+// count. Two NaN count as equal, and +0 differs from -0. Also raise `largest` to the float32 bits of the largest |y -
+// x| among the values that differ. If exactly one of the two values is NaN, `largest` becomes the bits of NaN (kNan).
+// If no value differs, `largest` does not change.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& largest) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -29,10 +30,10 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& 
 }
 
 // Count the values that differ between a.x and a.y, and add the count to *a.changed. Raise *a.largest to the largest
-// difference between two values (its magnitude, as float32 bits), or to NaN if only one of two values is NaN. Two NaN
-// count as equal, and +0 differs from -0. If no value differs, neither output changes. The kernel is launched after a
-// requantization, to report what changed. Each thread takes one value at a time. Launch with any number of thread
-// blocks.
+// difference between two values (its magnitude, as float32 bits), or to NaN if exactly one of the two values is NaN.
+// Two NaN count as equal, and +0 differs from -0. If no value differs, neither output changes. The kernel is launched
+// after a requantization, to report what changed. Each thread takes one value at a time. Launch with any number of
+// thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 largest = 0u, changed = count_changed(a, whole_grid(), largest);
 #pragma unroll

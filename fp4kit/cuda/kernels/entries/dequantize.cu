@@ -1,7 +1,7 @@
-// dequantize: decode codes and scales to values. A thread takes runs whose values have 16 bytes, so that a warp stores
-// whole lines. R is the recipe, and Out is the type of the values. `a` holds the kernel's arguments: the arrays and
-// their sizes. A Scale holds the numbers by which R's decode rule scales the values of a block's codes; they come from
-// the block scale and the tensor scale. t is a tensor scale.
+// dequantize: decode codes and scales to values. A run is the neighboring elements whose decoded values fill 16 bytes.
+// Each thread processes whole runs, so that a warp stores whole lines. R is the recipe, and Out is the type of the
+// values. `a` holds the kernel's arguments: the arrays and their sizes. A Scale holds the numbers by which R's decode
+// rule scales the values of a block's codes; they come from the block scale and the tensor scale. t is a tensor scale.
 //
 // A run never crosses the border of a block. Rows without blocks may have any length; the elements after the last whole
 // run are decoded one at a time.
@@ -102,10 +102,10 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Prefetch codes, and their scales if these are stored in the order of the codes, into the L2 cache. They are the codes
-// of the kStep runs that the thread block needs a.ahead steps later; `start` is the first run of the current step. Do
-// nothing unless the matrix, which has `runs` runs, has further runs after them. One thread calls this for its thread
-// block.
+// Prefetch the codes that the thread block needs a.ahead steps later into the L2 cache: those of kStep runs. If scales
+// are in the linear layout and fill whole 16-byte chunks per step, prefetch them too. `start` is the number of the
+// first run of the current step, and `runs` is the number of runs of the matrix. If the later step is the last one or
+// is beyond the matrix, do nothing. One thread calls this function for its thread block.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
@@ -148,9 +148,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
 }
 
 // Decode elements `first` ... `first` + `count` - 1 one at a time, and store them in a.values, rounded to Out. The
-// function is used if the decode rule needs the amax of the tensor scale, but no amax gives this scale. Then an element
-// is the value of its code times the product of the two scales. scale_code is the code of the block scale, and `index`
-// is the number of the tensor scale in a.tensor_scale.
+// function is used if the decode rule needs the amax of the tensor scale, but no amax gives this scale. A decoded value
+// is then the value of the code times the product of the block scale and the tensor scale. scale_code is the code of
+// the block scale, and `index` is the number of the tensor scale in a.tensor_scale.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -241,9 +241,9 @@ constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
 // Decode a.packed with the scales a.scales and a.tensor_scale, and store the values, rounded to Output, in a.values. If
-// the decode rule of R needs amaxes, a.tensor_amax is used, too. For one tensor scale per row or block, launch
-// implied_amax_kernel before, which fills it; for one per tensor it may be null. The kernel is launched for
-// fp4kit.dequantize. A thread takes several runs per step. Launch with any number of thread blocks.
+// the decode rule of R needs amaxes, a.tensor_amax is used too. With one tensor scale per row or block, launch
+// implied_amax_kernel before, which fills a.tensor_amax. With one per tensor, a.tensor_amax may be null. The kernel is
+// launched for fp4kit.dequantize. A thread takes several runs per step. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());

@@ -1,8 +1,8 @@
-// fake_ms_eden: fake-quantize a matrix as fouroversix's MS-EDEN does, for NVFP4 and for IF4 (reference/ms_eden.py). All
-// blocks of a unit of R::kUnit elements share a correction of their scales. The corrected scales are then rounded,
-// stochastically if R::kStochastic. R is the recipe, In is the type of the elements of x, and kAligned is true if all
-// rows of x and of the values begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays, their sizes
-// and the seed.
+// fake_ms_eden: fake-quantize a matrix as fouroversix's MS-EDEN does, for NVFP4 and for IF4 (reference/ms_eden.py). A
+// unit is R::kUnit neighboring elements (several blocks), whose scales are multiplied by a common correction. The
+// corrected scales are then rounded, stochastically if R::kStochastic. R is the recipe, In is the type of the elements
+// of x, and kAligned is true if all rows of x and of the values begin at multiples of 16 bytes. `a` holds the kernel's
+// arguments: the arrays, their sizes and the seed.
 //
 // A thread processes a whole unit. Few callers use MS-EDEN, so the kernel is not tuned.
 #include "amax.cuh"
@@ -119,7 +119,7 @@ FP4KIT_DEVICE void eden_unit(const QuantizeArguments& a, i64 unit) {
 }
 
 // Fake-quantize the part of the matrix a.x that `grid` assigns to this thread block, and store the values in a.values.
-// For a group of tensors, this part is one piece of a tensor.
+// In a group of tensors, this part is one piece of a tensor.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_ms_eden(const QuantizeArguments& a, Grid grid) {
   const i64 units = a.rows * (a.columns / R::kUnit);

@@ -2,9 +2,10 @@
 // elements in one pass, without codes. R is the recipe, In is the type of the elements of x, and kAligned is true if
 // all rows of x and `values` begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and their
 // sizes. A FakeScale holds the factors by which the rule scales elements before and after rounding. An amax is the
-// largest magnitude of a block or a tensor.
+// largest magnitude of a block or a tensor. A run is the neighboring elements that a thread loads at once, usually 16
+// bytes.
 //
-// A thread takes runs of 16 bytes, so that a warp loads and stores whole lines, and loads several runs before it uses
+// Because runs have at least 16 bytes, a warp loads and stores whole lines. A thread loads several runs before it uses
 // the first one. Neighboring threads share a block and find its amax together.
 #include "amax.cuh"
 #include "fake.cuh"
@@ -48,7 +49,7 @@ FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
 }
 
 // Fake-quantize the `count` elements at x with the FakeScale s, one at a time, and store the results at y, rounded to
-// In. The rule that it uses is valid for any elements, infinities and NaN included.
+// In. This uses the slow rule, which is valid for all elements, infinities and NaN included.
 template <class R, class In>
 FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
 #pragma unroll 1
@@ -56,8 +57,9 @@ FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y
 }
 
 // Fake-quantize a run with the FakeScale s, and store the results in a.values, rounded to In. The run begins at element
-// `first` of a.x. `largest` is the float32 bits of its largest magnitude. If `largest` and s allow it (is_fast), the
-// fast rule is used, otherwise the slower rule that is valid for any elements; then the run is loaded from a.x again.
+// `first` of a.x. `largest` is the float32 bits of its largest magnitude. If the fast rule is valid for `largest` and s
+// (is_fast), it is used. Otherwise the run is loaded from a.x again, and the slow rule is used, which is valid for all
+// elements (write_values).
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
                                     FakeScale s) {
@@ -78,7 +80,8 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
 // which are above kInfinityBits if an element is NaN. All threads of the warp must call this function.
 //
 // R::kAmaxNan says what a NaN element does: with `propagate`, the result is NaN (above kInfinityBits). With `ignore`,
-// NaN elements are skipped, and the result is 0 if all elements are NaN. The kernel is never launched with `lanes`.
+// NaN elements are skipped, and the result is 0 if all elements are NaN. This kernel is never launched for recipes with
+// the third value, `lanes`.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;
@@ -171,7 +174,7 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
 }
 
 // Fake-quantize the part of the matrix a.x that `grid` assigns to this thread block, and store the results in a.values.
-// For a group of tensors, this part is one piece of a tensor. All threads of the thread block must call this function.
+// In a group of tensors, this part is one piece of a tensor. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {

@@ -1,6 +1,6 @@
 // hadamard_columns: Hadamard transforms of blocks along an axis that is not the last one in memory. The axes of x are
 // (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block takes one tile at a
-// time, which is kWide neighboring blocks: its rows lie along the inner axis, and its columns are blocks. `a` holds the
+// time. A tile is kWide neighboring blocks, which are its columns; its rows lie along the inner axis. `a` holds the
 // kernel's arguments: x, out, the signs and the lengths of the axes. If kHasSigns, elements are multiplied by their
 // signs before the transform, or after it if kIsInverse.
 //
@@ -24,7 +24,7 @@ constexpr int kRows = 16, kColumns = 4 / sizeof(Bits);  // rows and columns of a
 constexpr int kLastRows = kSize / kRows;                // rows of a thread after the exchange
 constexpr int kLastColumns = kLastRows > 16 ? 1 : kColumns;
 
-// kCount neighboring elements of a row: as they are stored in memory (Stored), and converted to float32 (Widened).
+// kCount neighboring elements of a row. Stored holds them as they are in memory, and Widened as float32.
 template <int kCount>
 struct alignas(kCount * sizeof(Bits)) Stored {
   Bits elements[kCount];
@@ -66,8 +66,9 @@ FP4KIT_DEVICE int place_of(int row, int column) {
   return (row + row / kRows) * kWide + column;
 }
 
-// Return the bits that negate the float32 elements in row `row` of a tile, by an exclusive or, if their sign is
-// negative: 2^31 if a.signs is 1 there, otherwise 0. Without signs (kHasSigns is false), the result is 0.
+// Return the sign of row `row` of a tile, as bits to combine with float32 elements by an exclusive or: 2^31, which
+// negates them, if a.signs is 1 for this row, and otherwise 0. If there are no signs (kHasSigns is false), the result
+// is 0.
 FP4KIT_DEVICE u32 sign_bit(const HadamardColumnsArguments& a, const ColumnTile& tile, int row) {
   return kHasSigns ? static_cast<u32>(a.signs[tile.block * kSize + row]) << 31 : 0u;
 }

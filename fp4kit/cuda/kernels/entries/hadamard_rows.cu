@@ -4,8 +4,9 @@
 // reference/rotate.py. rotate.cu and hadamard_columns.cu transform all other blocks.
 //
 // A warp takes 512 elements at a time, and a thread holds 16 of them in registers: kVectors vectors of 16 bytes, which
-// are 32 vectors apart. So elements at small distances are in one vector. Elements at middle distances are in other
-// threads, and elements at large distances are in another vector of the thread.
+// are 32 vectors apart. The transform adds and subtracts elements at distances 1, 2, 4, ... At small distances, both
+// elements are in one vector of a thread. At middle distances, they are in two threads, and at large distances in two
+// vectors of one thread.
 #include "rotate.cuh"
 
 // The arguments of hadamard_rows_kernel.
@@ -35,8 +36,8 @@ struct Elements {
   float values[16];
 };
 
-// Multiply the kVector elements at `values` by their signs, in place: negate an element if a.signs is 1 for its
-// position. `position` is the index of the first element in its row, a multiple of kVector.
+// Multiply the kVector elements at `values` by their signs, in place: negate an element if a.signs is 1 at its position
+// in the row. `position` is the index of the first element in its row, a multiple of kVector.
 FP4KIT_DEVICE void multiply_by_signs(const HadamardRowsArguments& a, u32 position, float* values) {
   const Signs signs = *reinterpret_cast<const Signs*>(a.signs + position);
 #pragma unroll

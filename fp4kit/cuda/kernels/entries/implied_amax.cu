@@ -12,10 +12,10 @@ struct ImpliedAmaxArguments {
   i64 count;
 };
 
-// Store in a.amax an amax for each tensor scale of a.tensor_scale that `grid` assigns to this thread block. This is the
-// given amax of a.tensor_amax if the recipe's tensor rule gives the stored scale for it. Otherwise, or if a.tensor_amax
-// is null, it is an amax that is computed from the scale, or kUnknownAmax if no amax gives the scale. Original is the
-// type of the array that was quantized, because some tensor rules round to it.
+// Store in a.amax an amax for each tensor scale of a.tensor_scale that `grid` assigns to this thread block. If
+// a.tensor_amax is not null and the recipe's tensor rule gives the stored scale for its amax, that amax is stored.
+// Otherwise the amax is computed from the scale, and is kUnknownAmax if no amax gives the scale. Original is the type
+// of the array that was quantized, because some tensor rules round to it.
 template <class R, class Original>
 FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -27,9 +27,9 @@ FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
 
 // Store in a.amax, for each tensor scale of a.tensor_scale, an amax for which the recipe gives this scale, or
 // kUnknownAmax if there is none. A given amax in a.tensor_amax is kept if it gives the scale. The kernel is launched
-// before dequantize_kernel if each row or block has a tensor scale, because a search per run would take longer than
-// decoding the elements. The kernel is also launched before quantize_with_scales_kernel, which encodes with these
-// amaxes. A thread takes one scale at a time. Launch with any number of thread blocks.
+// before dequantize_kernel if each row or block has a tensor scale, because finding the amax for every run would take
+// longer than decoding the elements. The kernel is also launched before quantize_with_scales_kernel, which encodes with
+// these amaxes. A thread takes one scale at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) implied_amax_kernel(ImpliedAmaxArguments a) {
   imply_amaxes<R, Input>(a, whole_grid());
 }

@@ -2,7 +2,7 @@
 // or is another order that fp4kit defines. `a` holds the arguments of a product: the operands a.a and a.b (rows of
 // codes along K, whose length is a.length), a.c and a.out. The rows of a.a are the rows of the result, and the rows of
 // a.b are its columns. A thread block computes one tile of kTile x kTile results at a time. A step is the a.step
-// elements along K that the unit sums at once.
+// elements along K that the matrix unit adds at once.
 //
 // A thread block decodes kDepth elements along K at a time to shared memory. kAdder, kGrouped and the type Output are
 // defined by the instantiation.
@@ -201,8 +201,8 @@ struct Sum<Adder::exact> {
 
 // Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
 // (store_product). Results outside of the matrix are left out. d is shared memory for the decoded elements. Every
-// thread computes kRows results of one column. If a.promote is not 0, a chain (sum) ends after every a.promote elements
-// along K and at the end of K; the chains are added in float32. All threads of a thread block must call this function.
+// thread computes kRows results of one column. If a.promote is not 0, a new sum (a chain) begins after every a.promote
+// elements along K, and the chains are added in float32. All threads of a thread block must call this function.
 template <Adder kAdder, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column) {
   const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile;

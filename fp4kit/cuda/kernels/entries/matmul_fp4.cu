@@ -31,9 +31,9 @@ struct alignas(16) StepWords {
   i32 groups[kGroups];
 };
 
-// The exponents of the largest and the smallest scale of a line (row or column) in one step, without scales of zero.
-// They tell whether the sum of the step can be computed without losing bits (loses_no_bits, add_carefully). If all
-// scales are zero, top is -1000 and bottom is 1000.
+// The exponents of the largest and the smallest scale of a line (row or column) in one step, where scales of zero do
+// not count. They tell whether the sum of the step can be computed without losing bits (loses_no_bits, add_carefully).
+// If all scales are zero, top is -1000 and bottom is 1000.
 struct alignas(16) ScaleExponents {
   double unit;  // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
   i32 top;      // the largest exponent of a scale

@@ -20,11 +20,12 @@ constexpr int kNone = -4000;                   // the exponent that stands for a
 constexpr i32 kLeast = -90, kMost = 100;       // the exponents between which float32 can truncate terms
 static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
 
-// The magnitudes of four elements.
+// The magnitudes of the four elements of a quad, which are read with one load.
 struct alignas(16) QuadMagnitudes {
   float values[4];
 };
-// The exponents of four elements, as signed 16-bit integers, two per word. The exponent of zero is kNone.
+// The exponents of the four elements of a quad, as signed 16-bit integers, two per word. An element that is zero has
+// the exponent kNone.
 struct alignas(8) QuadExponents {
   u32 words[2];
 };
@@ -52,8 +53,8 @@ FP4KIT_DEVICE float add_product_rz(float a, float b, float c) {
 #endif
 }
 
-// Return a word of two signed 16-bit integers: in each half, the larger of a + b and c, computed from the same halves
-// of the arguments. a + b must fit in 16 bits.
+// Compute max(a + b, c) for two pairs of signed 16-bit integers at once, and return both results in one word. Each
+// argument holds one integer in its low half and one in its high half. a + b must fit in 16 bits.
 FP4KIT_DEVICE u32 add_max(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   return __viaddmax_s16x2(a, b, c);
@@ -83,14 +84,14 @@ FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
 }
 
 // Return the exact magnitude of a finite code: E4M3 if kMantissaBits is 3, E5M2 if it is 2. The sign bit of the code is
-// ignored. Codes of infinity and NaN give finite numbers without meaning.
+// ignored. For codes of infinity and NaN, the result is a finite number that must not be used.
 template <int kMantissaBits>
 FP4KIT_DEVICE float magnitude_of_code(u32 code) {
   return float_of((code & 0x7Fu) << (23 - kMantissaBits)) * (kMantissaBits == 3 ? 0x1p120f : 0x1p112f);
 }
 
 // Return sixteen codes of a line, which is row `row` of matrix `matrix` of the operand x, starting at index `first`
-// along K. If the row is not below x.rows, or `first` not below `length` (K), all codes are 0.
+// along K. If `row` is not below x.rows, or `first` is not below `length` (K), all codes are 0.
 FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
   if (row >= x.rows || first >= length) return {};
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);
@@ -157,9 +158,9 @@ struct Fp8Sums {
 
 // Add one step to the sums of a thread. The step is kQuadsPerStep quads of s, starting at quad number `quad`, and
 // `start` is its first index along K. The tile begins at (row, column) of matrix `matrix`, and (thread_row,
-// thread_column) is the place of the thread's first result in the tile. A sum is computed by add_slowly if an element
-// of its row or column is infinite or NaN, or if an exponent is outside of the range in which float32 can truncate
-// terms.
+// thread_column) is the place of the thread's first result in the tile. A result is computed by add_slowly in two
+// cases: if an element of its row or column is infinite or NaN, or if the largest exponent is outside of the range in
+// which float32 can truncate terms.
 template <int kQuadsPerStep>
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp8Step& s, Fp8Sums& sums, int thread_row,
                             int thread_column, i64 matrix, i64 row, i64 column, int quad, i64 start) {
@@ -252,9 +253,9 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Fp8Step& s, Fp8Sums
 
 // Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
 // (store_product). Results outside of the matrix are left out. kRowBits and kColumnBits are the numbers of mantissa
-// bits of the operands: 3 for E4M3, 2 for E5M2. A step has kQuadsPerStep quads. If a.promote is not 0, a chain (sum)
-// ends after every a.promote elements along K and at the end of K; the chains are added in float32. s is shared memory
-// for one step or two. All threads of a thread block must call this function.
+// bits of the operands: 3 for E4M3, 2 for E5M2. A step has kQuadsPerStep quads. If a.promote is not 0, a new sum (a
+// chain) begins after every a.promote elements along K, and the chains are added in float32. s is shared memory for one
+// step or two. All threads of a thread block must call this function.
 template <int kRowBits, int kColumnBits, int kQuadsPerStep, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Fp8Step& s, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x;

@@ -36,9 +36,10 @@ FP4KIT_DEVICE Chunk converted(u64 packed) {
   return codes;
 }
 
-// Convert items of type In at `from` by the function `converted`, and store them as items of type Out at `to`. There
-// are `count` items; this thread block converts those that `grid` assigns to it. Chunks (16 codes, one per byte) are
-// packed, and u64 (16 codes, two per byte) are unpacked. Each thread has several loads in flight.
+// Convert those of the `count` items at `from` that `grid` assigns to this thread block, and store the results at `to`.
+// An item is 16 codes: a Chunk with one code per byte, which is packed to a u64, or a u64 with two codes per byte,
+// which is unpacked to a Chunk. In and Out are these two types. Each thread loads several items before it uses the
+// first one.
 template <class In, class Out>
 FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   const In* in = reinterpret_cast<const In*>(from);
@@ -55,9 +56,9 @@ FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   }
 }
 
-// Pack codes from a.in, one per byte, to a.out, two per byte, as far as `grid` assigns them to this thread block. The
-// output has a.bytes bytes. High nibbles of the input are ignored. If kAligned, both arrays begin at multiples of 16
-// bytes, and most codes are packed 16 at a time; otherwise two at a time.
+// Pack the codes that `grid` assigns to this thread block, from a.in (one per byte) to a.out (two per byte). The output
+// has a.bytes bytes. High nibbles of the input are ignored. If kAligned, both arrays begin at multiples of 16 bytes,
+// and most codes are packed 16 at a time; otherwise two at a time.
 template <bool kAligned>
 FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -66,7 +67,7 @@ FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
     a.out[i] = static_cast<u8>((a.in[2 * i] & 15) | a.in[2 * i + 1] << 4);
 }
 
-// Unpack codes from a.in, two per byte, to a.out, one per byte, as far as `grid` assigns them to this thread block. The
+// Unpack the codes that `grid` assigns to this thread block, from a.in (two per byte) to a.out (one per byte). The
 // input has a.bytes bytes. High nibbles of the output are 0. If kAligned, both arrays begin at multiples of 16 bytes,
 // and most codes are unpacked 16 at a time; otherwise two at a time.
 template <bool kAligned>

@@ -1,7 +1,8 @@
 // partial_amax: compute the amax (the largest magnitude) of each block and of the tensor over only the elements of a
 // shard, which is the part of the flattened matrix that one process holds. A block at the border of a shard may be only
 // partly in it. R is the recipe, and In is the type of the elements. `a` holds the kernel's arguments, and s is the
-// shard. A thread takes one block at a time, row by row.
+// shard. Elements [s.first, s.last) may be loaded 16 bytes at a time, and s.shift is the address of a run modulo 16. A
+// thread takes one block at a time, row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -67,8 +68,8 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-// Return the largest `own` of all threads of a warp. All threads of the warp must call this function, and each gets the
-// result.
+// Return the largest value of `own` among the threads of a warp. All threads of the warp must call this function, and
+// all get the result.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;
@@ -78,8 +79,8 @@ FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
 // float32 bits. If the shard contains only a part of a block, the stored amax is raised instead, by an atomic maximum.
 //
 // Return the largest magnitude in these blocks for the tensor's amax, or 0 if the thread has no block. If R::kAmaxNan
-// is `lanes`, only finite elements count for it. Otherwise it is the largest amax of a block, or NaN if such an amax is
-// NaN.
+// is `lanes`, only finite elements count. Otherwise the result is the largest of the block amaxes, or NaN if one of
+// them is NaN.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;

@@ -28,8 +28,8 @@ FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
 }
 
 // Encode a run with the Factor of its block, and pack its codes into `words`, the first code in the lowest bits. The
-// run takes the fast path if takes_fast_path allows it, and otherwise the exact path; both give the codes of the
-// reference.
+// fast path is used if it is valid for the run (takes_fast_path), and otherwise the exact path. Both give the codes of
+// the reference.
 template <class R, class In>
 FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
   if constexpr (FastPath<R, In>::kExists) {
@@ -95,9 +95,9 @@ FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, 
   }
 }
 
-// Encode the elements of a shard that `grid` assigns to this thread block, and store their codes in a.packed. Loads of
-// 16 bytes are used in place if runs begin at multiples of 16 bytes. If the shard is empty (a.start >= a.end), do
-// nothing.
+// Encode the elements of a shard that `grid` assigns to this thread block, and store their codes in a.packed. If runs
+// begin at multiples of 16 bytes, elements are loaded 16 bytes at a time without shifting. If the shard is empty
+// (a.start >= a.end), do nothing.
 template <class R, class In>
 FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   if (a.start >= a.end) return;

@@ -13,9 +13,9 @@ struct PartialPlaceArguments {
   i64 from_at, to_at;
 };
 
-// Copy the codes that one process has sent from its message (a.from) to the matrix of codes (a.to), as far as `grid`
-// assigns them to this thread block. Only the codes of elements a.start ... a.end - 1 of the matrix, which the sender
-// owns, are copied; no other bit changes. A run has kWords words of codes.
+// Copy codes that one process has sent from its message (a.from) to the matrix of codes (a.to): those that `grid`
+// assigns to this thread block. Only the codes of elements a.start ... a.end - 1 of the matrix, which the sender owns,
+// are copied; no other bit changes. A run has kWords words of codes.
 template <int kWords>
 FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));

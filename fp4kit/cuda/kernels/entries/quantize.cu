@@ -46,8 +46,8 @@ FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
 }
 
 // If R::kHadamard, apply the Hadamard transform to the run x in place, 16 elements at a time; otherwise leave x
-// unchanged. In both cases, return the float32 bits of the largest magnitude that x has then. They are above
-// kInfinityBits if an element is NaN.
+// unchanged. Return the float32 bits of the largest magnitude in x after that. They are above kInfinityBits if an
+// element is NaN.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
   if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
@@ -71,8 +71,9 @@ struct Walk {
   IntegerDivisor divisor;  // the runs per row or, if kInSectors, the scale tiles across the matrix
 };
 
-// Return the Walk over the matrix a.x: the numbers of rows, runs and steps, and the divisor for finding the place of a
-// run. If Traits::kFlat, no run needs its row; the divisor is then zero and must not be used.
+// Return the Walk for the matrix a.x: its numbers of rows, runs per row, runs and steps, and the divisor by which
+// run_position finds the row of a run. If Traits::kFlat, rows are not needed; the divisor is then zero and must not be
+// used.
 template <class R, class In>
 FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
   using Traits = QuantizeTraits<R, In>;
@@ -99,7 +100,8 @@ struct RunPosition {
 
 // Return the index of the 32-byte sector of swizzled block scales that this thread helps to fill with its k-th run in a
 // step. A sector holds the scales of 32 blocks, and kLanes neighboring threads share a block, so 32 * kLanes
-// neighboring threads fill a sector. The index may be beyond the last sector of the matrix.
+// neighboring threads fill a sector. Swizzled scales are stored in tiles, not row by row. The index may be beyond the
+// last sector of the matrix.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -119,9 +121,9 @@ FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   return false;
 }
 
-// Return the position of the k-th run (k = 0 ... kUnroll - 1) that this thread quantizes in a step. If the thread has
-// no such run, return the position of another thread's run. Its field `inside` is then false if kInSectors. Otherwise
-// `inside` is true, and both threads store the same bits.
+// Return the position of the k-th run (k = 0 ... kUnroll - 1) that this thread quantizes in a step, with the field
+// `inside` true. If the thread has no such run, return the position of another thread's run. If kInSectors, `inside` is
+// then false, and nothing may be stored. Otherwise `inside` is true, and both threads store the same bits.
 template <class R, class In>
 FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -154,7 +156,7 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
 }
 
 // Store the scales of the block that contains the run at `place`. Only the thread with the first run of the block
-// stores them, and no thread does if R::kFake. The caller must check place.inside first.
+// stores them, and no thread does if R::kFake. The caller must make sure that place.inside is true.
 //
 // - The scale code `code` goes to a.scales, if the recipe has block scales.
 // - The tensor scale t goes to a.tensor_scale if it belongs to this block alone. If each row has a tensor scale, only

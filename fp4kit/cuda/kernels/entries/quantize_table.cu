@@ -17,9 +17,10 @@ struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// Look up the elements x of one row of a block in the table, and store the result in `found`. `amax` is the amax of the
-// whole block. Return true if the table is valid for the block. Otherwise return false, and store only the codes of the
-// two candidate scales, found.six and found.four.
+// Look up the elements x of one row of a block in the table, and store the result in `found`: the two candidate scale
+// codes, the codes of each element under both scales, and the difference of the errors of the two scales. `amax` is the
+// amax of the whole block. Return true if the table is valid for the block. Otherwise return false, and store only the
+// two scale codes, found.six and found.four.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -30,8 +31,9 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Return true if `sum` proves that one of a block's two scales is better. `sum` is the sum of the differences of the
-// two scales' errors, a signed integer stored as u32. The result is true if it is at least `slack` or below -`slack`.
+// Return true if `sum` proves which of a block's two scales is better: if it is at least `slack` or below -`slack`.
+// `sum` is a signed integer, stored as u32: the error of one scale minus the error of the other, added over the
+// elements. `slack` is the largest error that `sum` may have.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }

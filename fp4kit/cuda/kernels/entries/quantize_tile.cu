@@ -17,7 +17,9 @@ struct RowUnits {
   u32 exponents;     // for bfloat16: what to add to the bits of two magnitudes to multiply them by `inverse`
 };
 
-// Return the RowUnits of a row with the tensor scale t.
+// Return the RowUnits of a row with the tensor scale t: the unit of length for the row's magnitudes, which is
+// amax_power(t), the largest power of two that is not above the row's amax, and numbers derived from it. If the fast
+// path is not valid for t, is_ordinary is false in the result, and the other fields are 0.
 template <class R>
 FP4KIT_DEVICE RowUnits row_units(TensorScale t) {
   if (!is_ordinary(t)) return {};
@@ -26,15 +28,16 @@ FP4KIT_DEVICE RowUnits row_units(TensorScale t) {
           prmt(exponent, 0u, 0x1010u)};
 }
 
-// Return approximately the factor of a candidate. Its relative error is at most 2^-22.
+// Return an approximation, with a relative error of at most 2^-22, to the factor by which elements are multiplied under
+// a candidate scale. `scale` is the decoded block scale, and t is the tensor scale.
 template <class R>
 FP4KIT_DEVICE float approximate_factor(float scale, TensorScale t) {
   if constexpr (R::kLaneSums || R::kFlush) return candidate_factor<R>(scale, t);
   return rcp_approx_ftz(scale * t.decode);
 }
 
-// Store in `out` the magnitudes of a run of finite elements in units of the row. For bfloat16, magnitudes whose
-// quotient is below 2^-126 may become any number below 2^-126.
+// Divide the magnitudes of a run of finite elements by row.power (the unit of the row), and store the quotients in
+// `out`. For bfloat16, a quotient below 2^-126 may be stored as any number below 2^-126.
 template <class R, class In>
 FP4KIT_DEVICE void magnitudes_of(const Run<In, R::kBlock>& x, const RowUnits& row, float (&out)[R::kBlock]) {
   Run<In, R::kBlock> run = x;
@@ -49,10 +52,11 @@ FP4KIT_DEVICE void magnitudes_of(const Run<In, R::kBlock>& x, const RowUnits& ro
 
 // Quantize one block by the fast path, store its codes and its block scale, and return true. Return false, and store
 // nothing, if the block must take the exact path. `block` is the number of the block in row number `row`, which has
-// `blocks` blocks. `units` and t belong to the row.
+// `blocks` blocks. `units` and t are the RowUnits and the tensor scale of the row.
 //
-// The errors of both candidates are approximated as in approximate_errors, but with approximate factors and units. A
-// decoded value is then off by another 12 e u, and the constants below are larger than those of is_decided.
+// The errors of both candidate scales are approximated as in approximate_errors (four_over_six.cuh, which defines e and
+// u), but with approximate factors and units. These change a decoded value by up to another 12 e u, so the constants
+// below are larger than those of is_decided.
 template <class R, class In>
 FP4KIT_DEVICE bool quantize_by_units(const QuantizeArguments& a, u32 row, u32 block, u32 blocks,
                                      const Run<In, R::kBlock>& x, TensorScale t, const RowUnits& units) {
@@ -87,7 +91,7 @@ FP4KIT_DEVICE bool quantize_by_units(const QuantizeArguments& a, u32 row, u32 bl
 
 // Quantize a matrix with one tensor scale per row by 4over6 or IF4, for blocks of one row. First find the amax of each
 // row, and store it at a.tensor_amax, and the tensor scale of the row at a.tensor_scale. A thread block takes one row
-// at a time. Each thread loads its first block of a row once, while the row before is quantized. Further blocks of a
+// at a time. Each thread loads its first block of a row once, while the previous row is quantized. Further blocks of a
 // row are loaded again for the codes, mostly from a cache. Launch with any number of thread blocks of at most kThreads
 // threads.
 template <class R, class In, bool kAligned>

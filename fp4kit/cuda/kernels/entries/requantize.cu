@@ -1,5 +1,5 @@
 // requantize: convert blocks with E8M0 scales to blocks with E4M3 scales and a tensor scale 2^m. The codes of a block
-// are kept if E4M3 can represent the scale of the block divided by 2^m (ops/requantize.py). The source is the quantized
+// are kept if the block's scale, divided by 2^m, is an E4M3 number (ops/requantize.py). The source is the quantized
 // array that is converted. R is the recipe of the result, and In is the type of the values that the host quantizes. `a`
 // holds the arguments of the kernels. a.extent describes the range of the source's scales, for blocks with nonzero
 // values.
@@ -83,9 +83,9 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
   return R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
 }
 
-// Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. Then `m`
-// receives the exponent, and `amax` the tensor amax for which the recipe R computes the tensor scale 2^m. If the result
-// is false, neither may be used.
+// Return true if 2^m can be the tensor scale for the range of scales in `extent`, so that codes can be kept. If so,
+// store the exponent in `m`, and in `amax` the tensor amax for which the recipe R computes the tensor scale 2^m. If the
+// result is false, neither may be used.
 //
 // m is chosen such that the largest scale becomes as large as E4M3 allows; it is 0 if all values are zero. The result
 // is false in these cases:

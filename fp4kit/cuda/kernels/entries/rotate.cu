@@ -1,8 +1,8 @@
 // rotate: rotate blocks of kSize elements along an axis, by a Hadamard transform or by given matrices (kHasMatrices).
 // The axes of x are (outer, length, inner), and blocks lie along the middle axis. A thread block processes kLanes
-// blocks at a time (each is a lane) and keeps their kCount elements as float32 in shared memory (the tile). `a` holds
-// the kernel's arguments: x, out, signs, matrices and sizes. b is the group of blocks in the tile. If kHasSigns,
-// elements are multiplied by their signs before the rotation, or after it if kIsInverse.
+// blocks at a time, and keeps their kCount elements as float32 in shared memory (the tile). Each of these blocks is
+// called a lane. `a` holds the kernel's arguments: x, out, signs, matrices and sizes. b is the group of blocks in the
+// tile. If kHasSigns, elements are multiplied by their signs before the rotation, or after it if kIsInverse.
 //
 // The results are bit-identical to the results of reference/rotate.py. Most Hadamard transforms are computed by
 // hadamard_rows.cu and hadamard_columns.cu.
@@ -80,9 +80,9 @@ FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) 
   return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
 }
 
-// Load the elements of the group b from a.x into the tile, multiplied by their signs unless kIsInverse. Lanes beyond
-// the last one load the last lane's elements, so that no load waits for a branch; results of such lanes are not stored.
-// Threads must synchronize before they read the tile.
+// Load the elements of the group b from a.x into the tile, multiplied by their signs unless kIsInverse. If the group
+// has fewer than kLanes blocks, the other lanes load the elements of the last block, so that no load waits for a
+// branch; their results are not stored. Threads must synchronize before they read the tile.
 FP4KIT_DEVICE void load_tile(const RotateArguments& a, const RotateBlocks& b, float* tile) {
   Bits loaded[kPerThread];
 #pragma unroll
@@ -157,8 +157,8 @@ struct alignas(16) Quad {
 // Multiply the blocks of the tile by the matrix of the group b, and store the results in a.out (store_result). kSize
 // must be 16, 32, 64 or 128. The tile itself does not change.
 //
-// A thread computes one column of the results for 16 lanes, or 16 columns for one lane, so that it reads most numbers
-// four at a time. Sums start at -0, because -0 + x is x for every x.
+// A thread computes 16 results: one column for 16 lanes, or 16 columns for one lane. It then reads most numbers four at
+// a time. Sums start at -0, because -0 + x is x for every x.
 FP4KIT_DEVICE void store_even_products(const RotateArguments& a, const RotateBlocks& b, const float* tile) {
   const float* matrix = a.matrices + b.block * a.matrix_step;
   float sums[kPerThread];

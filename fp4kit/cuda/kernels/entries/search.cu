@@ -1,7 +1,8 @@
 // search: for each block of 16 elements, find the amax whose scale gives the smallest loss (the sum of squared rounding
 // errors, weighted per column if kWeighted). Only amaxes are stored, no codes. R is the recipe, In is the type of the
 // elements of x, and kAligned is true if all rows of x begin at multiples of 16 bytes. `a` holds the kernel's
-// arguments: the arrays, their sizes and the candidates. A candidate is a scale code (E4M3) that is tried.
+// arguments: the arrays, their sizes and the candidates. A candidate is a scale code (E4M3) whose loss is compared. The
+// pruned search excludes most candidates without computing their losses.
 #include "search_pruned.cuh"
 
 // A block for which one thread could not prove the best scale. All threads of the warp then search it together.
@@ -31,9 +32,10 @@ struct SearchMemory {
   WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
 };
 
-// Return the scale code with the smallest loss among all codes of a block's range, or the first of them if several have
-// this loss. If no loss is below infinity, return the lowest code of the range. `shared` holds the candidates. The
-// threads of a warp share the work; all of them must call this function, and all get the result.
+// Return the scale code with the smallest loss among all codes of unproven_block.range, or the lowest of them if
+// several have this loss. The block is one for which the pruned search proved no result. If no loss is below infinity,
+// return the lowest code of the range. `shared` holds the candidates. The threads of a warp share the work; all of them
+// must call this function, and all get the result.
 template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
   BestCode best = {float_of(kInfinityBits), unproven_block.range.low};

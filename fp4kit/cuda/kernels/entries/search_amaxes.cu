@@ -1,7 +1,7 @@
 // search_amaxes: for each amax of a tensor, an expert, a row or a block, find the multiple of the amax that gives the
-// smallest loss. A loss is a sum of powers of rounding errors, or the largest rounding error. If there is one amax per
-// block, the kernels treat each block as a row. `a` holds the arguments of the kernels: the arrays, their sizes and the
-// multiples to try.
+// smallest loss. The loss is a sum of powers of rounding errors, or the largest rounding error. If there is one amax
+// per block, the kernels treat each block as a row. `a` holds the arguments of the kernels: the arrays, their sizes and
+// the multiples to try.
 //
 // The losses of elements are added in float64, as in reference/search_amaxes.py: from the first element of a row to the
 // last, and then from the first row to the last. Therefore one thread sums a whole row for one multiple, and

@@ -47,8 +47,8 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
 }
 
 // Return the block's amax times the multiple of kFactors that gives the smallest sum of squared errors. If several
-// multiples have this error, the first of them is chosen. If the error of the first multiple is NaN, the first multiple
-// is chosen. Any other multiple with a NaN error is never chosen. `load` loads elements of the block, as error_under
+// multiples have this error, the first of them is chosen. If the error of the very first multiple is NaN, that multiple
+// is chosen. Later multiples with a NaN error are never chosen. `load` loads elements of the block, as error_under
 // describes.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {

@@ -1,7 +1,7 @@
 // search_hessian: for each block of 16 elements, find the amax whose scale gives the smallest loss d^T H d. d is the
 // error of the block, and H is the Hessian of its 16 columns. A thread block processes the blocks of one Hessian. `a`
-// holds the kernel's arguments: the arrays, their sizes and the range of candidates. A candidate is a scale code that
-// is tried.
+// holds the kernel's arguments: the arrays, their sizes and the range of candidates. A candidate is a scale code whose
+// loss is compared. The pruned search excludes most candidates without computing their losses.
 #include "search_hessian.cuh"
 
 // For each block in the 16 columns of one Hessian that this thread block processes, find the candidate with the

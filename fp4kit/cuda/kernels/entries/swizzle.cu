@@ -77,8 +77,8 @@ FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
 }
 
 // Convert the scales that `grid` assigns to this thread block from layout kSource to layout kTarget, with any number of
-// columns and any alignment. Padding of a swizzled kTarget is set to zero. In each step, a thread moves four bytes, one
-// after another.
+// columns and any alignment. Padding of a swizzled kTarget is set to zero. In each step, a thread moves four bytes one
+// by one.
 template <ScaleLayout kSource, ScaleLayout kTarget>
 FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;

@@ -56,9 +56,9 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __syncthreads();
 }
 
-// Transpose this thread block's part of linear scales, from a.scales to a.scales_out. A thread processes the scales of
-// 4 x 4 blocks (a square), and a thread block kThreads squares, starting at square item * kThreads. `squares` is the
-// number of squares of all matrices; threads beyond the last square do nothing.
+// Transpose this thread block's part of linear scales, from a.scales to a.scales_out. A square is the scales of 4 x 4
+// blocks. Each thread processes one square, and the thread block kThreads squares, starting at square number item *
+// kThreads. `squares` is the number of squares of all matrices; threads beyond the last square do nothing.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -73,8 +73,8 @@ FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 
 // `items` large tiles in all matrices; a matrix has `tall` of them below each other and `wide` beside each other. All
 // threads of the thread block must call this function.
 //
-// For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2 us, and 79.4 us if scales are transposed with
-// the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so those are transposed with the codes.
+// For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), the kernel takes 78.2 us, and 79.4 us if scales are transposed
+// with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so those are transposed with the codes.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
@@ -87,7 +87,7 @@ FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i
 }
 
 // Transpose the tiles of codes, and the scales, that `grid` assigns to this thread block, and store them in a.codes_out
-// and a.scales_out. For a group, they are one piece of a member (a matrix). Tiles are taken down the columns, so that
+// and a.scales_out. In a group of matrices, they are one piece of a matrix. Tiles are taken down the columns, so that
 // thread blocks that run at the same time store neighboring lines. All threads of the thread block must call this
 // function.
 //
