@@ -1,9 +1,10 @@
 // Functions that compute the amaxes (largest magnitudes), scale codes and factors of blocks of finite elements, in
-// loops that the compiler vectorizes. R: a struct of recipes.inc with the block rule and the formats of a recipe. In:
-// the type of the elements. Amax bits: the largest magnitude of some elements, as an integer: its bit pattern in the
-// type of the elements. Segment: 16 or 32 neighboring elements whose amax bits are found by one loop; a block has one
-// or more segments. Factor: the number by which the elements of a block are multiplied or divided before they are
-// rounded.
+// loops that the compiler vectorizes.
+//   R          a struct of recipes.inc with the block rule and the formats of a recipe
+//   In         the type of the elements
+//   amax bits  the largest magnitude of some elements, as an integer: its bit pattern in the type of the elements
+//   segment    16 or 32 neighboring elements whose amax bits are found by one loop; a block has one or more segments
+//   factor     the number by which the elements of a block are multiplied or divided before they are rounded
 #pragma once
 
 #include "input_types.h"

@@ -1,9 +1,10 @@
 // The C functions that Python calls (cpu/library.py declares them). Each of them takes a matrix, or one slab (some rows
-// and columns) of a matrix that is too large for one call, and divides its tiles among threads. Tile: the rows and
-// columns that one thread takes at a time. Fallback: the specification, by which Python computes the tiles that the
-// loops cannot; they have NaN, infinities or extreme scales. Prototype: the arguments of a call except addresses, such
-// as the shape, steps and recipe of a matrix. Python stores it and repeats the call with new addresses
-// (cpu/cached_calls.py). Entry, key: the compiled code of one rule, and the text by which Python looks up its index.
+// and columns) of a matrix that is too large for one call, and divides its tiles among threads.
+//   tile        the rows and columns that one thread takes at a time
+//   fallback    the specification, by which Python computes tiles with NaN, infinities or extreme scales
+//   prototype   the arguments of a call except addresses, such as the shape, steps and recipe of a matrix. Python
+//               stores it and repeats the call with new addresses (cpu/cached_calls.py)
+//   entry, key  the compiled code of one rule; the text by which Python looks up the index of an entry
 #include "decode_matrix.h"
 #include "matmul_vnni.h"
 #include "own_format.h"

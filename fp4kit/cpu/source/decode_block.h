@@ -1,7 +1,10 @@
-// Functions that decode the codes of a block by the decode rule of a recipe R into values of the type Out. Nibble: a
-// 4-bit code; two are stored per byte, the first one in the low half. Nibbles are looked up in a value table: the
-// sixteen values that codes have under one block scale and one tensor scale. 8-bit codes are decoded by arithmetic.
-// Value: the unsigned integer type of a value's bits. Unscaled value: the value of a code before scales are applied.
+// Functions that decode the codes of a block by the decode rule of a recipe.
+//   R               a struct of recipes.inc with the formats and the decode rule of the recipe
+//   Out, Value      the type of the values; the unsigned integer type of their bits
+//   nibble          a 4-bit code; two are stored per byte, the first one in the low half. Nibbles are looked up in a
+//                   value table; 8-bit codes are decoded by arithmetic
+//   value table     the values of all sixteen 4-bit codes under one block scale and one tensor scale
+//   unscaled value  the value of a code before scales are applied
 //
 // A value table is stored as byte planes: first byte 0 (the lowest) of all sixteen values, then byte 1 of all sixteen,
 // and so on. So one byte shuffle per plane looks up sixteen codes.

@@ -1,7 +1,9 @@
-// Functions that decode or fake-quantize a matrix, tile by tile. Fake-quantize: encode and decode again. Tile: the rows
-// and columns that one thread takes at a time. Fallback: the specification, which computes the tiles that these loops
-// cannot. Value table: the values of all sixteen 4-bit codes under one scale code. In: the type of the elements, which
-// is also that of the values in fake quantization.
+// Functions that decode or fake-quantize a matrix, tile by tile.
+//   fake-quantize  encode and decode again
+//   tile           the rows and columns that one thread takes at a time
+//   value table    the values of all sixteen 4-bit codes under one scale code and one tensor scale
+//   fallback       the specification, which computes the tiles that these loops cannot
+//   In             the type of the elements, which in fake quantization is also that of the values
 #pragma once
 
 #include "encode_matrix.h"

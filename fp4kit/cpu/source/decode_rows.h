@@ -1,8 +1,10 @@
 // Functions that decode a row of codes in one of three ways: by look-up in the value tables of all scale codes, by
-// integer arithmetic on bits, or block by block. R: a struct of recipes.inc with the formats and the decode rule of a
-// recipe. Out: the type of the values, and Value the unsigned integer type of their bits. Nibble: a 4-bit code; two are
-// stored per byte. Value table: the values of all sixteen 4-bit codes under one scale code and one tensor scale.
-// Fallback: the specification, which computes what these functions cannot.
+// integer arithmetic on bits, or block by block.
+//   R            a struct of recipes.inc with the formats and the decode rule of a recipe
+//   Out, Value   the type of the values; the unsigned integer type of their bits
+//   nibble       a 4-bit code; two are stored per byte
+//   value table  the values of all sixteen 4-bit codes under one scale code and one tensor scale
+//   fallback     the specification, which computes what these functions cannot
 #pragma once
 
 #include "decode_block.h"

@@ -1,8 +1,11 @@
-// The tables in which calls find compiled rules. Entry: the compiled code of one rule, for all types of elements. Key:
-// the text by which Python looks up the index of an entry (cpu/coverage.py). Block rule: computes the scale codes of
-// blocks from their amaxes, and from them the factors, by which elements are multiplied or divided before they are
-// rounded. Tensor rule: computes the tensor scale of a matrix from its amax. Element arithmetic: how elements become
-// codes under given factors. Decoder: how codes become values.
+// The tables in which calls find compiled rules.
+//   entry               the compiled code of one rule, for all types of elements
+//   key                 the text by which Python looks up the index of an entry (cpu/coverage.py)
+//   block rule          computes the scale codes of blocks from their amaxes, and from these codes the factors, by
+//                       which elements are multiplied or divided before they are rounded
+//   tensor rule         computes the tensor scale of a matrix from its amax
+//   element arithmetic  how elements become codes under given factors
+//   decoder             how codes become values
 //
 // Python puts the index of an entry into a call. The tables are defined in rules.cpp, elements.cpp and decoders.cpp,
 // which get the rules from recipes.inc. They are separate files so that they can be compiled in parallel.
@@ -51,8 +54,8 @@ using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeT
 
 // The compiled code of one decode rule. Arrays are indexed by InputKind, the type of the values.
 //   is_nibble    true if codes have 4 bits and are stored two per byte
-//   fill_tables  functions that fill the value tables of all scale codes (decode_rows.h); nullptr if codes are not
-//                looked up in tables
+//   fill_tables  functions that fill the value tables of all scale codes (decode_rows.h); nullptr for one-byte codes
+//                and for recipes without block scales
 //   rows         functions that decode a row of codes (decode_row of decode_rows.h)
 struct DecoderEntry {
   const char* key;

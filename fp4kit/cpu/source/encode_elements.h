@@ -1,9 +1,11 @@
-// Functions that encode elements under the factors of their blocks, in loops that the compiler vectorizes. E: a struct
-// of recipes.inc that describes the element arithmetic (how elements become codes). In: the type of the elements.
-// Factor: the number by which the elements of a block are multiplied, or divided if E::kDivide. Method: the way in
-// which elements are scaled by factors (enum Method). Run: 16 neighboring elements of a row, which share a factor.
-// tensor_encode: the tensor's encode scale, by which some recipes multiply elements after the factor. Scaled element:
-// an element after these steps; rounding it gives the code.
+// Functions that encode elements under the factors of their blocks, in loops that the compiler vectorizes.
+//   E               a struct of recipes.inc that describes the element arithmetic (how elements become codes)
+//   In              the type of the elements
+//   factor          the number by which the elements of a block are multiplied, or divided if E::kDivide
+//   run             16 neighboring elements of a row, which share a factor
+//   tensor_encode   the tensor's encode scale, by which some recipes multiply elements after the factor
+//   scaled element  an element after these steps; rounding it gives the code
+//   method          the way in which elements are scaled (enum Method); all methods give equal codes
 //
 // The arithmetic is that of cuda/kernels/rules. Two kinds of blocks are left to the specification (the fallback):
 // blocks that contain NaN or infinity, and blocks whose factor would turn finite elements into NaN. The caller finds

@@ -1,8 +1,10 @@
 // Functions that encode a matrix tile by tile: they compute the amaxes, scale codes and element codes of its blocks.
-// Tile: the rows and columns that one thread takes at a time. Panel: one row of blocks of a tile. Factor: the number by
-// which the elements of a block are multiplied or divided before they are rounded. Fallback: the specification, which
-// computes the tiles that these loops cannot. View: contiguous rows of elements (data), which begin `step` elements
-// apart. In: the type of the elements, and Bits the type of their bits.
+//   tile      the rows and columns that one thread takes at a time
+//   panel     one row of blocks of a tile
+//   factor    the number by which the elements of a block are multiplied or divided before they are rounded
+//   fallback  the specification, which computes the tiles that these loops cannot
+//   View      contiguous rows of elements (data), which begin `step` elements apart
+//   In, Bits  the type of the elements; the unsigned integer type of their bits
 #pragma once
 
 #include "dispatch.h"

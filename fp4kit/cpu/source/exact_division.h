@@ -1,8 +1,10 @@
 // Functions that find the E2M1 codes of quotients x / d without a division per element x. The quotient is replaced by a
 // number that has the same E2M1 code. One such number is computed from the reciprocal of the divisor d and the error of
 // the reciprocal (Divisor). Another one is the product of x and one multiplier, if there is a multiplier that gives the
-// same codes for every x (Multipliers). Midpoint: a number halfway between two neighboring E2M1 values. In: the type of
-// the elements. unused_bits: kUnusedBits<In>, the low bits that are 0 in every x.
+// same codes for every x (Multipliers).
+//   midpoint     a number halfway between two neighboring E2M1 values
+//   In           the type of the elements
+//   unused_bits  kUnusedBits<In>: the low bits that are 0 in every x
 #pragma once
 
 #include "input_types.h"

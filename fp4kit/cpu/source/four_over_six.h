@@ -1,10 +1,12 @@
-// 4over6: each block gets the one of two scales (the candidates) that gives the smaller error. The first candidate
-// ("six") maps the amax of the block to 6, and the second one ("four") maps it to 4. For the recipe IF4, the candidates
-// are two formats instead: "six" stands for E2M1 and "four" for INT4; their scales differ only in bit 7 of the code. R:
-// a struct of recipes.inc that describes the recipe. t: the tensor scale. Factor: the number by which elements are
-// multiplied before they are rounded. Lane: one of kLanes = 16 blocks of 16 columns that are handled together. Arrays
-// of magnitudes and of error terms are therefore stored by column, as [column][lane]. Error term: the error that one
-// element adds to its block (error_of).
+// 4over6: each block gets the one of two scales (the candidates) that gives the smaller error.
+//   six, four   the first candidate, which maps the amax of the block to 6; the second one, which maps it to 4. For the
+//               recipe IF4, "six" stands for E2M1 and "four" for INT4 under one scale, with bit 7 of its code set for
+//               INT4
+//   R, t        a struct of recipes.inc that describes the recipe; the tensor scale
+//   factor      the number by which elements are multiplied before they are rounded
+//   lane        one of kLanes = 16 blocks of 16 columns that are handled together. Arrays of magnitudes and of error
+//               terms are therefore stored by column, as [column][lane]
+//   error term  the error that one element adds to its block (error_of)
 //
 // Only magnitudes are compared, because negating an element negates its code and keeps its error. NaN occurs only if
 // the tensor's amax is NaN or infinite. Blocks with a factor that is NaN, infinite or negative need the fallback.

@@ -1,11 +1,14 @@
-// Matrix products D = C + A B^T with the additions of GPU matrix units, or in other orders. K: the axis along which
-// products are added. Step: the elements along K whose products a matrix unit adds at once. Term: one summand of a
-// step, which is a product or the exact sum of 16 products. Power: 2^exponent of a number, as a double; decoded
-// elements of zero have the power 0. Panel: kProductLanes neighboring columns of D, which are computed at once, one per
-// vector lane. Chain: the steps whose products are added to one sum before that sum is added to the total in float32
-// ("promotion"). Task: a tile of D that one thread computes. In the functions, a holds decoded elements of a row of A,
-// b those of a panel of columns (rows of B), i the index of a decoded element, k an index along K, and c the sums of
-// one row of D in a panel, one per lane.
+// Matrix products D = C + A B^T with the additions of GPU matrix units, or in other orders.
+//   K        the axis along which products are added
+//   step     the elements along K whose products a matrix unit adds at once
+//   term     one summand of a step, which is a product or the exact sum of 16 products
+//   power    2^exponent of a number, as a double; decoded elements of zero have the power 0
+//   panel    kProductLanes neighboring columns of D, which are computed at once, one per vector lane
+//   chain    the steps whose products are added to one sum before that sum is added to the total in float32
+//            ("promotion")
+//   task     a tile of D that one thread computes
+//   a, b, c  decoded elements of a row of A; those of a panel of columns; the sums of this row of D, one per lane
+//   i, k     the index of a decoded element; an index along K
 //
 // The specification is fp4kit/reference/matmul.py. The arithmetic of terms is that of the CUDA kernels
 // (cuda/kernels/rules/matmul_terms.cuh).

@@ -1,11 +1,14 @@
-// Matrix products D = C + A B^T with Adder::truncate, for which every term is a single product, with AVX-512. K: the
-// axis along which products are added. Step: the elements along K whose products a matrix unit adds at once. Term: one
-// summand of a step. Line: a row or a column. Panel: kProductLanes = 16 neighboring columns of D, one per vector lane.
-// Chain: the steps whose products are added to one sum before that sum is added to the total ("promotion"). Task: a
-// tile of D that one thread computes. In the functions, a holds the decoded elements of kLanesBlock rows of A, and b
-// those of a panel of columns. `row` is the index of the first of these rows, `first` the index of the first column, k
-// an index along K, and i the index of the decoded element at which a step starts. c and `sums` hold the sums of these
-// rows so far.
+// Matrix products D = C + A B^T with Adder::truncate, for which every term is a single product, with AVX-512.
+//   K           the axis along which products are added
+//   step, term  the elements along K whose products a matrix unit adds at once; one summand of a step
+//   line        a row or a column
+//   panel       kProductLanes = 16 neighboring columns of D, one per vector lane
+//   chain       the steps whose products are added to one sum before that sum is added to the total ("promotion")
+//   task        a tile of D that one thread computes
+//   a, b        the decoded elements of kLanesBlock rows of A; those of a panel of columns
+//   c, sums     the sums of these rows so far, in this panel
+//   row, first  the index of the first of these rows; the index of the first column of the panel
+//   k, i        an index along K; the index of the decoded element at which a step starts
 //
 // These are products of FP8, FP6 and 16-bit floats on NVIDIA's units, and of MX formats. matmul.h computes them on
 // processors without AVX-512. A term is an integer in units of the last bit that a step keeps, so a step is an integer

@@ -1,11 +1,16 @@
 // Matrix products D = C + A B^T of block-scaled E2M1 operands with the additions of Blackwell's FP4 instructions, with
-// AVX-512 VNNI. K: the axis along which products are added. Group: 16 elements along K. Step: the 64 elements along K
-// (four groups) whose products the unit adds at once. Term: one summand of a step, the sum of the products of a group
-// times both block scales. Line: a row or a column. Panel: 16 neighboring columns of D, one per vector lane. Task: a
-// tile of D that one thread computes. In the functions, a holds the decoded elements of kVnniBlock rows of A, and b
-// those of kWidth (1 or 2) panels of columns. `row` is the index of the first of these rows, `first` the index of the
-// first column, k an index along K, and `step` the number of a decoded step. c holds the sums of these rows so far:
-// c[w][r][lane] for panel w and row r.
+// AVX-512 VNNI.
+//   K           the axis along which products are added
+//   group       16 elements along K
+//   step        the 64 elements along K (four groups) whose products the unit adds at once; also its number
+//   term        one summand of a step: the sum of the products of a group, times both block scales
+//   line        a row or a column
+//   panel       16 neighboring columns of D, one per vector lane
+//   task        a tile of D that one thread computes
+//   a, b        the decoded elements of kVnniBlock rows of A; those of kWidth (1 or 2) panels of columns
+//   c           the sums so far: c[w][r][lane] for row r and panel w
+//   row, first  the index of the first of these rows; the index of the first column
+//   k           an index along K
 //
 // matmul.h computes these products on other processors. Elements are integers in units of 1/2, so the sum of a group of
 // 16 products is an integer dot product. The scales of a line in a step are integers, too, in units of a power of two.

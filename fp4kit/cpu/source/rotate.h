@@ -1,9 +1,11 @@
 // Rotations of blocks along an axis: Hadamard transforms, and products with given matrices. A call rotates an array of
-// outer x length x inner elements; blocks of `size` elements lie along the middle axis. Lane: one of kLanes = 16 blocks
-// that are rotated together. Group: up to kLanes blocks, one per lane, at one position along the middle axis. They are
-// stored by element, as y[element][lane], so loops over blocks are vectors. Task: some groups, which one thread
-// rotates. In: the type of the elements. Element signs: the call may negate some elements, before the rotation or, if
-// the call is inverse, after it.
+// outer x length x inner elements; blocks of `size` elements lie along the middle axis.
+//   lane           one of kLanes = 16 blocks that are rotated together
+//   group          up to kLanes blocks, one per lane, at one position along the middle axis. They are stored by
+//                  element, as y[element][lane], so loops over blocks are vectors
+//   task           some groups, which one thread rotates
+//   In             the type of the elements
+//   element signs  the call may negate some elements, before the rotation or, if the call is inverse, after it
 //
 // The results have the bits of reference/rotate.py.
 #pragma once

@@ -1,8 +1,11 @@
 // Factor search (for auto-round): for each block, find the multiple of its amax that gives the smallest squared error,
-// row by row. Factor: in this file, the number by which an amax is multiplied. Element factor: the number by which
-// elements are multiplied or divided before they are rounded. Trial: the blocks of a row whose error is measured under
-// one factor; they are gathered, encoded, decoded and measured together. In: the type of the elements. Fallback: the
-// specification, which computes the tiles that these loops cannot.
+// row by row.
+//   factor          in this file, the number by which an amax is multiplied
+//   element factor  the number by which elements are multiplied or divided before they are rounded
+//   trial           the blocks of a row whose error is measured under one factor; they are gathered, encoded, decoded
+//                   and measured together
+//   In              the type of the elements
+//   fallback        the specification, which computes the tiles that these loops cannot
 //
 // If factors_by_code, a block takes part in a trial only if its scale code was not tried before; otherwise all blocks
 // do. Factors rise, starting at the second one. So a code that was tried before is the code of the previous trial or of

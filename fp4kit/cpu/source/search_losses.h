@@ -1,8 +1,10 @@
-// Functions that compute the losses of one row of a block (16 elements) under candidate scales. Candidate: a scale that
-// the search may choose, with its approximate reciprocal. d: the rounding error of an element under a candidate. w: the
-// weight of the element's column, or 1 without weights. Loss: a number computed from all d of a block; the search
-// chooses the candidate with the smallest one. Lane: one of kLanes = 16 candidates that are handled together. In: the
-// type of the elements.
+// Functions that compute the losses of one row of a block (16 elements) under candidate scales.
+//   candidate  a scale that the search may choose, with its approximate reciprocal
+//   d          the rounding error of an element under a candidate
+//   w          the weight of the element's column, or 1 without weights
+//   loss       a number computed from all d of a block; the search chooses the candidate with the smallest one
+//   lane       one of kLanes = 16 candidates that are handled together
+//   In         the type of the elements
 //
 // The losses are those of reference/search_scales.py, operation by operation. The loss of a block with several rows is
 // the sum of the losses of its rows, or the largest of them for Objective::largest.

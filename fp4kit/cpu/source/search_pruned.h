@@ -1,10 +1,11 @@
-// The pruned search for the scale code with the smallest loss, for kLanes blocks together. Candidate: one of the E4M3
-// codes 1 ... 126, with the block amax and the scale that belong to it. Loss: the sum of the squared errors of a block
-// under a candidate, weighted if kWeighted. Lane: one block; loops over lanes vectorize. Open lane: a lane whose block
-// is searched. Upward codes: the candidates from the first code whose scale is above amax / 7, eight codes at most. If
-// the first one is below 8 (a subnormal number), they are all candidates from it up to code 15. Downward codes: the
-// candidates below the upward codes. Clipped loss: the loss of elements that a candidate clips, a lower bound of its
-// loss.
+// The pruned search for the scale code with the smallest loss, for kLanes blocks together.
+//   candidate       one of the E4M3 codes 1 ... 126, with the block amax and the scale that belong to it
+//   loss            the sum of the squared errors of a block under a candidate, weighted if kWeighted
+//   lane            one block; loops over lanes vectorize. A lane is open if its block is searched
+//   upward codes    the candidates from the first code whose scale is above amax / 7, eight codes at most. If the first
+//                   one is below 8 (a subnormal number), they are all candidates from it up to code 15
+//   downward codes  the candidates below the upward codes
+//   clipped loss    the loss of the elements above 6 times the scale, which are clipped: a lower bound of the loss
 //
 // The search computes the losses of all upward codes. Then it computes the losses of downward codes in descending
 // order, until the clipped loss alone exceeds the smallest loss so far. cuda/kernels/shared/search.cuh has the same

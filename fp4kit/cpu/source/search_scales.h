@@ -1,10 +1,13 @@
 // Scale search: for each block of 16 columns, find the block amax whose E4M3 scale gives the smallest loss, tile by
-// tile. Candidate: one of the E4M3 codes 1 ... kLastCandidate (126), with the block amax and the scale that belong to
-// it. Loss: a measure of the rounding errors of a block under a candidate, by the objective of the call. Lane: one of
-// kLanes = 16 blocks or candidates that a loop handles together. The pruned search (search_pruned.h) excludes most
-// candidates by bounds on their loss, for kLanes blocks together. The full search tries all candidates of one block,
-// kLanes together. In: the type of the elements. x: a view of a tile, contiguous rows of elements that begin x.step
-// elements apart.
+// tile.
+//   candidate      one of the E4M3 codes 1 ... kLastCandidate (126), with the block amax and the scale that belong to
+//                  it
+//   loss           a measure of the rounding errors of a block under a candidate, by the objective of the call
+//   lane           one of kLanes = 16 blocks or candidates that a loop handles together
+//   pruned search  excludes most candidates by bounds on their loss, for kLanes blocks together (search_pruned.h)
+//   full search    tries all candidates of one block, kLanes together
+//   In             the type of the elements
+//   x              a view of a tile: contiguous rows of elements, which begin x.step elements apart
 //
 // The full search is used if the bounds do not apply, or if the pruned search did not prove its result for a block. If
 // several candidates have the smallest loss, the first one wins. If no loss is below infinity, the first candidate of

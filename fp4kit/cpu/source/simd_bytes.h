@@ -1,9 +1,11 @@
 // Vectors of sixteen bytes (Bytes): table look-up, interleaving, the larger elements of two vectors, and square
 // transposes built from these operations. Also functions that load and store pairs of elements and codes that share a
-// 32-bit lane. Bits: the unsigned integer type of an element's bits, u16 or u32. Nibble: a 4-bit code; two are stored
-// per byte. Zip: interleave two vectors, so that a_0 b_0 a_1 b_1 ... results. zip_low interleaves their first halves
-// byte by byte, and zip_high their second halves. zip_pairs_* interleave units of two bytes, and zip_fours_* units of
-// four bytes.
+// 32-bit lane.
+//   Bits    the unsigned integer type of an element's bits, u16 or u32
+//   nibble  a 4-bit code; two are stored per byte
+//   zip     interleave two vectors, so that a_0 b_0 a_1 b_1 ... results. zip_low interleaves their first halves byte by
+//           byte, and zip_high their second halves. zip_pairs_* interleave units of two bytes, zip_fours_* of four
+//           bytes
 #pragma once
 
 #include <type_traits>

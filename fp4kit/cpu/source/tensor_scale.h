@@ -1,7 +1,10 @@
 // Functions that compute the amaxes (largest magnitudes) of matrices and of their blocks, and the tensor scales of a
-// call. A tensor scale is a struct of an encode scale, a decode scale and the tensor amax. A tensor rule, an entry of
-// kTensorRules, computes it from the tensor amax. A call has one tensor scale, or one per row if its tensor_step is 1.
-// Given amaxes come with the call. In: the type of the elements.
+// call.
+//   tensor scale  a struct of an encode scale, a decode scale and the tensor amax. A call has one, or one per row if
+//                 its tensor_step is 1
+//   tensor rule   an entry of kTensorRules, which computes the tensor scale from the tensor amax
+//   given         amaxes are given if they come with the call
+//   In            the type of the elements
 #pragma once
 
 #include <atomic>

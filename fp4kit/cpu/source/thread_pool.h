@@ -1,7 +1,9 @@
-// The threads that share the tiles of a call. One call at a time owns them. Round: one use of the threads, from the
-// start of for_each_index to its return. Owner: the thread that called for_each_index. Helpers: the other threads that
-// take part; they sleep between rounds. Index: the number of a piece of work, such as a tile. Claim: take the next
-// index, so that no other thread takes it.
+// The threads that share the tiles of a call. One call at a time owns them.
+//   round    one use of the threads, from the start of for_each_index to its return
+//   owner    the thread that called for_each_index
+//   helpers  the other threads that take part; they sleep between rounds
+//   index    the number of a piece of work, such as a tile
+//   claim    take the next index, so that no other thread takes it
 //
 // A call that comes while the threads are owned does its work alone. Otherwise a program with n threads that make calls
 // would run n times as many threads.
