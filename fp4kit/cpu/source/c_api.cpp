@@ -244,7 +244,7 @@ FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   });
 }
 
-// QuEST's search: for every block of the matrix, store the amax that follows from its standard deviation in call->out.
+// QuEST's search: for every block of the matrix, store in call->out the amax that follows from its standard deviation.
 // The amax of a block with NaN or infinity is NaN.
 FP4KIT_EXPORT void fp4kit_search_quest(const SearchQuestCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};

@@ -18,8 +18,8 @@ struct NoIndex {
 // variables, so the compiler must find them, although the CPU engine never calls such functions.
 static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
-// Return the bits of a number as an integer, or the number that has the given bits. These four functions replace CUDA
-// functions of the same names.
+// Return the bits of a float or double as an integer (__float_as_uint, __double_as_longlong), or the float or double
+// that has the given bits (the other two). These four functions replace CUDA functions of the same names.
 static __forceinline__ unsigned __float_as_uint(float x) {
   return __builtin_bit_cast(unsigned, x);
 }

@@ -31,8 +31,8 @@ using FillFunction = void (*)(const u8*, i64, TensorScale, u8*, bool*);  // fill
 
 // Store the value tables of all 256 scale codes under the tensor scale t, and set needs_fallback for each code.
 // are_unsigned: true if no scale code of the call has its sign bit set, because a block rule has just computed the
-// codes. Codes with a sign bit then get no table, and their needs_fallback is true. Bit 7 of the codes of IF4 is no
-// sign, so they all get tables.
+// codes. In this case, codes with a sign bit get no table, and their needs_fallback is true. Bit 7 of the codes of IF4
+// is no sign, so they all get tables.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
   const u32 count = are_unsigned && R::Scale::kSignBit && !kHasTwoFormats<R> ? R::Scale::kSignBit : 256u;

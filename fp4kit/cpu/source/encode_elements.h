@@ -94,7 +94,7 @@ static __forceinline__ u32 min_bits(float a, float b) {
 // an instruction.
 //
 // E2M1 values are 1/2 apart below 2, 1 apart below 4, and 2 apart below 8. So the code is the smallest of 2 a, a + 2
-// and a / 2 + 4, each rounded, and at most 7. If a < 7, the limit of 7 needs no instruction.
+// and a / 2 + 4, each rounded, and at most 7.
 template <bool kBelow7>
 static __forceinline__ u32 nearest_e2m1_of(float a) {
   const auto rounded = [=](float times, float plus) {
@@ -127,8 +127,8 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
 }
 
 // Return true if -0 is replaced by +0 when elements are loaded. This is so with the methods `fast` and `multiplier`,
-// for arithmetics that divide and in which every code has the sign of its element, except that the code of -0 is that
-// of +0.
+// for arithmetics that divide and give a sign to the codes of negative elements only, so that the code of -0 is that of
+// +0.
 template <class E, Method kMethod>
 constexpr bool loads_without_negative_zero() {
   if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;

@@ -51,9 +51,9 @@ struct EncodeCall {
 
 namespace {
 
-// Return a pointer to the random bytes start ... start + count - 1 of the stream with this seed. The bytes are stored
-// in `out`, somewhat after its beginning. It needs room for count + 31 bytes, because the stream is generated in groups
-// of 16.
+// Return a pointer to the random bytes start ... start + count - 1 of the stream with this seed. The bytes are in
+// `out`, at an offset below 16, because the stream is generated in groups of 16. So `out` needs room for count + 31
+// bytes.
 const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   const i64 first = start / 16, last = (start + count + 15) / 16;
   for (i64 counter = first; counter < last; ++counter) {

@@ -83,9 +83,10 @@ struct Multipliers {
   bool all_exact;
 };
 
-// For each of the 256 scale codes, store in out.of_code the multiplier that replaces the divisor divisors[code], and
-// set out.all_exact. Three candidates are tried in this order: the rounded reciprocal, the float just below it, and the
-// float just above it. The first exact one is stored, or the last candidate if none is exact.
+// For each of the 256 scale codes, store in out.of_code the multiplier that replaces the divisor divisors[code]. Three
+// candidates are tried in this order: the rounded reciprocal, the float just below it, and the float just above it. The
+// first exact one is stored, or the last candidate if none is exact. Set out.all_exact to true if every divisor between
+// kFastDivisorAbove and kFastDivisorBelow has an exact multiplier, otherwise to false.
 static void find_multipliers(const float* __restrict divisors, u32 unused_bits, Multipliers& out) {
   u32 missing = 0;
   for (int code = 0; code < 256; ++code) {

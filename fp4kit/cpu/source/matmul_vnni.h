@@ -86,7 +86,7 @@ struct ScaleTable {
     }
   }
 
-  // Return the table's entries for 32 scale codes, one byte each.
+  // Return the entries for 32 scale codes, which are stored one per byte in `codes`, as 16-bit integers.
   __m512i of(__m256i codes) const { return looked_up(entries, _mm512_cvtepu8_epi16(codes)); }
 };
 
@@ -265,7 +265,7 @@ void decode_halves(const u8* codes, i64 bytes, int steps, const u8* shifts, int 
 //   - The processor has AVX-512 VNNI.
 //   - Both operands have 4-bit codes, and blocks of 16 elements or a larger power of two.
 //   - The additions are those of Blackwell's FP4 instructions: truncate_groups, with 64 elements per step, 35 fraction
-//     bits and 23 output bits, and without promotion.
+//     bits, 23 output bits, and an exponent of zero of at most -126, without promotion.
 bool uses_vnni(const ProductCall& call) {
   static const bool is_supported = __builtin_cpu_supports("avx512vnni");
   const auto is_power = [](i32 block) { return block >= 16 && (block & (block - 1)) == 0; };

@@ -178,11 +178,11 @@ struct PrunedSearch {
     }
   }
 
-  // Set is_proven to 0 in open lanes where `code` may not be the first code with the smallest loss among all
-  // candidates, and to 1 in lanes that are not open. Two conditions must hold, or else is_proven becomes 0:
+  // In open lanes, set is_proven to 0 if `code` may not be the first code with the smallest loss among all candidates.
+  // In lanes that are not open, set it to 1. An open lane keeps its is_proven only if both of these conditions hold:
   //   - The loss of `code` is smaller than that of all other upward codes by a safe margin (kLossMargin).
-  //   - If `code` is an upward code and the code of twice its scale is a candidate but no upward code: the loss of that
-  //     candidate is larger by the margin, or no element is near a rounding tie under `code`.
+  //   - If `code` is an upward code, and the code with twice its scale is a candidate but no upward code: the loss of
+  //     that candidate is larger by the margin, or no element is near a rounding tie under `code`.
   void prove() {
     u32 is_doubtful[kLanes], any_doubtful = 0;
     for (int lane = 0; lane < kLanes; ++lane) {

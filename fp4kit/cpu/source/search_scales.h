@@ -73,9 +73,10 @@ struct ScaleSearch {
   const bool is_pruned = call.is_pruned && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
                          call.candidates.are_bounds_valid();
 
-  // For each of kLanes blocks, store the codes of the first and of the last candidate in min_code and max_code. With a
-  // block rule, they follow from the code of the block's amax and the fields lower and upper of the call. Without a
-  // block rule, they are 1 and kLastCandidate.
+  // For each of kLanes blocks, store the codes of the first and of the last candidate in min_code and max_code. `amax`
+  // holds the amaxes of the blocks. With a block rule, the candidates are the codes c + call.lower ... c + call.upper,
+  // clamped to 1 ... kLastCandidate, where c is the code of the block's amax. Without a block rule, they are all codes
+  // 1 ... kLastCandidate.
   void find_candidate_ranges(const float* amax, u32* min_code, u32* max_code) const {
     u8 codes[kLanes] = {};
     float factors[kLanes];

@@ -69,9 +69,9 @@ void work_off(Pool& p, bool is_owner) {
   }
 }
 
-// Wait until is_met() returns true, but at most about 50 microseconds. The result does not say which of the two
-// happened; callers test the condition again. The thread does not sleep meanwhile. Waking a sleeping thread takes about
-// as long, so this pays if the next round follows soon.
+// Wait until is_met() returns true, but at most about 50 microseconds. Callers test the condition again, because this
+// function does not tell which of the two happened. The thread does not sleep meanwhile. Waking a sleeping thread takes
+// about as long, so this pays if the next round follows soon.
 template <class Condition>
 void spin_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
