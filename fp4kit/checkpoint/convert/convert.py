@@ -1,4 +1,8 @@
-"""Convert a checkpoint: execute a plan in a partial directory, and rename it to the destination once it is complete."""
+"""Convert a checkpoint: execute a plan in a partial directory, and rename it to the destination once it is complete. A
+plan consists of jobs. A job copies one tensor, or converts one matrix (a layer, or one expert of a stack) or some of
+its rows. The partial directory is hidden and lies beside the destination. A journal in it records which jobs are done,
+so that an interrupted run can continue.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +98,8 @@ class ConversionReport:
     def actions(self) -> dict[str, int]:
         """Action (quantize, cast, requantize, ...) -> number of jobs that took this action.
 
-        A plan has one job per tensor to copy, and one per matrix to convert. A job that was planned to keep its codes
-        (action "cast" or "carry") counts as "requantize" if it could not.
+        The plan has one job per tensor to copy, and one per matrix to convert. A job with the planned action "cast" or
+        "carry", which keeps the codes, counts as "requantize" if the codes could not be kept.
         """
         return dict(Counter(one.action for one in self.done))
 
@@ -103,8 +107,9 @@ class ConversionReport:
     def inexact(self) -> tuple[str, ...]:
         """The names of the layers whose values changed although the plan was to keep them; () if there are none.
 
-        They changed because the new format cannot hold all scales of the layer. Either the whole layer was requantized,
-        or a cast changed single blocks (see ``changes``). Layers that the plan requantizes are not included.
+        Their values changed because the new format cannot hold all scales of the layer. Either the whole layer was
+        requantized, or only the blocks with such scales (see ``changes``). Layers that the plan itself requantizes are
+        not included.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         done = ((one.key.rpartition("#")[0], one) for one in self.done)
@@ -113,10 +118,10 @@ class ConversionReport:
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
-        """Layer name -> what its cast from MXFP4 to NVFP4 could not keep.
+        """Layer name -> the changes that its cast from MXFP4 to NVFP4 made.
 
-        The value holds the numbers of blocks and values that changed, and the largest change. Only layers with blocks
-        whose scales NVFP4 cannot hold are present.
+        A Changes holds the number of blocks with new codes, the number of changed values, and the largest change. Only
+        layers with blocks whose scales NVFP4 cannot hold are present.
         """
         found: dict[str, Changes] = {}
         for one in self.done:
@@ -127,9 +132,10 @@ class ConversionReport:
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
-        """Layer name -> squared errors without and with the scale search, for the layers whose scales were searched.
+        """Layer name -> sums of squared errors without and with the scale search.
 
-        Layers without any nonzero value are left out. Without a scale search, the dict is empty.
+        The dict has the layers whose scales were searched, except layers without any nonzero value. It is empty if
+        there was no search.
         """
         found: dict[str, Losses] = {}
         for one in self.done:
@@ -299,13 +305,13 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
-    """Return a dict from name in the partial directory to final path, if the result is one or several files.
+    """Return a dict that maps the name of each output file to its final path; {} if the result is a directory.
 
-    Return {} if the result is a directory.
+    The names are those that the files have in the partial directory.
 
     plan: the plan, which tells whether the result is a GGUF model of one or several files.
-    target: the destination, which is the final path of a single file. A name that ends in .safetensors makes the result
-        a single file. For a split GGUF model, it is NAME.gguf.
+    target: the destination. If it ends in .safetensors, or the result is one GGUF file, it is the final path. For a
+        split GGUF model, it is NAME.gguf, from which the final paths are derived.
     """
     if plan.is_split:
         return {file.name: final_path(target, file.name) for file in plan.files}
@@ -313,15 +319,15 @@ def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a path ends in .safetensors, in any case of letters."""
+    """Return whether a path ends in .safetensors, ignoring case."""
     return path.suffix.lower() == ".safetensors"
 
 
 def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
-    """Return a message about the config that loaders need, but that a single safetensors file cannot hold.
+    """Return a tuple with one message: loaders need a config, which a single safetensors file cannot hold.
 
-    The result is a tuple with this one message, which shows the entry to add to config.json. Return () if ``target`` is
-    not a safetensors file, if the result is unquantized, or for ComfyUI's format, which needs no config.
+    The message shows the entry to add to config.json. Return () if ``target`` does not end in .safetensors, if the
+    result is unquantized, or for ComfyUI's format, which needs no config.
     """
     if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
         return ()
@@ -423,10 +429,10 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return what each job of an earlier run of this plan did, if that run completed ``target`` but was then killed.
+    """Return one Done per job, in the order of the plan, if an earlier run of this plan has completed ``target``.
 
-    Such a run was killed between renaming its result to ``target`` and removing its journal. The tuple has one item per
-    job, in the order of the plan. Return None if there was no such run; then the plan must be executed.
+    This is so if that run was killed after it had renamed its result to ``target``, but before it removed its journal.
+    Return None if there was no such run; then the plan must be executed.
     """
     found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
@@ -478,9 +484,10 @@ def bytes_to_read(plan: Plan) -> int:
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return a dict that maps the name of every output tensor of a plan to the same dummy place: (Path(), 0).
+    """Return a dict that maps the name of every output tensor of a plan to a dummy place: (Path(), 0).
 
-    The dict stands in for (file, position in bytes) when jobs are only inspected, for example counted, and never run.
+    A place is (file, position in bytes). Dummies suffice if jobs are only inspected, for example counted, and never
+    run.
     """
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
@@ -567,15 +574,15 @@ class _Run:
                     self.doubts.setdefault(one.tensor, f"{shown(one.tensor)}: {SWAPPED_NIBBLES}")
 
     def _workers(self) -> tuple[int, bool]:
-        """Return the number of workers to use, and True if they are threads or False if they are processes.
+        """Return (number of workers, True if they are threads or False if they are processes).
 
-        - If GPUs do the work: threads.
-        - If the compiled engine does the work: threads. The exception is ``options.processes`` with at least 4 workers
-          and 4 GiB to read; then processes are faster.
-        - Otherwise: processes.
+        - With GPUs: threads.
+        - With the compiled engine and no GPUs: threads. Processes are used only if ``options.processes`` is True, there
+          are at least 4 workers, and at least 4 GiB are read, because processes are faster then.
+        - With neither: processes.
 
-        The number is ``options.workers``. If that is None, there are num_threads() threads, but at least two; or at
-        most MOST_PROCESSES processes; or, without GPUs and the compiled engine, one worker, which is this process.
+        The number is ``options.workers`` if that is given. Otherwise it is num_threads(), but at least 2; for processes
+        of the compiled engine, also at most MOST_PROCESSES. With neither GPUs nor the engine, it is 1: this process.
         """
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):
@@ -604,7 +611,10 @@ class _Run:
             raise fp8_to_mxfp8.refused(job.name)
 
     def _write_beside(self) -> None:
-        """Write the files without tensors: copies of unchanged files, the index, the configs and the contract."""
+        """Write the files without tensors into the partial directory.
+
+These are copies of the source's other files (tokenizer, ...), the index, the configs, and the contract (a JSON
+file that says how the model is quantized)."""
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
@@ -612,9 +622,9 @@ class _Run:
         write_file(self.folder / to_json.FILE, dump_object(contract_of_plan(self.plan).as_data()))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Return a dict from file name to digest, for all files of the result.
+        """Return a dict from file name to digest (size and SHA-256), for all files in the partial directory.
 
-        hashed: the known digests, by path. All other files are hashed now.
+        hashed: the digests that are known already, by path. All other files are hashed now.
         executor: where the hashing runs; None for this process.
         """
         paths = {name: self.folder / name for name in names_in(self.folder)}

@@ -1,7 +1,6 @@
-"""Convert FP8 with 128x128 blocks to MXFP8 without loss.
-
-The codes are kept, and the scale of each 128x128 block is repeated for every 1x32 block within it. This is possible
-only if all scales are powers of two, because MXFP8's E8M0 scales can represent nothing else.
+"""Convert FP8 with 128x128 blocks to MXFP8 without loss. The codes are kept, and the scale of each 128x128 block is
+repeated for every 1x32 block within it. This is possible only if all scales are powers of two, because MXFP8's E8M0
+scales can represent nothing else.
 """
 
 from __future__ import annotations

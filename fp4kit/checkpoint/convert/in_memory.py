@@ -1,6 +1,6 @@
-"""Convert named tensors in memory, such as those of a trainer.
-
-The results are the tensors that the checkpoint converter would write.
+"""Convert named tensors in memory, such as those of a trainer. The results are the tensors that the checkpoint
+converter would write. Layers that share a tensor scale, such as q, k and v, form a group. A group is quantized when its
+last layer arrives; until then its layers wait.
 """
 
 from __future__ import annotations
@@ -97,16 +97,14 @@ class TensorConverter:
         yield from self._new(self._converted_of(tensors))
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
-        """Yield the (name, array) pairs that are new or changed, compared with the tensors of ``since``.
-
-        A pair is new if ``since`` lacks its name, and changed if its array differs from that in ``since``.
+        """Yield the given (name, array) pairs, except pairs that ``since`` holds with an equal array (see _is_same).
         """
         return (
             (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
         )
 
     def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yield the tensors that are ready after a bucket, whether or not they equal their tensors in ``since``.
+        """Convert a bucket, and yield the (name, array) pairs that are ready, even those that ``since`` holds already.
 
         Raise TypeError if a name is not a str, and CheckpointError if a tensor cannot be converted.
         """
@@ -133,8 +131,11 @@ class TensorConverter:
     def _is_converted(self, name: str, array: Any) -> bool:
         """Return whether the rules select a tensor for quantization.
 
-        If they do not, record the reason, for the messages of flush. Raise CheckpointError if they select it, but its
-        dtype is neither float32, float16 nor bfloat16.
+        If they do not select it, record the reason for the messages of flush. If they do, but the dtype is neither
+        float32, float16 nor bfloat16, raise CheckpointError.
+
+        name: the Hugging Face name of the tensor.
+        array: the tensor, of which only the dtype and the shape are used.
         """
         shape, dtype = tuple(array.shape), _dtype_name(array)
         kind = _SAFETENSORS.get(dtype, "F32")
@@ -153,13 +154,13 @@ class TensorConverter:
         return selected
 
     def _check_beside(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if an unconverted tensor has a name below a converted layer and may change its weight.
+        """Raise CheckpointError if an unconverted tensor is named LAYER.SUFFIX and may change a converted layer's weight.
 
-        Tensors that are known to leave the weight as it is, such as LAYER.bias, are accepted. If the layer has not
-        arrived yet, the tensor is remembered for _check_module.
+        A tensor that is known to leave the weight unchanged, such as LAYER.bias, is accepted. If no converted layer
+        with this name has arrived yet, the tensor is recorded, and _check_module checks it later.
 
         Args:
-            name, array: the unconverted tensor.
+            name, array: the unconverted tensor; only the shape of ``array`` is used.
         """
         entry = TensorEntry(name, "F32", tuple(array.shape), 0, 0)
         at = name.rfind(".")
@@ -171,10 +172,10 @@ class TensorConverter:
             at = name.rfind(".", 0, at)
 
     def _check_module(self, module: str, array: Any) -> None:
-        """Record the shape of a converted layer or stack of experts.
+        """Record the shape of a converted layer or stack of experts, for the checks of later tensors.
 
-        Raise CheckpointError if two stacks of experts do not fit together. Raise it also if a tensor that came earlier
-        is named after the layer and may change its weight (see _check_beside).
+        Raise CheckpointError if the shapes of two stacks of experts do not fit together. Raise it also if a tensor that
+        came earlier is named LAYER.SUFFIX and may change the weight of this layer (see _check_beside).
 
         Args:
             module, array: the name of the layer or stack, and its values.
@@ -246,10 +247,10 @@ class TensorConverter:
         return self._new(pair for members in waiting.values() for pair in self._quantized(members))
 
     def _why_waiting(self, members: list[_Member]) -> str:
-        """Return why layers still wait for others with their tensor scale, as a clause with advice for a message.
+        """Return a clause for an error message: why the layers of a group still wait, and what to do.
 
-        The clause names a layer of their group that stays unquantized, with its reason. If there is no such layer, the
-        others never came, and the clause names the layers that came.
+        If a layer of the group stays unquantized, the clause names this layer and the reason. Otherwise some layers of
+        the group never came, and the clause names those that did.
 
         members: the waiting layers of one group, at least one.
         """
@@ -394,7 +395,7 @@ def convert_tensors(
 
 
 def _lies_beside(name: str, module: str) -> CheckpointError:
-    """Return the error to raise for a tensor that is named after a converted layer and may change its weight.
+    """Return the error to raise for a tensor that is named LAYER.SUFFIX and may change the weight of a converted layer.
 
     name: the name of the tensor.
     module: the name of the layer.

@@ -1,10 +1,10 @@
-"""Keep a journal of a conversion, so that an interrupted run can continue.
+"""Keep a journal of a conversion, so that an interrupted run can continue. The journal is a file of JSON lines in the
+partial directory, beside the output files. Its first line is a key that identifies the run. Every further line records
+that a job (the conversion of one tensor or matrix) was measured or is done.
 
-The journal is a file of JSON lines in the partial directory, beside the output files. Its first line is a key that
-identifies the run. The key is a hash of the source (name, size, modification time and header of every file, and its
-config), the request and the version of fp4kit. Every further line records the measurements for a job, or the end of a
-job. A line may reach the disk before the bytes of the job do. Therefore a job that is recorded as done is skipped only
-if its bytes in the output files still have the recorded CRC-32.
+The key is a hash of the source (name, size, modification time and header of every file, and its config), the request
+and the version of fp4kit. A line may reach the disk before the bytes of the job do. Therefore a job that is recorded as
+done is skipped only if its bytes in the output files still have the recorded CRC-32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Define the rules by which tensors in memory are converted: recipe, container, and selection of layers."""
+"""Define the rules by which tensors in memory are converted: recipe, container, and selection of layers. A container is
+the way in which a format stores a layer: the names, dtypes and layout of its tensors.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Rules:
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
-        """Return Rules for a recipe or its id.
+        """Create Rules from a recipe or its id.
 
         recipe_id: a Recipe, or the id of one.
         fields: the other fields of Rules, such as format="modelopt".
@@ -91,9 +93,9 @@ class Rules:
         return self._request.mixture_for(self.config)
 
     def of_layer(self, module: str) -> Rules:
-        """Return rules whose only recipe is the recipe of one layer.
+        """Return the rules for one layer: a copy with only the recipe and the container of this layer.
 
-        Rules with a single recipe for all layers are returned unchanged.
+        If all layers have one recipe, return this object itself.
 
         Args:
             module: the name that the model gives the layer or the stack of experts.
@@ -101,10 +103,10 @@ class Rules:
         return self._of_choice(self.mixture.of(module)) if self.recipes else self
 
     def _of_choice(self, choice: LayerQuantization) -> Rules:
-        """Return rules with the recipe and the container that were chosen for a layer.
+        """Return a copy of these rules that has only the recipe and the container that were chosen for a layer.
 
-        Input scales are left out if the chosen recipe has no tensor scale but another recipe of the rules has one.
-        Equal choices give one and the same Rules object.
+        The copy gives no input scales if its recipe has no tensor scale but another recipe of these rules has one.
+        Equal choices get the same copy.
 
         choice: the recipe and the container of the layer, from ``mixture``.
         """
@@ -162,7 +164,7 @@ class Rules:
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """Return the reason if a tensor stays unquantized only because its rows are not whole blocks; otherwise "".
+        """Return a reason (text) if a tensor stays unquantized only because its rows are not whole blocks; otherwise "".
 
         Args:
             name: the Hugging Face name of the tensor.

@@ -1,4 +1,7 @@
-"""Convert MXFP4 to NVFP4: keep the codes, and turn power-of-two scales into E4M3 block scales and a tensor scale.
+"""Convert MXFP4 to NVFP4: keep the codes, and turn power-of-two scales into E4M3 block scales and a tensor scale. The
+scale exponent of a block with the scale 2^k is k. With the largest exponent "high", the tensor scale becomes 2^(high -
+8) and the block scale 2^(k - high + 8). A block is out of range if E4M3 cannot hold this block scale, because it is too
+small.
 
 Let 2^k be the scale of a block of 32 that contains a nonzero code. Let m = max(k) - 8, with the maximum over all such
 blocks of the layers that share the tensor scale. Then
@@ -52,10 +55,10 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
 
 
 def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
-    """Return the smallest and the largest scale exponent among the blocks of a slab that contain a nonzero code.
+    """Return (smallest, largest) scale exponent of the blocks of a slab (some rows of a weight) with a nonzero code.
 
-    A slab is some rows of a weight. Return (2^20, -2^20) if all codes are zero. Such a slab then does not affect the
-    minimum and the maximum over several slabs.
+    Return (2^20, -2^20) if all codes are zero, so that such a slab does not affect the minimum and the maximum over
+    several slabs.
 
     weight, slab: the MXFP4 weight, and some of its rows.
     """
@@ -65,11 +68,10 @@ def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
 
 
 def is_exact(low: int, high: int) -> bool:
-    """Return whether NVFP4 can hold MXFP4 blocks without loss.
+    """Return whether NVFP4 can hold MXFP4 blocks with the scale exponents ``low`` to ``high`` without loss.
 
-    E4M3 must be able to represent the block scales. The tensor scale, and the tensor amax that belongs to it (2688
-    times the scale), must be normal float32 numbers. Return True for all-zero weights, for which exponents() gives
-    low > high.
+    E4M3 must be able to represent all block scales. The tensor scale, and the tensor amax (2688 times the scale), must
+    be normal float32 numbers. Return True for all-zero weights, for which exponents() gives low > high.
 
     low, high: the smallest and the largest scale exponent of the blocks that contain a nonzero code.
     """
@@ -101,8 +103,8 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
     """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes.
 
-    A block is in range if E4M3 can represent its new scale. Blocks out of range are quantized again by ``recipe``. If
-    the result is False, the whole layer must be requantized. The result is False in two cases:
+    A block is in range if E4M3 can represent its new scale. All other blocks are requantized by ``recipe``. If the result
+    is False, the whole layer must be requantized. The result is False in two cases:
 
     - The tensor scale, or the tensor amax that belongs to it, is not a normal float32 (see is_exact).
     - Some blocks are out of range, and ``recipe`` cannot quantize them with the tensor scale 2^(high - 8), which the

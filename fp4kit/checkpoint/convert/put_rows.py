@@ -1,4 +1,6 @@
-"""Write rows of codes and their block scales as a container stores them: in two tensors, or interleaved in one."""
+"""Write rows of codes and their block scales as a container stores them: in two tensors, or interleaved in one. A
+container is the way in which a format stores a layer.
+"""
 
 from __future__ import annotations
 

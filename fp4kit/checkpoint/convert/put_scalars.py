@@ -1,6 +1,6 @@
-"""Write the scalars of a layer: its tensor scale and its input scale.
-
-In memory, a scale is a multiplier: decoded value = element * scale. Some containers store its reciprocal, a divisor.
+"""Write the scalars of a layer: its tensor scale and its input scale (the tensor scale of its activations). In memory,
+a scale is a multiplier: decoded value = element * scale. A container is the way in which a format stores a layer. Some
+containers store the reciprocal of a scale, a divisor.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def check_input_scale(job: Job, stored: np.float32) -> None:
 
 
 def input_scale_of(form: Container, amax: np.float32) -> np.float32:
-    """Return the number that a container stores as input scale: a multiplier, or a divisor if the container divides.
+    """Compute an input scale from the amax of a layer's inputs. Return it as the container stores it, as float32.
+
+    For NVFP4, this is amax / (6 * 448), or the reciprocal if the container stores divisors. For FP8 with one scale per
+    tensor, it is amax / 448.
 
     form: the container.
     amax: the measured amax of the layer's inputs.
@@ -102,11 +105,11 @@ def input_scale_of(form: Container, amax: np.float32) -> np.float32:
 
 
 def put_given_input_scale(job: Job, output: Sink) -> None:
-    """Write the input scale that the job gives: from its measured input amax, otherwise the number that the user gave.
+    """Write a new input scale for a layer: from the measured amax of its inputs, or else the number that the user gave.
 
-    Call this for layers without an input scale. Call it also for layers with new codes, because the input scale of the
-    source belongs to the old codes. Raise CheckpointError if the job gives neither, or if the user's number or its
-    reciprocal is not a positive normal float32.
+    Call this for layers that have no input scale, and for layers with new codes, because the input scale of the source
+    belongs to the old codes. Raise CheckpointError if the job has neither the amax nor the number, or if the user's
+    number or its reciprocal is not a positive normal float32.
 
     job: the job of the layer.
     output: where to write the scale.

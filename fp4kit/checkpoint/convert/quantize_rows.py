@@ -1,4 +1,6 @@
-"""Quantize a weight by a recipe and write it, slab by slab (some rows at a time)."""
+"""Quantize a weight by a recipe and write it, slab by slab (some rows at a time). A job describes one such conversion:
+the weight to read, the recipe, and the container to write (the names, dtypes and layout of the output tensors).
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,10 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
 
 def stored_scales(q: Quantized) -> Any:
-    """Return the scales of rows or blocks as containers store them; None if there is only one scale per tensor.
+    """Return the scales of a matrix other than its tensor scale, as containers store them; None if there are none.
 
-    These are the block scales. If the recipe has none, they are the float32 scales of rows or blocks. A block of
-    several rows has one float32 scale in a container, while ``q`` holds it once per row.
+    These are the codes of the block scales. For FP8 with one float32 scale per row or block, they are these scales.
+    A block of several rows has one such scale in a container, whereas ``q`` holds it once per row.
 
     Args:
         q: a quantized matrix, in any library. Its first row must be the first row of a block.
@@ -100,7 +102,7 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
 
 
 def of_zeros(q: Quantized) -> Quantized:
-    """Return the quantized zeros ``q`` with scales that every loader can read: block scales 0 and tensor scale 1.
+    """Return a copy of the all-zero matrix ``q`` with scales that every loader can read: block scales 0, tensor scale 1.
 
     All codes become 0, so that -0 becomes 0. If ``q`` has no block scales (FP8), the result has none either.
 
@@ -113,13 +115,13 @@ def of_zeros(q: Quantized) -> Quantized:
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """Return the number to store as tensor scale if it must not be computed from the tensor scale.
+    """Return the number to store for the tensor scale, if the tensor scale alone does not determine it; otherwise None.
 
-    - For a container that stores the amax (MLX), it is ``amax`` if this amax decodes to the recipe's tensor scale, up
-      to one rounding.
-    - For a container that stores a divisor, it is the recipe's own divisor if the recipe computes one.
+    - A container that stores the amax in place of the scale (MLX): return ``amax`` if it decodes to the recipe's tensor
+      scale, up to one rounding.
+    - A container that stores a divisor: return the recipe's own divisor if the recipe computes one.
 
-    Return None in all other cases, and for an amax of 0. The caller then computes the number from the tensor scale.
+    In all other cases, and for an amax of 0, return None; the caller then computes the number from the tensor scale.
 
     recipe, form: the recipe that made the layer, and the container to write.
     amax: the largest amax of the layers that share the tensor scale.
@@ -134,9 +136,9 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
 
 def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Return ``x`` with infinities replaced by ``amax`` with their sign and NaN by 0, and the number of replacements.
+    """Return (``x`` with infinities replaced by +-``amax`` and NaN by 0, the number of replaced values).
 
-    If there is nothing to replace, ``x`` itself is returned.
+    The array is a copy in the dtype of ``x``. If there is nothing to replace, it is ``x`` itself.
 
     amax: the largest finite magnitude of the layers that share a tensor scale. If the dtype of ``x`` cannot hold it,
         the largest value of the dtype is used.

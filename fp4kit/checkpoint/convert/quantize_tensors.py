@@ -1,4 +1,6 @@
-"""Quantize layers in memory, and yield the tensors that the checkpoint converter would write for them."""
+"""Quantize layers in memory, and yield the tensors that the checkpoint converter would write for them. The container is
+the way in which the output format stores a layer: the names, dtypes and layout of its tensors.
+"""
 
 from __future__ import annotations
 
@@ -114,10 +116,10 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
 
 
 def _typed(array: Any, dtype: str) -> Any:
-    """Return an array of bytes, viewed as the safetensors dtype ``dtype`` in its own library.
+    """Return a view of an array of bytes with the dtype that corresponds to the safetensors dtype ``dtype``.
 
-    For "U32", four bytes of a row become one word. Return the array unchanged if ``dtype`` is "U8". In CuPy and JAX,
-    return it unchanged also if ``dtype`` is an 8-bit float or "I8".
+    The view belongs to the library of the array. For "U32", four bytes of a row become one word. For "U8", the array
+    itself is returned; in CuPy and JAX, also for "I8" and 8-bit floats.
     """
     if dtype == "U32":
         library = library_of(array)

@@ -1,7 +1,7 @@
-"""Move layers from one container to another, if both have equal codes and block scales, such as two for NVFP4.
-
-Codes and block scales are written unchanged, in the layout and under the names of the output container. The tensor
-scale and the input scale are inverted if only one of the two containers stores them as divisors.
+"""Move layers from one container to another, if both have equal codes and block scales, such as two for NVFP4. A
+container is the way in which a format stores a layer. Codes and block scales are written unchanged, in the layout and
+under the names of the output container. The tensor scale and the input scale are inverted if only one of the two
+containers stores them as divisors.
 """
 
 from __future__ import annotations

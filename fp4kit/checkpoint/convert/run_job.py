@@ -1,4 +1,9 @@
-"""Run the jobs of a conversion.
+"""Run the jobs of a conversion. A job copies one tensor, or converts one matrix of a weight (a layer, or one expert of
+a stack) or some of its rows. To measure a job is to read its weight once, and to find its amax and its number of NaN
+and infinities. If layers share a tensor scale, all of them are measured before any is written.
+
+Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
+byte ranges of the output files.
 
 Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
 byte ranges of the output files. If layers share a tensor scale, all of them are measured before any is written. To
@@ -80,10 +85,11 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return the measurements ``found`` of some rows of a quantized weight, with ``reach`` and ``lost`` filled in.
+    """Return a copy of the measurements ``found`` of some rows of a quantized weight, with two more fields filled in.
 
-    These two fields show later whether the scales can be right. If the rows have no codes or no block scales, as those
-    of an unquantized weight, return ``found`` unchanged.
+    ``reach`` is the largest magnitude that the scales allow. ``lost`` is the number of blocks with scale 0 but nonzero
+    codes. Both show later whether the scales can be right. If the rows have no codes or no block scales, for example
+    those of an unquantized weight, return ``found`` unchanged.
     """
     form = job.weight.container
     if form is None or slab.codes is None or slab.scales is None:
@@ -93,7 +99,9 @@ def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``."""
+    """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``.
+
+Counts are added; amaxes and ranges of exponents become those of both together."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
     exact, reach = a.exact and b.exact, max(a.reach, b.reach)
@@ -131,7 +139,9 @@ def _measured(job: Job, slab: Slab) -> Measured:
 def join_group(found: list[Measured]) -> Measured:
     """Return the combined measurements of all layers that share a tensor scale, with the key of the first layer.
 
-    ``found`` must not be empty.
+    For example, the amax is the largest amax of these layers, and the number of NaN is the sum.
+
+    found: the measurements of the layers, one per job; not empty.
     """
     result = found[0]
     for one in found[1:]:
@@ -208,9 +218,9 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 
 def _is_castable(job: Job, shared: Measured) -> bool:
-    """Return whether a job can be cast from MXFP4 to NVFP4, which keeps its codes.
+    """Return whether the weight of a job can be cast from MXFP4 to NVFP4, which keeps the codes of blocks in range.
 
-    If not, its weight must be requantized.
+    If False, the weight must be requantized.
 
     shared: the combined measurements of the layers that share its tensor scale.
     """
@@ -218,7 +228,7 @@ def _is_castable(job: Job, shared: Measured) -> bool:
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
-    """Copy a tensor byte for byte to ``output``, at most PIECE bytes at a time.
+    """Copy a tensor byte for byte to ``output``, in pieces that each hold at most PIECE bytes.
 
     source: where the tensor is stored.
     """
@@ -227,9 +237,10 @@ def _copy(source: Located, readers: Readers, output: Sink) -> None:
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
-    """Decode a weight, round its values to the target's dtype, and write them. Return the number of replaced values.
+    """Decode a weight, round its values to the dtype of the output tensor, and write them.
 
-    A matrix that the model stores transposed is written some columns at a time.
+    Return the number of NaN and infinite values that were replaced. A matrix that the output stores transposed is
+    written some columns at a time.
 
     job: the job of the weight.
     readers, output: where to read the weight from, and where to write its values.
@@ -345,7 +356,7 @@ def write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _joined_sums(sums: Iterable[int]) -> str:
-    """Return CRC-32 values as one text: eight hexadecimal digits per value, with "-" between them."""
+    """Return CRC-32 values as one text: eight hexadecimal digits per value, joined by "-"."""
     return "-".join(f"{one:08x}" for one in sums)
 
 

@@ -1,8 +1,9 @@
 """Schedule the jobs of a conversion in one pass over the source, so that reading, writing, syncing and hashing overlap.
+A job converts or copies one tensor or matrix. A group is the set of jobs that share a tensor scale. The jobs of a group
+can be written only when all of them are measured (read once to find the amax).
 
-A group is the set of jobs that share a tensor scale. The jobs of a group can be written only when all of them are
-measured (read once to find the amax). They are written right after that, while their source bytes are still in the page
-cache. A file is synced to disk and hashed as soon as all jobs that write into it are done.
+The jobs of a group are written right after they are measured, while their source bytes are still in the page cache. A
+file is synced to disk and hashed as soon as all jobs that write into it are done.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Mark jobs as done if the journal records them as done and their bytes still have the recorded CRC-32.
+        """Mark jobs as done if the journal records them as done and their output bytes still have the recorded CRC-32.
 
-        The bytes of these jobs are reported to ``tick``. All other jobs stay to be done.
+        The source bytes of these jobs are reported to ``tick`` as processed. All other jobs remain to be run.
 
         executor: where the bytes are read; None for this process.
         """
@@ -88,11 +89,11 @@ class JobScheduler:
                 self._tick(self._jobs[now.key].nbytes_in)
 
     def _first(self) -> Iterator[FunctionCall[Any]]:
-        """Yield the calls that can start at once, because they need no result of another call.
+        """Yield the calls that can start at once, because they need no result of another call:
 
-        These calls are measurements, jobs that need no measurement, and calls that sync and hash files that are already
-        complete. A measurement that the journal holds is taken from there and not made again. Jobs that wait only for
-        such measurements are yielded too.
+        - measurements that the journal does not hold
+        - jobs that need no measurement, or only measurements that the journal holds
+        - calls that sync and hash files that are complete already
         """
         for path, waiting in self._unwritten.items():
             if not waiting:
@@ -117,7 +118,7 @@ class JobScheduler:
         )
 
     def _after(self, result: Measured | Done | Digest | None) -> list[FunctionCall[Any]]:
-        """Record the result of a call, and return the calls that can start because of it; [] if there are none.
+        """Record the result of a finished call, and return the calls that can start because of it; [] if there are none.
 
         result: None if the call synced a file, for which there is nothing to record.
         """

@@ -1,4 +1,6 @@
-"""Quantize rows with block scales found by a search, and compute the errors with and without the search."""
+"""Quantize rows with block scales found by a search, and compute the errors with and without the search. A job
+describes the conversion of one weight; it names the recipe, the error that the search minimizes, and the device.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 
 
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
-    """Quantize ``x`` twice, and return both results: first without, then with the scale search.
+    """Quantize ``x`` twice, and return (the result without the scale search, the result with it).
 
     x: the rows to quantize, a CuPy array if the job has a device, otherwise a NumPy array.
     job: says which recipe and which objective to use.
@@ -53,7 +55,7 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
 
 @ieee("convert")
 def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndarray | None) -> Losses:
-    """Return the sums of squares of ``x``, of the errors of ``before`` and of the errors of ``after``.
+    """Return three sums: of x^2, of the squared errors of ``before``, and of the squared errors of ``after``.
 
     Differences are exact in float64. Sums are taken over chunks of rows, in order, so that they are reproducible.
 

@@ -1,4 +1,6 @@
-"""Split named tensors in memory into layers: fused parameters of Megatron-Core, and stacks of experts."""
+"""Split named tensors in memory into layers. Megatron-Core fuses several layers into one parameter, such as q, k and v
+into linear_qkv, and gate and up into linear_fc1. A stack of experts is a 3-D tensor with one matrix per expert.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _RANKS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # config keys with
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raise TypeError if the value that was passed for a tensor has no ``dtype`` or no ``shape``, so is no array.
+    """Raise TypeError if a value is not an array, which is recognized by its attributes ``dtype`` and ``shape``.
 
     name: the name of the tensor, for the message.
     array: the value.
@@ -28,8 +30,8 @@ def check_array(name: str, array: Any) -> None:
 def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
     """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
 
-    A fused parameter gives two or three pairs. ``_extra_state`` gives none. Any other parameter gives one, and so does
-    linear_fc1 of an MLP without a gate.
+    A fused parameter gives two or three pairs; linear_fc1 of an MLP without a gate gives only one. ``_extra_state``
+    gives none. Any other parameter gives one.
 
     Raise CheckpointError for an unknown Megatron-Core name, and for a fused parameter whose rows do not fit
     ``rules.config``. Raise TypeError if ``array`` is not an array.

@@ -1,7 +1,9 @@
-"""Decide whether codes that no recipe gives still fit their source, as the codes of calibrated methods do.
+"""Decide whether codes that no recipe gives still fit their source, as the codes of calibrated methods do. The source
+is the original weight. Calibrated methods, such as GPTQ and AWQ, measure inputs of the layers to choose codes or
+scales.
 
-GPTQ, AWQ, SmoothQuant, SVDQuant and auto-round use inputs of the layers. A checkpoint does not hold these inputs, so
-its bytes cannot be made again. But damaged bytes can still be told from the bytes of such a method:
+Checkpoints do not hold these inputs, so the bytes of a calibrated method (GPTQ, AWQ, SmoothQuant, SVDQuant, auto-round)
+cannot be made again. But damaged bytes can still be told from the bytes of such a method:
 
 - Every code is equal or adjacent to the code that its source value gets with the stored scales.
 - GPTQ moves codes further, but rounds the first column that it takes to the nearest codes. Random damage hits all

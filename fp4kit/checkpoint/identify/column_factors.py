@@ -1,8 +1,9 @@
-"""Recognize layers whose columns were multiplied by factors before they were quantized, as AWQ and SmoothQuant do.
+"""Recognize layers whose columns were multiplied by factors before they were quantized, as AWQ and SmoothQuant do. A
+column's factor is estimated by comparing the decoded layer with its source (the original weight). Tools round factors
+to bfloat16, and multiply or divide by them. So the true factor is one of a few bfloat16 numbers near the estimate.
 
-A column's factor is estimated by comparing the decoded layer with the source. Tools round factors to bfloat16, and
-multiply or divide by them. So the true factor is one of a few bfloat16 numbers near the estimate. Each of these numbers
-gives codes with the stored scales, and comparing them with the stored codes shows which number is right.
+Each of these numbers gives codes with the stored scales, and comparing them with the stored codes shows which number is
+right.
 
 Sources: Model-Optimizer 0.47 model_calib.py awq_lite; llm-compressor 0.14 smoothquant.
 """

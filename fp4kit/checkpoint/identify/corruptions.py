@@ -1,4 +1,5 @@
-"""List the faults that can happen to a layer's bytes between the quantizer and the file, and undo them.
+"""List the faults that can happen to a layer's bytes between the quantizer and the file, and undo them. Such a fault is
+called a mishap. Its name is a clause such as "nibbles are swapped". The source is the original weight of the layer.
 
 Such a fault is called a mishap. Its name is a clause such as "nibbles are swapped". There are four kinds:
 

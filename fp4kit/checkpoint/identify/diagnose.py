@@ -1,7 +1,7 @@
-"""Explain one stored layer: find the recipe that made its bytes and the mishaps that changed them.
-
-A mishap is a fault between the quantizer and the file (corruptions.py). A hypothesis is a recipe with mishaps that may
-have made a layer (hypotheses.py). If no hypothesis reproduces every byte, the nearest hypothesis is reported.
+"""Explain one stored layer: find the recipe that made its bytes and the mishaps that changed them. A mishap is a fault
+between the quantizer and the file, such as swapped nibbles. A rule is a known way to quantize that has no recipe in
+fp4kit. A hypothesis is a recipe, with an order of codes, scales and rows, that may have made the layer. The source is
+the original weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Explain FP8 layers: E4M3 codes with float scales, one per tensor, per row or per 128x128 block.
+"""Explain FP8 layers: E4M3 codes with float scales, one per tensor, per row or per 128x128 block. An explanation is a
+Diagnosis, which names the recipe or rule that makes all codes and scales from the source (the original weight).
 
 The known rules are scale = amax / 448, in float32 or rounded to bfloat16, and code = the E4M3 value nearest to
 x / scale. Tools compute the quotient in float32, or round it to bfloat16 before it becomes a code.

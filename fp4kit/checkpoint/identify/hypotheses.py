@@ -1,7 +1,8 @@
-"""Compare hypotheses about a stored layer with its bytes.
+"""Compare hypotheses about a stored layer with its bytes. A hypothesis says which recipe made the layer from its source
+(the original weight), and which mishaps (faults such as swapped nibbles) changed it afterwards. A layout is a way to
+read the codes, combined with an order of the rows.
 
-A hypothesis says which recipe made the layer from its source, and which mishaps (faults) changed it afterwards. It
-consists of:
+A hypothesis consists of:
 
 - a way to read the codes
 - an order of rows, an order of codes within bytes, and an order of block scales

@@ -1,7 +1,9 @@
-"""Say which recipe made the layers of a checkpoint: one verdict per layer, and one verdict for the checkpoint.
+"""Say which recipe made the layers of a checkpoint: one verdict per layer, and one verdict for the checkpoint. A mishap
+is a fault, such as swapped nibbles, that happened to a layer's bytes after the recipe had made them. A rule is a known
+way to quantize that has no recipe in fp4kit. An explanation is the recipe or rule, and the mishap, that give every
+byte.
 
-This module works on arrays (LayerPair), which match_layers.py reads from files. A mishap is a fault that happened to a
-layer's bytes after the recipe had made them; corruptions.py lists all mishaps.
+This module works on arrays (LayerPair), which match_layers.py reads from files. corruptions.py lists all mishaps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Match the layers of a checkpoint by name with the layers of its source. Both may use any containers."""
+"""Match the layers of a checkpoint by name with the layers of its source, the model with the original weights. A weight
+is a single layer, or a stack with one matrix per expert. A container is the way in which a format stores it. Checkpoint
+and source may use any containers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Name the matrices of a model so that one matrix has the same key whatever tool wrote the file.
+"""Name the matrices of a model so that one matrix has the same key whatever tool wrote the file. For example, tools
+store experts as separate layers or as one stack, and mlx-lm splits kv_b_proj into the stacks embed_q and unembed_out.
 
 Tools name layers differently:
 

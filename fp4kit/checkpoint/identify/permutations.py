@@ -1,4 +1,6 @@
 """Search for orders that have no name: rows in any order, block scales of other blocks, whole blocks in other places.
+The source is the original weight. A hypothesis is a recipe, with an order of rows, codes and scales, that may have made
+the layer from it. A layout is a way to read the codes, combined with an order of the rows.
 
 The source row of a stored row is found by the signs of its codes, which do not depend on the recipe. Blocks are matched
 by a hash of codes and scale.

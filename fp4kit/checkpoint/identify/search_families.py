@@ -1,6 +1,8 @@
-"""Find the search that chose the block scales of a layer if no recipe reproduces all of them.
+"""Find the search that chose the block scales of a layer if no recipe reproduces all of them. A search tries several
+scales per block and keeps the one with the smallest error. A hypothesis is a recipe, with an order of rows, codes and
+scales, that may have made the layer from its source (the original weight).
 
-A search tries several scales per block and keeps the one with the smallest error. Three facts can be recognized:
+Three facts can be recognized:
 
 - A recipe that searches reproduces all bytes, except in blocks where another scale has an equal error. Tools add the
   errors of a block in different orders, so that they choose differently.

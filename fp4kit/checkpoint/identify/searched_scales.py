@@ -1,6 +1,6 @@
-"""Recognize block scales that were searched or calibrated.
-
-No recipe reproduces such block scales, but some recipe reproduces all codes if it is given these scales."""
+"""Recognize block scales that were searched or calibrated. No recipe reproduces such block scales, but some recipe
+reproduces all codes if it is given these scales. The source is the original weight of the layer.
+"""
 
 from __future__ import annotations
 

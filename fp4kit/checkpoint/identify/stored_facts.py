@@ -1,4 +1,6 @@
-"""Find hints at a checkpoint's producer without its source: in containers, configs, metadata and scales."""
+"""Find hints at a checkpoint's producer without its source: in containers, configs, metadata and scales. A container is
+the way in which a format stores a layer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Try hypotheses on a sample of a layer, and try those that fit the sample on the whole layer.
+"""Try hypotheses on a sample of a layer, and try those that fit the sample on the whole layer. A hypothesis is a recipe
+with a tensor amax, an order of rows, codes and block scales, and the mishaps (faults such as swapped nibbles) that
+these imply. A layout is a way to read the codes, combined with an order of the rows.
 
 The signs of codes do not depend on the recipe. So orders of rows and codes are selected by signs first, and recipes are
 tried only in the selected orders.
