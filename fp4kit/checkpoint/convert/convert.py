@@ -613,8 +613,9 @@ class _Run:
     def _write_beside(self) -> None:
         """Write the files without tensors into the partial directory.
 
-These are copies of the source's other files (tokenizer, ...), the index, the configs, and the contract (a JSON
-file that says how the model is quantized)."""
+        These are copies of the source's other files (tokenizer, ...), the index, the configs, and the contract (a JSON
+        file that says how the model is quantized).
+        """
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():

@@ -67,7 +67,8 @@ _CLS, _SEP = 101, 102  # ids of [CLS] and [SEP] in vocab.txt
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     """Read the float32 tensors of ``model.safetensors`` in a model directory, and return them as a dict by name.
 
-Tensors of other dtypes are left out."""
+    Tensors of other dtypes are left out.
+    """
     file = read_header(folder / "model.safetensors")
     with TensorReader(file) as reader:
         return {entry.name: reader.read(entry) for entry in file.entries if entry.dtype == "F32"}

@@ -97,8 +97,7 @@ class TensorConverter:
         yield from self._new(self._converted_of(tensors))
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
-        """Yield the given (name, array) pairs, except pairs that ``since`` holds with an equal array (see _is_same).
-        """
+        """Yield the given (name, array) pairs, except pairs that ``since`` holds with an equal array (see _is_same)."""
         return (
             (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
         )
@@ -154,7 +153,7 @@ class TensorConverter:
         return selected
 
     def _check_beside(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if an unconverted tensor is named LAYER.SUFFIX and may change a converted layer's weight.
+        """Raise CheckpointError if an unconverted tensor LAYER.SUFFIX may change the weight of a converted layer LAYER.
 
         A tensor that is known to leave the weight unchanged, such as LAYER.bias, is accepted. If no converted layer
         with this name has arrived yet, the tensor is recorded, and _check_module checks it later.
@@ -395,7 +394,7 @@ def convert_tensors(
 
 
 def _lies_beside(name: str, module: str) -> CheckpointError:
-    """Return the error to raise for a tensor that is named LAYER.SUFFIX and may change the weight of a converted layer.
+    """Return the error to raise for a tensor LAYER.SUFFIX that may change the weight of the converted layer LAYER.
 
     name: the name of the tensor.
     module: the name of the layer.

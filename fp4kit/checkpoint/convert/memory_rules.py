@@ -164,7 +164,7 @@ class Rules:
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """Return a reason (text) if a tensor stays unquantized only because its rows are not whole blocks; otherwise "".
+        """Return a text that says so if a tensor stays unquantized only because its rows are not whole blocks, else "".
 
         Args:
             name: the Hugging Face name of the tensor.

@@ -103,8 +103,8 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
     """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes.
 
-    A block is in range if E4M3 can represent its new scale. All other blocks are requantized by ``recipe``. If the result
-    is False, the whole layer must be requantized. The result is False in two cases:
+    A block is in range if E4M3 can represent its new scale. All other blocks are requantized by ``recipe``. If the
+    result is False, the whole layer must be requantized. The result is False in two cases:
 
     - The tensor scale, or the tensor amax that belongs to it, is not a normal float32 (see is_exact).
     - Some blocks are out of range, and ``recipe`` cannot quantize them with the tensor scale 2^(high - 8), which the

@@ -102,7 +102,7 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
 
 
 def of_zeros(q: Quantized) -> Quantized:
-    """Return a copy of the all-zero matrix ``q`` with scales that every loader can read: block scales 0, tensor scale 1.
+    """Return a copy of the all-zero matrix ``q`` with scales that all loaders can read: block scales 0, tensor scale 1.
 
     All codes become 0, so that -0 becomes 0. If ``q`` has no block scales (FP8), the result has none either.
 

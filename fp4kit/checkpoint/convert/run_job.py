@@ -101,7 +101,8 @@ def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
 def _joined(a: Measured, b: Measured) -> Measured:
     """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``.
 
-Counts are added; amaxes and ranges of exponents become those of both together."""
+    Counts are added; amaxes and ranges of exponents become those of both together.
+    """
     low, high = min(a.low, b.low), max(a.high, b.high)
     nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
     exact, reach = a.exact and b.exact, max(a.reach, b.reach)

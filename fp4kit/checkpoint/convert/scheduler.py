@@ -118,7 +118,7 @@ class JobScheduler:
         )
 
     def _after(self, result: Measured | Done | Digest | None) -> list[FunctionCall[Any]]:
-        """Record the result of a finished call, and return the calls that can start because of it; [] if there are none.
+        """Record the result of a finished call, and return the calls that can start because of it; may be [].
 
         result: None if the call synced a file, for which there is nothing to record.
         """
