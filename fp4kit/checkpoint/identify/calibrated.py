@@ -34,8 +34,8 @@ _LUCK = 0.01  # largest expected number of columns that random damage would leav
 class Fit:
     """A measure of how well the codes of a layer fit its source, given the stored scales.
 
-    far: the number of codes that are more than ``steps`` representable values (an argument of fit_of) away from the
-        code of their source value.
+    far: the number of codes that differ from the code of their source value by more than ``steps`` representable values
+        (see fit_of). Codes whose stored scale is 0 are not counted.
     sqnr_db: the signal-to-noise ratio of the decoded values in decibels, with the source as the signal.
     """
 
@@ -61,10 +61,14 @@ def fit_of(
     rows: bool = False,
     steps: int = 1,
 ) -> Fit | None:
-    """Return how well the codes of a layer fit its source with the stored scales.
+    """Measure how well the codes of a layer fit its source with the stored scales.
 
-    Return None if codes, block scales or the tensor scale do not have the shape, order or value that the format needs.
-    Return None also for recipes without block scales, and for blocks of several rows.
+    Return None in these cases, in which they cannot be compared:
+
+    - The layer and the source have different shapes, or the number of block scales does not fit.
+    - The block scales are not in linear order.
+    - The tensor scale is not one positive finite number. (A layer without a tensor scale is compared.)
+    - The format has no block scales, or has blocks of several rows.
 
     x: the source (the original weight), of shape (N, K).
     columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.
@@ -94,16 +98,14 @@ def fit_of(
 
 @ieee("identify")
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
-    """Return whether the codes of a layer that resembles its source look like GPTQ's, judged column by column.
+    """Return whether the codes of a layer look like GPTQ's. The layer must be one that fit_of can compare.
 
-    Two conditions must hold:
+    GPTQ rounds the first column that it takes to the nearest codes. So two conditions must hold:
 
-    - In at least one column, every code is nearest to the source (the original weight), given the stored scales. A code
-      also counts as nearest if a quotient rounded to bfloat16 may have given it, because some tools compute so.
-    - Random damage does not explain such a column: if the codes that are not nearest were spread at random over the
+    - In at least one column, every code is the one nearest to its source value, given the stored scales. A code also
+      counts as nearest if it is nearest to a quotient rounded to bfloat16, because some tools round the quotient.
+    - Random damage does not explain such a column: if all codes that are not nearest were spread at random over the
       layer, at most 0.01 columns without such codes would be expected.
-
-    fit_of must not return None for the layer.
 
     x: the source (the original weight), of shape (N, K).
     """
@@ -137,7 +139,7 @@ class _Decoded:
 def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
     """Yield all rows of a layer, in ranges of rows that have about CHUNK elements each.
 
-    The layer must be one for which fit_of does not return None, because codes and scales are not checked here.
+    Codes and scales are not checked here, so the layer must be one that fit_of can compare.
 
     layer: the layer as its file stores it.
     shape: the shape (N, K) of the layer.
@@ -152,5 +154,5 @@ def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
 
 
 def _order_of(element: ElementFormat) -> npt.NDArray[np.int64]:
-    """Return the rank of each code of an element format in the order of values. Equal values have equal ranks."""
+    """Return the rank of each code's value in an element format, as int64. Equal values have equal ranks."""
     return np.unique(element.values, return_inverse=True)[1].reshape(-1).astype(np.int64)

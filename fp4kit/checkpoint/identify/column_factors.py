@@ -90,9 +90,9 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
     """Yield functions that scale the columns of the source as a tool may have done before it quantized the layer.
 
-    There is one function for each recipe that _rules returns and each way of scaling: multiply by bfloat16 factors,
-    divide by them, or multiply by their float32 reciprocals. A function uses the bfloat16 factors that fit best among
-    those near the estimates. It rounds its result to the dtype of the source.
+    There is one function for each recipe from _rules and each of three ways: multiply the columns by bfloat16 factors,
+    divide them by bfloat16 factors, or multiply them by the float32 reciprocals of bfloat16 factors. Each function uses
+    those factors near the estimates that fit the layer best, and returns an array in the dtype of the source.
 
     found: the first rows of the layer, their source, and the estimated factors.
     """
@@ -125,13 +125,13 @@ def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
 
 
 def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: Callable) -> Scaling:
-    """Return a function that scales each column of the source by the candidate factor that fits the column best.
+    """Return a function that scales each column of a matrix (N, K) by the candidate factor that fits the column best.
 
-    The best candidate gives the smallest number of wrong codes and wrong block scales in its column (see _wrong).
+    For each column, the best candidate is the one with the fewest wrong codes and block scales (see _wrong).
 
     found: the stored rows and their source.
     r: the recipe to quantize with.
-    candidates: arrays of one factor per column.
+    candidates: arrays (K,) with one factor per column.
     apply: _multiplied or _divided.
     """
     wrong = np.stack([_wrong(found, r, apply(found.x, factors)) for factors in candidates])
@@ -140,9 +140,10 @@ def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: C
 
 
 def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
-    """Return the number of stored codes and block scales per column that a recipe does not give from scaled rows.
+    """Return, per column, how many stored codes and block scales differ from those that a recipe gives, int64 (K,).
 
-    Codes are computed with the stored scales. A wrong block scale counts for the column that holds the block's amax.
+    The recipe quantizes the scaled source rows ``x``, and uses the stored scales for the codes. A block scale that
+    differs counts for the column that holds the block's amax.
 
     found: the stored rows.
     r: the recipe to quantize with.

@@ -103,7 +103,8 @@ class Reading(NamedTuple):
     mishap: the name of the mishap (fault) that this way of reading corrects; None if it reads the codes as they are
         stored.
     read: a function (layer, row numbers, range of columns) -> codes of these rows and columns, one code per byte.
-    source_transposed: True if the stored layer has the shape of the transposed source.
+    source_transposed: True if the codes that ``read`` returns belong to the transposed source, because the source was
+        transposed before it was quantized.
     """
 
     mishap: str | None
@@ -149,16 +150,14 @@ def _bytes(layer: StoredLayer, columns: slice) -> slice:
 
 
 def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
-    """Yield the ways to read the codes of a stored layer as a matrix: as they are stored, and transposed.
+    """Yield the ways to read the codes of a stored layer as a matrix that fit the shape of its source, in this order:
 
-    Wrong orders of codes within rows are not among them (see code_orders). The shapes decide which ways are possible:
+    - as stored, without a mishap, if both shapes are equal
+    - as stored, for a layer that was quantized transposed, if it has the shape of the transposed source
+    - with the codes transposed, if it has the shape of the transposed source
+    - with the packed bytes transposed, if this gives the shape of the source
 
-    - as stored, without a mishap
-    - as stored, for a layer that was quantized transposed; this matrix has the shape of the transposed source
-    - with the codes transposed
-    - with the packed bytes transposed
-
-    They are yielded in this order. Nothing is yielded if no shape fits.
+    Nothing is yielded if no shape fits. Wrong orders of codes within rows are not among these ways (see code_orders).
 
     shape: the shape of the source.
     """
@@ -182,7 +181,7 @@ class CodeOrder(NamedTuple):
 
     mishap: the name of the mishap (fault) that ``undo`` undoes; None for the right order.
     undo: a function that puts codes (n, K), as they are read, into the order of the elements.
-    multiple: this number must divide K.
+    multiple: the order is possible only if K is a multiple of this number.
     """
 
     mishap: str | None
@@ -214,7 +213,8 @@ def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
     """Return the orders that codes in rows of ``columns`` elements can have. The right order comes first.
 
-    8-bit codes have only the right order. Orders whose groups of elements do not divide a row are left out.
+    8-bit codes have only the right order. An order that permutes groups of elements is left out if a row is not a whole
+    number of groups.
     """
     found = [CodeOrder(None, _same)]
     if recipe.element.packing.codes == 2:
@@ -355,7 +355,8 @@ class CorruptedRows(NamedTuple):
 def _stacks(rows: int) -> Iterator[CorruptedRows]:
     """Yield the five wrong orders that the rows of a matrix may have if it stacks gate and up.
 
-    The halves are exchanged, interleaved, or both; or rows that should be interleaved are stacked, exchanged or not.
+    - The halves are exchanged, interleaved, or both.
+    - Rows that should be interleaved are stacked, gate first or up first.
 
     rows: the number of rows of both halves together; it must be even.
     """
@@ -407,9 +408,9 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders that one half of a gated pair has if it was cut out of a wrongly ordered stack of both.
+    """Yield the wrong orders that half of a gated pair can have if it was cut out of a wrongly ordered stack of both.
 
-    In each order, numbers below ``rows`` are rows of this half, and higher ones are rows of the other half.
+    In each order, a number below ``rows`` means a row of this half, and ``rows`` + n means row n of the other half.
 
     rows: the number of rows of one half.
     second: True for the second half (up), False for the first (gate).
@@ -442,9 +443,9 @@ def name_of_rows(index: np.ndarray) -> str:
 
 
 def within_ulps(a: Any, b: Any) -> bool:
-    """Return whether two float32 scales are equal up to 2 ulp (ULPS). For arrays, return whether all pairs are.
+    """Return whether two float32 scales differ by at most 2 ulp (ULPS). For arrays, return whether all pairs do.
 
-    NaN equals only NaN. 0 and -0 are not equal.
+    NaN counts as equal to NaN only, and 0 as different from -0.
     """
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))

@@ -78,8 +78,8 @@ class Diagnosis:
 
     recipe: the first of ``recipes``; None if no recipe reproduces every byte.
     mishap: the names of the faults between quantizer and file, joined by "; "; None if there were none.
-    codes_equal, scales_equal: the numbers of bytes of codes and of block scales that the explanation gives. If no
-        explanation reproduces every byte, they count what the nearest hypothesis gives.
+    codes_equal, scales_equal: the numbers of bytes of codes and of block scales that the explanation reproduces. If no
+        explanation reproduces every byte, these are the numbers for the hypothesis that fits best.
     total: the number of bytes of codes and block scales together.
     sentence: the explanation as text.
     recipes: the ids of all recipes that reproduce every byte.
@@ -91,9 +91,9 @@ class Diagnosis:
     rules: descriptions of the known rules without a recipe that reproduce every byte.
     cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule reproduces every
         byte. It has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
-    scaled: True if recipes reproduce every byte only from the source with its columns multiplied by factors.
-    method: the method with calibration data that made the layer, such as "GPTQ". It is set only if no recipe or rule
-        reproduces every byte, and if all codes fit the source as the method's do (calibrated.py). Otherwise None.
+    scaled: True if recipes reproduce every byte, but only from the source with its columns multiplied by factors.
+    method: the method that made the layer with calibration data, such as "GPTQ". None if the method is unknown, or if a
+        recipe or rule reproduces every byte.
     """
 
     recipe: str | None
@@ -121,10 +121,7 @@ class Diagnosis:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if there is a ``cause``, a description of the layer, although nothing is known to have made the layer.
-
-        That is, no recipe or rule reproduces every byte, and no calibration method is recognized.
-        """
+        """True if a ``cause`` describes the layer, but no recipe, rule or calibration method explains it."""
         return self.cause is not None and self.method is None and not self.explained
 
     @property
@@ -234,6 +231,8 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
 def _better_explained(found: Diagnosis, again: Diagnosis) -> Diagnosis:
     """Return the better of two explanations of a layer whose source has NaN or infinities.
 
+    An explanation reproduces every byte if it names a recipe or rule.
+
     - If ``again`` does not reproduce every byte, return ``found``.
     - If only ``again`` reproduces every byte, return ``again``.
     - If both reproduce every byte with equal mishaps, return ``found``, with the recipes of both.
@@ -264,9 +263,9 @@ def _explain_source(
     amaxes: tuple[float, ...],
     unnamed: bool,
 ) -> Diagnosis:
-    """Explain a layer from the source as it is given, without replacing NaN and infinities.
+    """Explain a layer from the source as it is given, without replacing NaN and infinities. See ``explain``.
 
-    Return a Diagnosis whose ``recipe`` is None if no recipe reproduces every byte.
+    Return a Diagnosis, whose ``recipe`` is None if no recipe reproduces every byte.
 
     layer: the layer as its file stores it.
     x: the source (the original weight) of the layer, of shape (N, K).
@@ -295,9 +294,9 @@ def _explain_source(
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
-    """Return whether the stored block scales of a layer can be read in a layout, in at least one order of block scales.
+    """Return whether the number of stored block scales fits the codes of a layer, if the codes are read in ``layout``.
 
-    Only their number matters: it must fit the shape of the codes in the layout.
+    The scales may be in any known order, for example swizzled with padding.
     """
     return next(stored_scales(layer, layout), None) is not None
 
@@ -315,14 +314,16 @@ def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
 def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Diagnosis:
     """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
 
-    1. The first layout, in which codes are read as declared and rows are in place.
-    2. Searched block scales, if step 1 explains nothing: a recipe reproduces all codes with the stored scales.
-    3. The other layouts if step 1 explains nothing or needs several mishaps.
-    4. Codes that follow a different rule from the recipe that gives the scales, as GPTQ's do.
-    5. Columns that were multiplied by factors, if the first layout needs no mishap. If no recipe reproduces every byte
-       with factors, and ``unnamed`` is True, an order without a name is preferred to factors.
-    6. Orders without a name if ``unnamed`` is True.
-    7. The nearest hypothesis.
+    These steps are made in turn. The result is the first explanation that is found:
+
+    1. A recipe in the first layout, in which codes are read as declared and rows are in place.
+    2. Searched block scales: a recipe reproduces all codes if it is given the stored scales.
+    3. A recipe in another layout. This is tried also if step 1 needs several mishaps, and the fewest mishaps win.
+    4. A recipe for the scales, and another way to choose codes, such as GPTQ.
+    5. Columns that were multiplied by factors, if the first layout has no mishap. If the factors give no recipe for
+       every byte, step 6 is preferred when it applies and some recipe reproduces all codes of a sample.
+    6. Orders without a name (see permutations.py), if ``unnamed`` is True.
+    7. The hypothesis that fits best, with the share of bytes that it reproduces.
     """
     trial, plain = SampleVerdict(), layouts[0]
     orders = orders_by_sign(evidence, plain)
@@ -519,10 +520,7 @@ def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> D
 
 
 def _all_bytes(evidence: LayerEvidence) -> MatchCount:
-    """Return the MatchCount of an explanation that reproduces every byte of the layer: the numbers of all its bytes.
-
-    One byte per block scale is counted.
-    """
+    """Return a MatchCount in which every byte of the layer matches, with one byte per block scale."""
     scales = evidence.x.size // evidence.layer.recipe.block_size
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 
@@ -553,11 +551,11 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Diagnosis, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Diagnosis:
-    """Add the rule FOUR_OVER_SIX to an explanation if the rule reproduces every byte too, and return the result.
+    """Return a copy of an explanation with the rule FOUR_OVER_SIX added, if this rule reproduces every byte too.
 
-    If the rule does not reproduce every byte, or if the explanation needs a mishap, return the explanation unchanged.
-    Only recipes that choose scales like the rule are considered. With the rule added, the layer gets one verdict with
-    the other layers of a checkpoint that Model-Optimizer made.
+    Return the explanation itself if the rule does not, if the explanation has a mishap, or if none of its recipes
+    chooses scales like the rule. The rule is added so that all layers that Model-Optimizer made with it get one
+    verdict.
 
     explained: an explanation that reproduces every byte.
     hypotheses: the hypotheses of this explanation.
@@ -572,7 +570,7 @@ def _with_four_over_six(
 
 
 def _zeros(layer: StoredLayer) -> Diagnosis:
-    """Return the Diagnosis for an all-zero layer with an all-zero source. Every recipe of its format explains it.
+    """Return the Diagnosis for an all-zero layer with an all-zero source: every recipe of its format explains it.
 
     The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
     """
@@ -582,11 +580,11 @@ def _zeros(layer: StoredLayer) -> Diagnosis:
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Diagnosis:
-    """Return the Diagnosis for a layer if no hypothesis reproduces all of its bytes.
+    """Return the Diagnosis for a layer of which no hypothesis reproduces every byte.
 
-    If ``unnamed`` is True and a sample shows a Hadamard transform or stochastic rounding, the message of the Diagnosis
-    (its field ``sentence``) says so. Otherwise the message names the hypothesis that fits the sample best, and the
-    share of the layer's bytes that it reproduces.
+    If ``unnamed`` is True and a sample shows a Hadamard transform or stochastic rounding, the field ``sentence`` of the
+    Diagnosis says so. Otherwise it names the hypothesis that fits the sample best, and the share of the layer's bytes
+    that this hypothesis reproduces.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -602,7 +600,7 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
 
 
 def _unexplained(text: str, tally: MatchCount) -> Diagnosis:
-    """Return a Diagnosis without a recipe: "nothing explains these bytes: " and ``text``.
+    """Return a Diagnosis without a recipe. Its sentence is "nothing explains these bytes: ", followed by ``text``.
 
     tally: the counts of the bytes that the nearest hypothesis gives.
     """
@@ -611,9 +609,10 @@ def _unexplained(text: str, tally: MatchCount) -> Diagnosis:
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return "on a sample, " and the verdict of fp4kit.identify if it finds a transform or stochastic rounding.
+    """Return a text if fp4kit.identify finds a Hadamard transform or stochastic rounding in a sample, otherwise None.
 
-    The sample is some rows and columns of the layer. Return None in these cases:
+    The text is "on a sample, ", followed by the verdict. The sample is some rows and columns of the layer. Return None
+    in these cases:
 
     - Neither a Hadamard transform nor stochastic rounding explains the sample.
     - The layout is not the usual one: it has a mishap, or the block scales are swizzled, or their number does not fit.

@@ -68,7 +68,7 @@ class Fp8Layer:
 
 
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
-    """Find the recipe or the rule that reproduces every code and scale of an FP8 layer.
+    """Find the recipe or the rule that reproduces every code and scale of an FP8 layer, and return it in a Diagnosis.
 
     If none does, the sentence of the Diagnosis names the scaling of the layer, and says the first of these things that
     is true:
@@ -197,13 +197,15 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
 
 
 def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> tuple[list[str], int]:
-    """Return (dtypes, count) for the rule scale = amax / 448, rounded to float32 or bfloat16.
+    """Return (dtypes, count) for the rule scale = amax / 448, rounded to float32 or to bfloat16.
 
-    dtypes lists the names of those of the two dtypes in which the rule gives all stored scales; it may be empty. count
-    is the number of stored scales that the better dtype gives. A scale is made from the amax of the elements that share
-    it. A single scale may also be made from one of ``amaxes``, the amaxes of groups of layers.
+    dtypes: "float32" and "bfloat16", without those in which the rule does not give all stored scales; may be [].
+    count: the number of stored scales that the rule gives in the better of the two dtypes.
+
+    The amax is that of the elements that share the scale. For one scale per tensor, ``amaxes`` are tried as well.
 
     x: the source (the original weight), of shape (N, K).
+    amaxes: amaxes of groups of layers that may share the layer's scale.
     """
     own = layer.amaxes(x)
     candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]
@@ -215,9 +217,7 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
 
 
 def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
-    """Count, for each dtype, the codes that are nearest to x / scale after the quotient is rounded to the dtype.
-
-    Return a dict with the keys "float32" and "bfloat16".
+    """Return how many codes are nearest to x / scale, for quotients in "float32" and in "bfloat16", as a dict by dtype.
 
     layer: the stored codes and scales.
     x: the source (the original weight), of shape (N, K).

@@ -126,9 +126,9 @@ class Hypothesis:
 
     @property
     def weight(self) -> int:
-        """The number of mishaps (faults) in this hypothesis; the simplest hypothesis is preferred.
+        """The number of mishaps (faults) in this hypothesis. Hypotheses with a small number are preferred.
 
-        A tensor scale that is wrong for an unknown reason counts twice.
+        A tensor scale that is wrong for an unknown reason counts as two mishaps.
         """
         return len(self.mishaps) + ((self.tensor_mishap or "").startswith(corruptions.WRONG_SCALE))
 
@@ -149,10 +149,7 @@ class MatchCount:
 
     @property
     def all_bytes(self) -> bool:
-        """True if every byte of codes and block scales that was compared equals the prediction.
-
-        It is True, too, if no byte was compared.
-        """
+        """True if every compared byte of codes and block scales equals the prediction, or if no byte was compared."""
         return self.codes + self.scales == self.total
 
     @property
@@ -243,11 +240,12 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
     """Return the tensor amaxes with which a recipe may have made the layer.
 
     - If the recipe has no tensor scale, or one per row: [None].
-    - If no tensor scale is stored: all members of ``evidence.amaxes``.
-    - If one is stored: the members that give this scale, up to 2 ulp. If no member gives it: all members, and the
-      amaxes that follow from the stored scale.
+    - If the layer has no stored tensor scale: the candidates in ``evidence.amaxes``.
+    - If it has one: the candidates that give the stored scale, up to 2 ulp.
+    - If no candidate gives the stored scale: all candidates, and the amaxes that follow from the stored scale.
 
-    Amaxes that give equal tensor scales are returned once. A member 0 is left out unless the layer's own amax is 0.
+    Of amaxes that give equal tensor scales, only the first is returned. A candidate 0 is left out, unless the layer's
+    own amax is 0.
     """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
@@ -263,11 +261,10 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the amaxes from which a stored tensor scale may have been computed.
+    """Yield the amaxes that follow from a stored tensor scale if it is right, is inverted, or is the amax itself.
 
-    There are three cases: the scale is right, it is inverted, or it is the amax itself. Amaxes that are not 2^-6 to
-    2^10 times the layer's own amax are left out. Nothing is yielded if the scale is not positive and finite, or if it
-    differs between rows.
+    Amaxes that are not 2^-6 to 2^10 times the layer's own amax are left out. Nothing is yielded if the scale is not
+    positive and finite, or if it differs between rows.
 
     stored: the stored tensor scale, one number or one per row.
     own: the layer's own amax.
@@ -283,9 +280,9 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in linear order: as declared, then once for each fault that may have happened.
+    """Yield the block scales of a layer in linear order: as declared, then with each possible fault undone.
 
-    In the scales that are yielded, the fault (mishap) is undone. The faults are:
+    The faults (mishaps) are:
 
     - the wrong orders of corruptions.scale_orders
     - for E8M0 scales in the declared order, exponents that are off by one
@@ -338,12 +335,13 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
 
 
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
-    """Yield the numbers of all stored rows, as arrays of consecutive rows with about a million elements each.
+    """Yield the numbers of all stored rows in order, as arrays of consecutive numbers, int64.
 
-    An array ends where blocks of ``r`` end, so that no block of several rows is divided between arrays.
+    The rows of an array have about a million elements together; fewer if blocks span several rows and rows were moved
+    after they were quantized. No block is divided between two arrays.
 
-    layout: the shape of the layer, and whether rows were moved after they were quantized; then arrays are shorter.
-    r: the recipe, which determines the height of blocks.
+    layout: the shape of the layer, and whether rows were moved after they were quantized.
+    r: the recipe, which determines how many rows a block has.
     """
     height = lcm(32, r.block_rows)
     size = CHUNK // (r.block_rows if layout.moved_after_quantizing else 1)
@@ -353,10 +351,11 @@ def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
 
 
 def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
-    """Return (number of bytes that hold equal codes in a and b, number of all bytes).
+    """Return (number of bytes that are equal in a and b, number of all bytes), counting bytes of packed codes.
 
-    a, b: codes in the format of ``r``, one per byte. Two 4-bit codes count as one byte, which is equal if both codes
-        are.
+    a, b: codes in the format of ``r``, one per byte. Each pair of 4-bit codes counts as one byte, which is equal if
+    both
+        codes are.
     """
     same = a == b
     if r.element.packing.codes == 2:

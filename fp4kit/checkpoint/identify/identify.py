@@ -101,7 +101,7 @@ class LayerVerdict:
 
 
 def _kind(layer: LayerVerdict) -> str | None:
-    """Return the layer's mishap (fault) without the numbers that are specific to the layer, or None if it has none."""
+    """Return the layer's mishap (fault) without the numbers of this layer; None if the layer has no mishap."""
     return layer.explanation.mishap and without_numbers(layer.explanation.mishap)
 
 
@@ -113,10 +113,11 @@ class CheckpointVerdict:
 
     recipes: the ids of the recipes that explain the most layers; empty if no layer is explained, or if a rule explains
         more layers than any recipe.
-    mishap: the most frequent mishap (a fault such as swapped nibbles) of the explained layers; None if no mishap is
-        more frequent, or if no layer is explained.
+    mishap: the most frequent mishap (a fault such as swapped nibbles) of the explained layers; None if most of them
+    have
+        no mishap, or if no layer is explained.
     layers: the verdicts on all layers of all formats, in their order.
-    others: the verdicts on the other formats.
+    others: the verdicts on all formats but the one with the most layers, one per format.
     rules: descriptions of the rules that explain the most layers; empty if a recipe explains them.
     unpaired: the names of the quantized layers that have no counterpart in the source.
     """
@@ -346,9 +347,9 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
 
 
 def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
-    """Return the verdict on layers of one format, chosen as identify_layers describes.
+    """Return the verdict on layers of one format, chosen in the two steps that identify_layers describes.
 
-    It has no recipes, rules and mishap if no layer is explained.
+    If no layer is explained, the verdict has neither recipes nor rules nor a mishap.
 
     layers: the verdicts on the layers, at least one.
     """
@@ -382,9 +383,9 @@ def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
     """Yield the verdict on each layer, in order.
 
-    After four failures in a row, faults without a name are not searched for, because that takes long. A failure is a
-    layer without explanation or cause. Layers of zeros are not counted. The next layer with an explanation or a cause
-    resumes the search.
+    A layer fails if it has neither an explanation nor a known cause; all-zero layers are not counted. After four
+    failures in a row, faults without a name are no longer searched for, because the search takes long. It is resumed
+    after the next layer that does not fail.
     """
     failed = 0
     for layer in layers:
@@ -397,10 +398,11 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
 def _explained(layer: LayerPair, unnamed: bool) -> Diagnosis:
     """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer.
 
-    - An FP8 layer is explained by ``explain_fp8``, and nothing is added.
-    - If the file declares AWQ or SmoothQuant, the explanation names this method alone.
-    - A layer with a low-rank part is explained by ``_of_rest``, unless its signs differ from the source.
-    - A tuned layer is recognized as auto-round's if the file names auto-round and its codes are near the source.
+    - For an FP8 layer, return the result of ``explain_fp8`` unchanged.
+    - If the file declares AWQ or SmoothQuant, texts name only this method instead of "AWQ or SmoothQuant".
+    - For a layer with a low-rank part, return the result of ``_of_rest``, unless its signs differ from the source.
+    - If codes and scales look tuned, the file names auto-round, and all codes are near the source, the method is
+      "auto-round".
 
     unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
         result says that they were not tried.
@@ -445,9 +447,10 @@ def _declared(text: str, scaling: str) -> str:
 
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
-    """Return whether each code of a layer in blocks is near the code of its source value, given the stored scales.
+    """Return whether every code of a layer is near the code of its source value, and the SQNR is at least 12 dB.
 
-    The signal-to-noise ratio must also be at least 12 dB. Return False if ``fit_of`` cannot compare the layer.
+    The stored scales are used. Return False if ``fit_of`` cannot compare the layer. The layer must not be FP8 with
+    float scales.
 
     steps: the largest distance that counts as near, in representable values.
     """

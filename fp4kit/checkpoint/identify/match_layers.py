@@ -99,10 +99,11 @@ class Origin:
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Find the source rows of every layer that a conversion would write. Return a dict: (name, expert number) -> rows.
+    """Find the rows of a model from which a conversion to ``form`` would make each layer.
 
-    Layers are named and split as the container ``form`` needs. The expert number is 0 unless the container stores
-    stacks of experts. Transforms that can be undone are undone when the rows are decoded.
+    Return a dict: (layer name, expert number) -> rows. Layers are named and split as the container ``form`` needs. The
+    expert number is 0 unless the container stores stacks of experts. Hadamard and similar transforms of the model are
+    undone, if possible, when the rows are read.
     """
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
@@ -178,7 +179,7 @@ def identify_checkpoint(
 
 
 def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
-    """Return the error message for a checkpoint of which no quantized layer has a counterpart in the source.
+    """Return the error message for the case that no quantized layer of a checkpoint has a counterpart in the source.
 
     If the checkpoint is a GGUF file and the source is not, the message says how to write a source in GGUF. Otherwise,
     it says to give the model that the checkpoint was made from.
@@ -480,10 +481,11 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
-    """Read the elements of a tensor that belong to one expert of a stack whose shapes are damaged.
+    """Read the elements of a tensor that belong to one expert, for a stack of experts whose shapes are damaged.
 
-    If the first axis counts the experts, this is the matrix of the expert. Otherwise it is an equal share of the
-    elements. A tensor is returned whole if it cannot be divided evenly or belongs to a single layer.
+    - If the first axis counts the experts, return the matrix of the expert.
+    - Otherwise, divide the elements in order into equal shares, and return the share of the expert.
+    - If this is not possible, or if the weight is a single layer, return the whole tensor.
 
     readers: where to read the elements from.
     part: the tensor of codes or block scales.
@@ -498,10 +500,10 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 
 
 def _any_recipe(form: Container) -> Recipe:
-    """Return a recipe with the element format, scale format and block size of a container, to stand for this format.
+    """Return a recipe that stands for the format of a container: its element format, scale format and block size.
 
-    The recipe is the first of the table that the container stores. If there is none, it is a variant of a recipe of the
-    table, changed to have this block size.
+    It is the first recipe in RECIPES that the container can store. If there is none, it is a recipe from RECIPES that
+    was changed to have this block size.
 
     form: the container.
     """

@@ -28,7 +28,7 @@ _KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
 
 
 def canonical(module: str) -> str:
-    """Return a module's name in a form that does not depend on the tool that wrote it, as a key for matching.
+    """Return the canonical name of a module, a key for matching that does not depend on the tool that wrote the file.
 
     Parts that wrappers add, such as _orig_mod, are removed. The layers of experts are named
     "PARENT.mlp.experts.NUMBER.LEAF", with gate_proj, down_proj and up_proj in place of w1, w2 and w3.
@@ -53,10 +53,10 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 
 
 def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
-    """Yield (key, weight to read, range of rows) for each name under which other tools may store an expert's rows.
+    """Yield (key, weight to read, range of rows) for each matrix that other tools may make of a layer or an expert.
 
-    The key is a canonical name. The first entry is the whole matrix of the expert. A stack of gate_up matrices also
-    yields the half gate and the half up. For a half, the weight to read is the one that gate_first returns.
+    The key is a canonical name. The first item is the whole matrix. If the weight is a stack of gate_up matrices, the
+    gate half and the up half follow, each with the weight that gate_first returns.
 
     expert: the number of the expert; 0 for a single layer.
     config: the content of config.json.

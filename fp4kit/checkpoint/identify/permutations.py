@@ -39,12 +39,17 @@ SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded 
 
 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
-    """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
+    """Yield (layout, order of codes) for each order of codes in bytes in which stored rows are permuted source rows.
 
-    Each stored row is matched with a row of the source, or of the other half of a gated pair. Only rows are considered
-    that have the sign of at least 99% of the nonzero codes; the most similar one is the match. An order of codes is
-    left out if a row has no match, if two rows have the same match, or if all rows are in place. Yield nothing if the
-    layer has only one row, or more than 2^15 rows.
+    Each stored row is matched with the most similar source row among those that agree with the signs of at least 99% of
+    its nonzero codes. In a gated pair, rows of the other half are considered too. An order of codes is left out in
+    these cases:
+
+    - A stored row has no match.
+    - Two stored rows that are not all zero have the same match.
+    - All rows are in place.
+
+    Yield nothing if the layer has only one row, or more than 2^15 rows.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -72,10 +77,10 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 def _nearest_sources(
     evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Return, for each stored row, the number of the most similar source row whose signs agree with the row's codes.
+    """Return, for each stored row, the number of the most similar source row among those whose signs agree, int64.
 
-    Signs agree if at least 99% of the nonzero codes have the sign of the source. If the signs of no source row agree,
-    the number is -1. If all codes of the stored row are zero, it is -2 - n, where n is the most similar source row.
+    Signs agree if at least 99% of the nonzero codes have the sign of the source. The number is -1 if no source row has
+    signs that agree. It is -2 - n if all codes of the stored row are zero, where n is the most similar source row.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -98,9 +103,10 @@ def _nearest_sources(
 
 
 def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
-    """Assign a source row to each all-zero stored row: the most similar one if it is unused, otherwise any unused one.
+    """Assign a source row to each all-zero stored row: the most similar one if it is unused, else the first unused one.
 
-    Return the source row of every stored row. Return None if a row has no source row or two rows share a source row.
+    Return a new array with the source row of every stored row. Return None if a row has no source row, if two rows
+    share one, or if too few source rows are unused.
 
     index: for each stored row, the number of its source row, or -1 if it has none. For a row whose codes are all zero,
         the number is -2 - n, where n is the most similar source row.

@@ -70,13 +70,13 @@ class _Rows(NamedTuple):
 
 @ieee("identify")
 def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> int | None:
-    """Return the number of blocks whose stored scale differs from the scale that a hypothesis predicts.
+    """Return in how many blocks the stored scale differs from the scale of a hypothesis, but gives an equal error.
 
-    Return None if the hypothesis does not explain the layer, which is so in these cases:
+    Return None if the hypothesis does not explain the layer. This is so in these cases:
 
-    - The stored scale of a block gives a different squared error from the scale of the hypothesis. Errors count as
-      equal up to the rounding of float32 sums.
-    - A block with the scale of the hypothesis has other values.
+    - A stored scale differs from that of the hypothesis, and gives a different squared error. (Errors count as equal up
+      to the rounding of float32 sums.)
+    - In a block with equal scales, the decoded values differ.
     - The hypothesis has a mishap, or its recipe searches no scales.
 
     evidence: the stored layer and its source (the original weight).
@@ -157,12 +157,15 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
 
 @ieee("identify")
 def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether at least 98% of the codes lie within half a unit of their quotients, for a sample of a layer.
+    """Return whether the codes of a layer look as if auto-round had tuned their rounding, judged by a sample.
 
-    The quotient is the source divided by the stored scales. A code q lies within half a unit of the quotient y if
-    round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. At least half of the codes must
-    be the nearest. Return False if codes, scales or rows are not in order, if the tensor scale is not positive and
-    finite, or if elements do not have 4 bits.
+    Let y be a source value divided by the stored scales, and q the value of its code. Two conditions must hold:
+
+    - For at least 98% of the codes, round(y - 1/2) <= q <= round(y + 1/2).
+    - At least half of the codes are the nearest to y.
+
+    Return False if codes, scales or rows are not in order, if the tensor scale is not positive and finite, or if
+    elements do not have 4 bits.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -246,7 +249,7 @@ def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvide
 
 
 def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
-    """Yield all rows of a layer, some rows at a time. Block scales must be in linear order.
+    """Yield all rows of a layer as _Rows, some rows at a time. Block scales must be in linear order.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read.

@@ -20,9 +20,12 @@ from fp4kit.reference.tensor_rules import tensor_scale
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
     """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale.
 
-    Return () if there are none. Return () too if codes or block scales are not in linear order, or if a tensor scale is
-    stored that is not a single positive finite number. Recipes that search scales themselves, and recipes with blocks
-    of several rows, are not tried.
+    Return () if there are none, and in these cases:
+
+    - The layout has a mishap (fault), or the block scales are not in linear order.
+    - The stored tensor scale is not a single positive finite number. (A layer without a tensor scale is tried.)
+
+    Recipes that search scales themselves, and recipes with blocks of several rows, are not tried.
 
     evidence: the stored layer and its source (the original weight).
     plain: the layout in which codes are read as declared and rows are in place.
@@ -47,8 +50,8 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
 def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | None]:
     """Yield the tensor scales with which the codes may have been made: the stored one, then others within 2 ulp of it.
 
-    The others are those that the recipe computes from the candidate amaxes. The stored scale may be off by 2 ulp if the
-    file stores its reciprocal. Yield only None if no tensor scale is stored.
+    The others are computed by the recipe from the layer's candidate amaxes. They are tried because a file that stores
+    the reciprocal of a scale determines the scale only up to 2 ulp. Yield only None if no tensor scale is stored.
 
     evidence: the layer, with its candidate amaxes.
     r: the recipe that computes them from the amaxes.

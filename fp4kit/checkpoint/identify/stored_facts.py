@@ -23,10 +23,10 @@ _OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the 
 
 
 def problems_of(checkpoint: Checkpoint) -> Counter[str]:
-    """Check a sample of the quantized layers for codes that do not seem to belong to their scales, and count warnings.
+    """Check whether the codes of quantized layers seem to belong to their scales. Return a Counter of warnings.
 
-    Return a Counter that maps the text of each warning to the number of sampled layers that have it. The Counter is
-    empty if nothing is odd. At most 64 evenly spaced layers are sampled.
+    The Counter maps the text of each warning to the number of layers that have it. It is empty if nothing is odd. At
+    most 64 evenly spaced layers are checked.
 
     Raise CheckpointError if a file cannot be read.
     """
@@ -87,9 +87,9 @@ def _sample(checkpoint: Checkpoint) -> list[Weight]:
 def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a layer.
 
-    The text says in how many layers, and what the value tells: a tensor scale of amax / (6 x 448) gives 448, and one of
-    amax / (6 x 256) gives 256. Among at most 64 sampled layers, only those with a tensor scale and separate block
-    scales are read. If there are none, nothing is yielded.
+    The text says in how many layers this is so, and what the value tells about the tensor scale: amax / (6 x 448) makes
+    448 the largest block scale, and amax / (6 x 256) makes it 256. At most 64 layers are sampled, and only those with a
+    tensor scale and separate block scales are read. If there are none, nothing is yielded.
     """
     found: Counter[float] = Counter()
     with Readers() as readers:

@@ -104,9 +104,9 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
 
 
 def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
-    """Yield a Layout for each combination of a way to read the codes and an order of rows that may have happened.
+    """Yield a Layout for each way to read the codes that fits the source's shape, with each possible order of rows.
 
-    If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. If the
+    If the layer has the shape of the source, the first layout reads codes as declared, with rows in place. If the
     source was transposed before it was quantized, rows are tried only in place. Nothing is yielded if no shape fits.
 
     evidence: the stored layer and its source (the original weight).
@@ -145,7 +145,7 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
 
 
 def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
-    """Return the share of nonzero codes that have the sign of the source, from 0 to 1, for a sample of a layer.
+    """Return the share of nonzero codes, from 0 to 1, that have the sign of their source value, in a sample of a layer.
 
     Codes whose source value is NaN are not counted. Return 1 if no code is counted.
 
@@ -173,9 +173,8 @@ def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
     """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one layout.
 
-    If the layout says that rows were moved, and blocks span several rows, both possibilities are tried: the rows were
-    moved before they were quantized, or afterwards. The second one is left out if the two halves of a gated pair would
-    share a block.
+    If the layout has moved rows, and blocks span several rows, two cases are tried: the rows were moved before they
+    were quantized, or afterwards. The second case is left out if the two halves of a gated pair would share a block.
 
     evidence: the stored layer and its source (the original weight).
     layout: how the codes are read, and from which source rows the stored rows were made.
@@ -208,10 +207,10 @@ def recipes_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
-    """Return whether both halves of a pair can be quantized together without changing their blocks of rows.
+    """Return whether the halves of a gated pair can be quantized as one stacked matrix without shifting blocks of rows.
 
-    Return False if rows of the second half of a gated pair occur and the first half ends within a block. In this case,
-    the blocks of the second half would be shifted.
+    Return False if the first half ends within a block and rows of the second half occur, because their blocks would be
+    shifted.
 
     layout: the source row of each stored row; rows with the number ``rows`` or a higher one belong to the second half.
     rows: the number of rows of one half.
@@ -272,10 +271,10 @@ def _compare(
 
 @ieee("identify")
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
-    """Return (hypotheses that reproduce every byte of the whole layer, a MatchCount in which all bytes match).
+    """Return (hypotheses that reproduce every byte of codes and block scales of the whole layer, their MatchCount).
 
-    Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
-    the mishap of a wrong tensor scale. Return ([], MatchCount()) if no hypothesis reproduces every byte.
+    Only hypotheses with the fewest mishaps are returned. A hypothesis that the tensor scales of some rows contradict
+    gets one more mishap, a wrong tensor scale. Return ([], MatchCount()) if no hypothesis reproduces every byte.
 
     evidence: the stored layer and its source (the original weight).
     hypotheses: the hypotheses that reproduce every byte of a sample.
