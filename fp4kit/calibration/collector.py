@@ -134,7 +134,7 @@ class Collector:
     def layers(self) -> tuple[str, ...]:
         """The sorted names of all layers, with one name per expert.
 
-        Raises ValueError in the cases in which columns raises it.
+        Raises ValueError in the cases in which the method ``columns`` raises it.
         """
         return tuple(self._entries("layers"))
 
@@ -151,7 +151,7 @@ class Collector:
     def tokens(self) -> dict[str, int]:
         """Return {layer: number of tokens that it saw}, which is 0 for a layer or expert that saw none.
 
-        Raises ValueError in the cases in which columns raises it.
+        Raises ValueError in the cases in which the method ``columns`` raises it.
         """
         return {name: entry.tokens for name, entry in self._entries("tokens").items()}
 
@@ -191,7 +191,7 @@ class Collector:
         return filled("amaxes", self.found(rule), unseen)
 
     def found(self, rule: AmaxRule | Headroom = "max") -> dict[str, np.float32]:
-        """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input.
+        """Return {layer: amax} as ``amaxes`` does, but with 0 for layers and experts that saw no nonzero input.
 
         Raises ValueError if the rule is unknown, if it needs histograms that were not collected, or in a case in which
         columns raises it.
@@ -287,7 +287,8 @@ class Collector:
         Raises:
             TypeError: if path is not a path.
             ValueError: if path does not end with the name of a file, or if an input on a GPU was NaN or infinite.
-            ValueError: if a layer collected both alone and as one of several experts has two numbers of columns.
+            ValueError: if an expert was collected both under its own name and with ``expert=``, with different numbers
+                of columns.
             OSError: if the file cannot be written.
         """
         target = as_path("save", path)
@@ -361,9 +362,9 @@ class Collector:
         return name, count
 
     def _on(self, key: _Key, like: Any) -> Totals:
-        """Return the layer's Totals on the device of the array ``like``, to which the caller adds inputs.
+        """Return the Totals of a layer that are on the device of the array ``like``. The caller adds inputs to them.
 
-        If the layer has no totals on that device yet, store and return new ones that are zero.
+        If the layer has no Totals on that device yet, store new ones of zero in ``_totals`` and return them.
 
         key: the layer, as _key returned it.
         like: a NumPy array, for the totals on the host, or a CuPy array.
@@ -415,17 +416,19 @@ class Collector:
 
 
 def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, np.float32]:
-    """Return {layer: amax} after applying a policy to the layers and experts whose amax is 0.
+    """Return {layer: amax} after applying a policy to the experts whose amax is 0.
 
     Args:
         op: the beginning of error messages.
-        amaxes: {layer: amax}, where 0 stands for no token, or only zeros.
-        unseen: the policy for experts (names with a number after ``experts``): "error" fills in nothing, "layer" fills
-            in the largest amax of the layer's experts, "none" leaves the expert out of the result.
+        amaxes: {layer: amax}, where 0 stands for no token, or only zeros. It is not changed.
+        unseen: the policy for experts (names with a number after ``experts``). "error" keeps the 0, which is then an
+            error. "layer" replaces it by the largest amax of the layer's experts. "none" leaves the expert out of the
+            result.
 
     Raises:
-        ValueError: if the policy is unknown, or if an amax in the result would be 0. The message names such layers.
-            They are layers that are not experts, under any policy, and experts of a layer in which every expert has 0.
+        ValueError: if the policy is unknown, or if an amax in the result would be 0. The message names the layers with
+            0. A layer that is not an expert is an error under any policy, as is, under "layer", an expert in a layer in
+            which every expert has 0.
     """
     if unseen not in UNSEEN:
         raise ValueError(f"{op}: unseen is {unseen!r:.60}; needs one of {', '.join(UNSEEN)}")

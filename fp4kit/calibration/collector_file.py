@@ -46,9 +46,10 @@ class CollectedInputs(NamedTuple):
     histogram: npt.NDArray[np.int64] | None
 
     def totals(self) -> Totals:
-        """Return the entry as Totals of one expert, the form to which a Collector adds. ``columns`` is not in it.
+        """Return this entry as Totals with one expert, which a Collector can add to its own Totals.
 
-        The histogram shares memory with this entry's. It is None if this entry has none.
+        Totals have no ``columns``. Their histogram shares memory with the histogram of this entry, or is None if this
+        entry has none.
         """
         histogram = None if self.histogram is None else self.histogram[None]
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
@@ -93,12 +94,12 @@ def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
-    """Return the entries in the bytes of a file, {layer: CollectedInputs}, and whether they have histograms.
+    """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file.
 
-    If they have none, every entry's histogram is None.
+    If they have no histograms, the histogram of every entry is None.
 
-    Raises ValueError, which begins with ``label``, for bytes that ``encode`` does not write. Such bytes come from
-    another kind of file, a damaged file, or a file of another version.
+    Raises ValueError, whose message begins with ``label``, for bytes that ``encode`` does not write, such as those of
+    another kind of file, of a damaged file, or of a file of another version.
     """
     try:
         arrays = load(data)

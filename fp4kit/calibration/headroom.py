@@ -39,9 +39,9 @@ def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 @cache
 @ieee("headroom")
 def edges() -> npt.NDArray[np.uint32]:
-    """Return the bit patterns of the smallest float32 in each of the bins 1 ... 511, as uint32 (511,).
+    """Return the lower edges of bins 1 ... 511: the bit pattern of the smallest float32 in each bin, as uint32 (511,).
 
-    The bin of a positive amax is the number of edges that are not above its bit pattern.
+    The bin of a positive amax is the number of edges that are at most its bit pattern. The array is read-only.
     """
     exact = np.exp2(_LOW + np.arange(1, BINS) * ((_HIGH - _LOW) / BINS)).astype(np.float32)
     bits = exact.view(np.uint32)[:, None] + np.arange(-_SEARCHED, _SEARCHED, dtype=np.int64)
@@ -67,8 +67,9 @@ class Headroom:
         anchor = anchor_percentile of the block amaxes from the bin of upper / 1e6 on
         amax   = max(rho * anchor, upper)
 
-    A low percentile of the block amaxes is placed low in the range of E4M3 block scales. The rest of that range is
-    headroom. A percentile is the center of the first bin whose cumulated count reaches that share of all blocks.
+    With amax = rho * anchor, a block as small as the anchor gets the block scale 448 / rho, which is low in the range
+    of E4M3. The rest of the range is headroom for larger inputs. A percentile is the center of the first bin whose
+    cumulated count reaches that share of all blocks.
 
     Args:
         anchor_percentile: the percentile of the anchor, above 0 and at most 100.
@@ -81,10 +82,10 @@ class Headroom:
         ValueError: if an argument is out of range.
 
     Exact:
-        Equals Model-Optimizer 0.47 with PyTorch on a CPU, for up to 2^24 blocks per layer. Beyond that, the producer
-        sums counts in float32, whose rounding depends on the device; fp4kit rounds the exact sums to float32. The
-        producer takes the largest of the ranks' amaxes. fp4kit merges the ranks' histograms first, which gives the
-        amax of all their inputs together.
+        Equals Model-Optimizer 0.47 with PyTorch on a CPU, for up to 2^24 blocks per layer. Beyond that, Model-Optimizer
+        sums counts in float32, whose rounding depends on the device; fp4kit rounds the exact sums to float32. With
+        several ranks, Model-Optimizer takes the largest of the ranks' amaxes. fp4kit merges the ranks' histograms
+        first, which gives the amax of all their inputs together.
 
     Source:
         Model-Optimizer 0.47, modelopt/torch/quantization/calib/nvfp4_act_headroom.py.

@@ -70,7 +70,7 @@ class Totals:
             self._count(xp, blocks, expert)
 
     def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
-        """Add one call's block amaxes to the histograms of their experts, in place. Zero amaxes are not counted.
+        """Count one call's block amaxes in the histograms of their experts, in place. Zero amaxes are not counted.
 
         xp: the library of the arrays, numpy or cupy.
         blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
@@ -84,7 +84,7 @@ class Totals:
             self.histogram += xp.bincount(places, minlength=self.histogram.size).reshape(self.histogram.shape)
 
     def add(self, other: Totals) -> None:
-        """Add the totals of further inputs to these totals, in place: the larger amax, and the sum of the counts.
+        """Add the totals of further inputs to these totals, in place: keep the larger amaxes, and sum the counts.
 
         Both totals must hold NumPy arrays for equally many experts. If these totals have a histogram, ``other``
         must have one. If they have none, a histogram of ``other`` is ignored.

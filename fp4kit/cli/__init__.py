@@ -60,8 +60,9 @@ _HINTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    The exit code is 0 for done, 1 if a difference was found, 2 after an error, and 128 + N after the signal N. Errors
-    are not raised; a line on stderr says what is wrong. stdout is set to escape characters that its encoding lacks.
+    The exit code is 0 on success, 1 if the command found a difference, 2 after an error, and 128 + N if signal N ended
+    the command. Errors are not raised; a line on stderr says what is wrong. stdout is set to write characters that its
+    encoding lacks as escapes.
 
     argv: the arguments after ``fp4kit``; None for the arguments of this process.
     """
@@ -99,9 +100,10 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
 def parser(arguments: Sequence[str] | None = None) -> Parser:
     """Return a new parser of the command line, which lists all commands.
 
-    arguments: the arguments that it will parse. Only commands that are named among them have their options, because
-        importing the modules of all commands takes longer than most commands run. Every command has its options if
-        ``arguments`` is None or contains --print-completion.
+    Importing the modules of all commands takes longer than most commands run. So only the commands that ``arguments``
+    names have their options. Every command has them if ``arguments`` is None or contains --print-completion.
+
+    arguments: the arguments that the parser will parse.
     """
     if arguments is not None and any(text.startswith("--print-completion") for text in arguments):
         arguments = None

@@ -54,9 +54,8 @@ def _body(comparison: CheckpointComparison) -> dict[str, Any]:
 def _print(out: Output, comparison: CheckpointComparison) -> None:
     """Print a comparison: tables of config entries, tensors and layers that differ, then the verdict.
 
-    Before the verdict come lines about tensors that were not listed or could not be decoded.
-
-    If only one checkpoint has a layer quantized, the layer is listed instead of its tensors, which all differ.
+    If only one checkpoint has a layer quantized, the layer is listed instead of its tensors, which all differ. Lines
+    before the verdict say how many tensors are not listed for this reason, and which could not be decoded.
     """
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)

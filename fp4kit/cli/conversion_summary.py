@@ -80,10 +80,10 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
     """Return the names of the engines that load the result of a conversion; () if none is known.
 
     - For a format that is made for one engine (GGUF, MLX, ComfyUI), return that engine.
-    - Otherwise, return () for a single file, because engines need a config, and for a Diffusers model.
+    - Otherwise, return () for a Diffusers model, and for a single file, because engines need a config.
     - Otherwise, return the engines that load the format for models of this family. Engines that would misread rotated
-      layers are left out. If layers have AWQ's factors per column, only engines that support AWQ are returned, and none
-      if the layers also have several formats.
+      layers are left out. If layers have AWQ's factors per column, return only engines that support AWQ, and () if
+      there are also layers in other formats.
     """
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:
@@ -100,11 +100,10 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
 
 
 def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
-    """Return the command line that serves or loads a model.
+    """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command.
 
-    - If transformers is among the engines and the model does not generate text: the command that loads it in Python.
-    - Otherwise: the command of the first engine that has one.
-    - "" if no engine has one.
+    If transformers is among the engines, and the model does not generate text, this is the command that loads the model
+    with transformers. Otherwise, it is the command of the first engine that has one.
 
     config: the content of the model's config.json, whose "architectures" say whether the model generates text.
     path: the model.
@@ -123,8 +122,8 @@ def verified_serve_command(report: VerifyReport) -> str:
     """Return the command that serves the model of a verify report; "" if no engine is known to load it.
 
     Engines that an issue of the report concerns are left out. The result is also "" for a single file, for a Diffusers
-    model, and if the report says that the requirements of loaders are not known. Whether the report is clean is not
-    checked here.
+    model, and if the report says that the requirements of loaders are not known. The command is returned even if the
+    report lists errors.
     """
     if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
         return ""

@@ -337,8 +337,9 @@ def _device(text: str) -> int | None:
 def _convert(args: argparse.Namespace, out: Output) -> int:
     """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted.
 
-    With --remove-stale, one path and no --demo, only remove what a killed run left for that path. With --dry-run, only
-    print the plan, and write and remove nothing. With --quiet but without --json, convert and print no result.
+    - With --remove-stale, one path and no --demo, only remove what a killed run left for that path.
+    - With --dry-run, only print the plan; write and remove nothing.
+    - With --quiet but without --json, convert, but print no result.
     """
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
@@ -409,7 +410,7 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
 
 
 def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove the leftovers of a run that was killed after it had completed ``destination``, such as its lock.
+    """Remove what a run left that was killed after it had completed ``destination``, such as its lock.
 
     Each removed path is noted on stderr. Do nothing if there are none, or if no run has completed ``destination``.
     """
@@ -494,8 +495,9 @@ def _print_assignment(out: Output, assignment: Assignment | None) -> None:
 def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
     """Return the plan of the conversion that the arguments describe. Raise CheckpointError if there is none.
 
-    With an assignment, layers get the recipes that it assigns, and its other layers stay unquantized. Without one, the
-    recipes are those of --recipe. The default is nvfp4-te or, with --scale-search, the recipe for that.
+    With an assignment, layers get the recipes that it assigns, and layers to which it assigns none stay unquantized.
+    Without an assignment, the recipes are those of --recipe. The default is nvfp4-te or, with --scale-search, the
+    recipe for scale search.
 
     args: the parsed arguments.
     assignment: the recipes that --bits assigns to layers, or None.
@@ -620,7 +622,7 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return, as a dict, the entries that a dry run and a conversion both have in their JSON documents."""
+    """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common."""
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -656,9 +658,9 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """Return the SQNR in decibels of a layer without ("sqnr_db_by_amax") and with ("sqnr_db") the scale search.
+    """Return the SQNR of a layer in decibels: {"sqnr_db_by_amax": without scale search, "sqnr_db": with scale search}.
 
-    The keys are named as in the JSON document.
+    The keys are those of the JSON document.
     """
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
@@ -669,7 +671,7 @@ def _skipped(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
-    """Print a plan: a table of the tensors with actions and reasons, the memory and disk space needed, the outcome."""
+    """Print a plan: a table of tensors with actions and reasons, the memory and disk space needed, and the result."""
     rows = [
         (
             shown(t.name),
@@ -696,9 +698,10 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
 def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int]) -> None:
     """Print the totals, the number of layers per action (except copies), the files, the skipped files and the warnings.
 
-    out, plan, destination: where to print; the plan; the directory or file of the result.
-    verb: the start of the first line, "wrote DST" or "would write".
-    actions: action -> number of layers; empty in a dry run.
+    plan: the plan of the conversion.
+    destination: the directory or file of the result.
+    verb: the start of the first line, such as "wrote DST" or "would write".
+    actions: {action: number of layers}; empty in a dry run.
     """
     converted = len(plan.converted)
     out.line(
@@ -719,8 +722,9 @@ def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, action
 def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
     """Return the lines to print about the files of a result.
 
-    A split GGUF model has one line per file. If several files of the source become one file, one line says so. Return
-    [] for all other results, such as a directory.
+    - For a split GGUF model, one line per file, with the number of tensors and the size.
+    - If several files of the source become one file, one line that says so.
+    - [] for all other results, such as a directory.
     """
     if plan.is_split:
         sizes = (sum(output.nbytes for output in file.outputs) for file in plan.files)

@@ -74,9 +74,9 @@ def _diff(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(report: PatchReport) -> str:
-    """Return the last line of diff: the path and size of the patch, and how many files it stores in which way.
+    """Return the last line of diff: the path and size of the patch, and how many files are stored in each way.
 
-    The ways are changed bytes, whole files, and unchanged files, which are not stored.
+    The ways are: as changed bytes, as a whole file, and not at all, because the file is unchanged.
     """
     return (
         f"wrote {shown(str(report.patch))}, {decimal(report.nbytes)}: {report.changed} files as"

@@ -68,9 +68,10 @@ def register(commands: Any) -> None:
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
     """Run the command fuzz. Return 0 if nothing failed, otherwise 1.
 
-    The GPU's engine is compared with the specification. With --host, or if there is no GPU, the compiled CPU engine is
-    compared instead. Without either engine, only invariants of the specification are checked. Raise ValueError for an
-    option that is out of its range, such as a negative --seconds.
+    The GPU engine is compared with the specification. With --host, or if there is no GPU, the compiled CPU engine is
+    compared instead. If there is no compiled engine either, only invariants of the specification are checked.
+
+    Raise ValueError for an option that is out of its range, such as a negative --seconds.
     """
     for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
         if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end
@@ -127,7 +128,7 @@ def _run(
 
     args: the parsed arguments.
     engine: the engine to compare with the specification; None to check only invariants of the specification.
-    device: "gpu" or "host", for further processes; "" without an engine.
+    device: "gpu" or "host", the device of the engine, which further processes use too; "" without an engine.
     pool: the recipes and operations from which cases are drawn.
     shown: True to draw a line of progress.
     """

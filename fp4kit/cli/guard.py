@@ -59,8 +59,8 @@ class GuardedCommand:
         """Return a clause for the last line that says what became of the destination of a command that ended early.
 
         - If the destination is complete, the clause says so.
-        - Otherwise, if a signal ended the command, it says that nothing was written there.
-        - If a partial directory is left, it also says where, and how to go on.
+        - Otherwise, after a signal, it says that nothing was written there.
+        - If a partial directory is left, after a signal or an error, it also says where, and how to go on.
 
         Return "" in all other cases, such as a command without a destination.
 
@@ -79,9 +79,9 @@ class GuardedCommand:
 
 
 class _Signals:
-    """Handle SIGINT, SIGTERM and SIGHUP from `install` on: raise Stopped if one arrives while a command runs.
+    """Handle SIGINT, SIGTERM and SIGHUP: raise Stopped if one of them arrives while a command runs.
 
-    `fix_exit_code` marks the end of the command.
+    `install` begins to handle signals, and `fix_exit_code` marks the end of the command.
 
     keep_handling: True if the process ends with the command. A later signal then ends it with the command's exit code.
         False to restore the old handlers after the command.
@@ -133,7 +133,7 @@ class _Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal ``number``: raise Stopped while the command runs.
 
-        - While the last line is being written, and for half a second after another signal, signals are ignored.
+        - While the last line is being written, and for half a second after the signal before, signals are ignored.
         - After the command has ended, a signal ends the process with the exit code of the command.
         - In a forked worker process, the signal ends the process at once.
 
@@ -183,7 +183,8 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
 def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
     """Run the command and return its exit code. If it fails or is stopped, write the last line to stderr.
 
-    The exit code is then 2 for an error, or 128 + N for the signal N. An error after a signal counts as the signal.
+    After an error, the exit code is 2, and after signal N it is 128 + N. An error that follows a signal counts as the
+    signal.
     """
     try:
         code = command(task)
@@ -218,9 +219,9 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
     """Write the last line about the error that ended a command, and return 2, the exit code for errors.
 
-    The line says what is wrong. Unless the error recommends --remove-stale, it also says what is left of the
-    destination. A traceback is printed above it for exceptions that show a defect of fp4kit, which are all except
-    OSError, ValueError, TypeError and MemoryError.
+    The line says what is wrong. Unless the message recommends --remove-stale, the line also says what is left of the
+    destination. For an exception other than OSError, ValueError, TypeError and MemoryError, which shows a defect of
+    fp4kit, a traceback is printed above the line.
     """
     signals.stop_listening(0)
     if isinstance(error, OutputError):
@@ -238,8 +239,8 @@ def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
 def _described(error: Exception) -> str:
     """Return a sentence about an exception for the last line on stderr.
 
-    For an exception that shows a defect of fp4kit, the sentence asks to report it. These are all exceptions except
-    OSError, ValueError, TypeError and MemoryError.
+    OSError, ValueError, TypeError and MemoryError give their own message. Every other exception shows a defect of
+    fp4kit, so the sentence asks to report it.
     """
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"

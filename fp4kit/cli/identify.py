@@ -48,9 +48,9 @@ def register(subparsers: Any) -> None:
 def _identify(args: argparse.Namespace, out: Output) -> int:
     """Run the command identify. Return 0 if every layer is explained or recognized, otherwise 1.
 
-    A layer is explained by a recipe or a known rule, and recognized as the result of a method with calibration data.
-    The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
-    quantized layer has no counterpart in the source.
+    A layer is explained if a recipe or a known rule gives its bytes, and recognized if it is the result of a known
+    method with calibration data. The result is also 1 if a layer can be explained only with a mishap (a fault between
+    quantizer and file), or if a quantized layer has no counterpart in the source.
 
     Without --source, print what the checkpoint alone tells, and return what _stored returns.
     """
@@ -108,8 +108,8 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
     """Return a verdict as a dict for the command's JSON document.
 
-    It has the recipes, what went wrong, the sentence, the hint, the unpaired layers, the names of the exceptions, and
-    the explanation of every layer, also of those that are no exceptions.
+    It has the recipes, what went wrong, the verdict as a sentence, the hint, the layers without a counterpart, the
+    names of the exceptions (layers that deviate from the verdict), and the explanation of every layer.
     """
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
     facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired")

@@ -79,9 +79,10 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
-    """Print the content of a checkpoint: tables of tensors and quantized layers, then everything else it stores.
+    """Print the content of a checkpoint.
 
-    Then come the totals per dtype and of all tensors, what the configs declare, and the warnings.
+    In this order: tables of tensors, of quantized layers, and of everything else that it stores; the totals per dtype
+    and of all tensors; what the configs declare; and the warnings.
     """
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)

@@ -14,7 +14,7 @@ from fp4kit.evidence.live import report, run
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
-    """Compare every installed producer with fp4kit, and print the result.
+    """Compare every installed producer (a library that quantizes) with fp4kit on random inputs, and print the result.
 
     Return 1 if anything differs, or if nothing was compared, for example because no producer is installed. Otherwise
     return 0. Raise ValueError for a time or seed that is not allowed.

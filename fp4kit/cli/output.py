@@ -15,7 +15,7 @@ from fp4kit.cli.progress import Tick, progress
 
 
 class Stopped(BaseException):
-    """Signal that the command must end, because a signal arrived or because nobody reads stdout any more (SIGPIPE).
+    """The exception that ends a command, because a signal arrived or because nobody reads stdout any more (SIGPIPE).
 
     Stopped derives from BaseException, so that no ``except Exception`` catches it.
 
@@ -87,7 +87,9 @@ class Output:
             say(f"fp4kit {self.command}: {text}")
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Tick]:
-        """Return a context manager for a line of progress. Its value is a function to call with numbers of bytes done.
+        """Return a context manager that shows a line of progress and yields a function to call while work is done.
+
+        The function takes the number of bytes done since its last call.
 
         The line is drawn only if stderr is a terminal and --quiet was not given.
 

@@ -81,8 +81,8 @@ def _parity(args: argparse.Namespace, out: Output) -> int:
 def _body(found: Parity) -> dict[str, Any]:
     """Return a result of fp4kit.parity as a dict for the command's JSON document.
 
-    It has one dict per compared layer, input and KV cache, in which the worked element is a list of lines or None. The
-    entry "contracts" is None if a side has no contract.
+    It has one dict per compared layer, input and KV cache. In it, the element that was worked step by step is a list of
+    lines, or None. The entry "contracts" is None if a side has no contract.
     """
     layers = [
         {**asdict(layer), "worked": None if layer.worked is None else str(layer.worked).splitlines()}

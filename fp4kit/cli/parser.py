@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         examples: (command line, what it does) pairs, which the help shows after the usage.
 
     Attributes:
-        hints: option that users may try although it does not exist -> the end of the error message, which replaces the
-            suggestion. An argument with choices may have such an attribute for its values.
+        hints: {option that users may try although it does not exist: end of the error message}. This text replaces the
+            suggestion. An argument with choices may have an attribute `hints` for its values.
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **options: Any) -> None:
@@ -87,11 +87,11 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message, which argparse itself would print before it exits."""
+        """Raise UsageError with argparse's message. Without this method, argparse would print the message and exit."""
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help or the version on stdout with ``write``, because argparse would ignore an error.
+        """Print the help or the version on stdout with ``write``, because argparse would ignore errors of stdout.
 
         ``file`` is ignored.
         """
@@ -146,9 +146,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 class PrintCompletion(argparse.Action):
-    """Define the option --print-completion, which prints a shell's completion script and exits.
+    """Define the option --print-completion, which prints a completion script for a shell and exits.
 
-    The optional package shtab writes the script.
+    The optional package shtab generates the script.
     """
 
     def __call__(
@@ -189,9 +189,9 @@ def add_command(
 
 
 def add_ignore(parser: Any) -> None:
-    """Add the option --ignore GLOB, which several commands that read checkpoints share, to a parser or a group.
+    """Add the option --ignore GLOB to a parser or a group. Several commands that read checkpoints share it.
 
-    It may be repeated; ``args.ignore`` is the list of its values, [] by default.
+    The option may be repeated; ``args.ignore`` is the list of its values, [] by default.
     """
     text = (
         "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"

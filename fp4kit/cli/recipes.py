@@ -95,9 +95,10 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
-    """Return the ids of the recipes that ``names`` stand for, each once, in the order of the names; () for no names.
+    """Return the ids of the recipes that ``names`` stand for, without duplicates, in the order of the names.
 
-    An id, or an alias with a hyphen, stands for one recipe. Raise ValueError for an unknown name.
+    An id, or an alias with a hyphen, stands for one recipe. Without names, return (). Raise ValueError for an unknown
+    name.
 
     families: True if the name of a format or a producer, such as "nvfp4" or "modelopt", stands for all its recipes. If
         False, the name of a format stands for the one recipe of which it is an alias, and a producer is unknown.
@@ -110,9 +111,9 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
 
 
 def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
-    """Return a recipe as a dict for JSON: its id, its row, and its producer's versions as a dict or None.
+    """Return a recipe as a dict for JSON: its id, the cells of its row, and its producer's versions (a dict or None).
 
-    row: column title -> cell of the table of recipes.
+    row: {column title: cell} in the table of recipes.
     """
     versions = recipe(id).versions
     return {"id": id, **row, "versions": versions and versions._asdict()}
@@ -128,7 +129,7 @@ def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict
 
 
 def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
-    """Compare recipes with recorded outputs of producers, and print the number of equal arrays per recipe.
+    """Compare recipes with recorded outputs of the producers that they reproduce, and print the number of equal arrays.
 
     Return 1 if any array differs or nothing was compared, otherwise 0.
 

@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
 
 
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
-    """Run the command reconcile. Return 1 if a dry run found layers to repair, otherwise 0.
+    """Run the command reconcile. Return 1 if a dry run found layers that need repair, otherwise 0.
 
     Raise CheckpointError unless exactly one of DST and --dry-run is given.
     """

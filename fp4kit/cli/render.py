@@ -94,7 +94,7 @@ def columns_of(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text in a readable unit, for a time of at least 0 seconds, which is rounded to whole seconds.
+    """Return a time as text in a readable unit. The time must be at least 0, and is rounded to whole seconds.
 
     - Below one minute: seconds, ``42 s``.
     - Below one hour: minutes and seconds, ``3:05 min``.
@@ -110,9 +110,10 @@ def duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of ``value`` in which everything has a type of JSON, as ``document`` describes.
+    """Return a copy of ``value`` with types that JSON has, converted as ``document`` describes.
 
-    Keys of mappings become strings. Values of other types, which JSON may not have, are returned unchanged.
+    Keys of mappings become strings. Values of types that ``document`` does not mention are returned unchanged, so that
+    JSON may reject them later.
     """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

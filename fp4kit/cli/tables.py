@@ -44,9 +44,10 @@ def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
 
 
 def _exact(r: Recipe) -> str:
-    """Return text that says which producer a recipe equals bit for bit, and where the producers of its aliases deviate.
+    """Return text that says which producer a recipe equals bit for bit.
 
-    The text says "(values only)" for a recipe that only fake-quantizes.
+    For a recipe that only fake-quantizes, the text adds "(values only)". For each alias of the recipe that stands for
+    another producer, it adds how exactly that producer is matched.
     """
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)

@@ -109,7 +109,9 @@ def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
 
 
 def _check_page(page: Path, model: Path) -> None:
-    """Raise CheckpointError if the HTML page cannot be written, or if it would be inside the checkpoint and change it.
+    """Raise CheckpointError if the HTML page cannot be written, or if its path is inside the checkpoint.
+
+    A page inside the checkpoint would change it.
 
     page: the file to write.
     model: the checkpoint.
@@ -155,11 +157,12 @@ _NO_LAYERS = (
 
 
 def _next_step(report: VerifyReport) -> str:
-    """Return the command to run next, for the line that begins with "next:".
+    """Return the command to run next, for the line that begins with "next:"; "" if there is none.
 
-    - "" if no layer is quantized.
-    - Otherwise, without a source: verify with --source.
-    - With a source: identify if a byte of a layer differs from the quantized source or a layer has an error, else "".
+    - Without a source: verify with --source.
+    - With a source: identify, if a byte of a layer differs from the quantized source, or if a layer has an error.
+
+    There is none if no layer is quantized, or if there is a source and neither is the case.
     """
     path = shlex.quote(str(report.path))
     if not report.layers:

@@ -1,4 +1,7 @@
-"""Compare one layer of two sides, and explain the first step that differs."""
+"""Compare one layer of two sides, and explain the first step that differs.
+A side is the trainer or the rollout engine of fp4kit.parity. A step is a stage of its arithmetic, such as the tensor
+scale, the block scale or the code. Weights are a Quantized or, for a side without codes, an array of values.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ class ComparedRows(NamedTuple):
 
     label: the name of the side.
     part: the compared rows.
-    making: how the side made them.
-    x: the compared rows of the unquantized weight; None if they are unknown. If the side quantizes the layer, they are
-        the rows after the side's Hadamard transform.
+    making: how the side made these rows: recipe, tensor amax and order of the bytes, as far as known.
+    x: the same rows of the unquantized weight, after the side's Hadamard transform if the side quantizes the layer;
+        None if the weight is unknown.
     """
 
     label: str
@@ -76,8 +79,8 @@ def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarra
     """Return (count of codes, count of block scales, count of tensor scales, mask of affected elements).
 
     A count is (number that differ, number compared). It is (0, 0) if one side has no such codes or scales, or if their
-    formats or shapes differ between the sides. The mask has the shape of the rows. It is True for elements whose code
-    or block scale is counted as different; a tensor scale that differs does not change the mask.
+    formats or shapes differ between the sides. The mask is bool in the shape of the rows. It is True for elements whose
+    code or block scale is counted as different; a tensor scale that differs does not change the mask.
 
     Args:
         a, b: the compared rows of the two sides.
@@ -169,11 +172,11 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the step that makes the first stored part that differs, for sides whose arithmetic is unknown.
+    """Return the step that makes the first stored part that differs. Used if the arithmetic of a side is unknown.
 
     - "value" if a side has values instead of codes.
-    - Otherwise the first of "tensor scale", "block scale" and "code" of which some differ.
-    - "decode" if none differ.
+    - Otherwise, the first of "tensor scale", "block scale" and "code" with a difference.
+    - "decode" if none of these differs, and only the values do.
 
     Args:
         found: the counts of the differences.
@@ -189,7 +192,7 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 
 
 def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
-    """Return one text per setting in which the arithmetic of two sides differs: recipe, transform and tensor amax.
+    """Return one text per setting in which two sides differ: recipe, Hadamard transform and tensor amax.
 
     Each text ends with advice on how to make the sides equal. Tensor amaxes are compared only if both are known and the
     transforms are equal. Return [] if nothing differs.
@@ -217,10 +220,10 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
-    """Return the texts of two different transforms, shortened for a message in which they must stay different.
+    """Return the texts of two different Hadamard transforms, shortened so that they still differ, for a message.
 
-    Signs after the first difference are replaced by "...", except that at least four signs are kept. A text without
-    signs is returned unchanged.
+    Signs after the first difference are replaced by "...", but at least four signs are kept. A text without signs is
+    returned unchanged.
 
     a, b: texts such as "16 with signs +--+-+++--+-++-+", "32 without signs" or "none".
     """
@@ -240,11 +243,11 @@ def _amax_text(one: Arithmetic) -> str:
 
 
 def _whose(one: Arithmetic) -> str:
-    """Return the text that follows a tensor amax in a message and says where the amax comes from.
+    """Return text for a message that says where a tensor amax comes from. It follows the amax.
 
-    - ", the largest of a, b" if layers a and b share it.
-    - ", its own" if only one layer has it.
-    - ", which its tensor scale implies" if no layer is known.
+    - ", the largest of a, b" if layers a and b share the amax.
+    - ", its own" if the amax is that of the layer alone.
+    - ", which its tensor scale implies" if the amax was derived from the stored tensor scale.
     """
     if len(one.layers) > 1:
         return f", the largest of {', '.join(one.layers)}"

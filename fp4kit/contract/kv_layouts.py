@@ -1,4 +1,6 @@
-"""Compare two layouts of the pages of a KV cache: one side writes pages, and the other side reads them."""
+"""Compare two layouts of the pages of a KV cache: one side writes pages, and the other side reads them.
+A side is the trainer or the rollout engine of fp4kit.parity.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _MAX_TOKENS = 1024  # at most this many tokens of the caller's keys or values ar
 def compare_layouts(
     train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], given: Mapping[str, np.ndarray]
 ) -> Iterator[LayerParity]:
-    """Yield counts of the codes and scales that the rollout misreads if pages are in the trainer's layout.
+    """Yield, per array, how many codes and scales the rollout misreads if pages are in the trainer's layout.
 
     Keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`, in
     pages of 16 tokens. Each suitable array of the caller serves as keys and as values; only its first 1024 tokens are

@@ -1,4 +1,7 @@
-"""Find out how one side made a layer's codes or values: the recipe, the tensor amax and the order of the bytes."""
+"""Find out how one side made a layer's codes or values: the recipe, the tensor amax and the order of the bytes.
+A side is the trainer or the rollout engine of fp4kit.parity. Weights are a Quantized or an array of values. An
+Arithmetic is a recipe with the tensor amaxes and the Hadamard transform that a side uses.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from fp4kit.recipes import RECIPES, Recipe
 
 
 class Making(NamedTuple):
-    """How one side computed the codes or values of a layer, as far as this was found out.
+    """How one side made the stored codes or values of a layer, as far as fp4kit could find out.
 
     arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
-    step, wrong: the step at which the stored bytes are wrong, and how; None and "" if they are right.
+    step, wrong: the step at which the stored bytes are wrong, and a text that says how; None and "" if they are right.
     nearest: the nearest recipe in words, if arithmetic is None and recipes were compared; otherwise "".
     """
 
@@ -35,11 +38,10 @@ class Making(NamedTuple):
 
 
 def rows_of(w: Weights, rows: np.ndarray) -> Weights:
-    """Return some rows of a matrix.
+    """Return some rows of a matrix as Weights.
 
-    Args:
-        w: the matrix.
-        rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
+    w: the matrix.
+    rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
     """
     return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
 
@@ -109,9 +111,10 @@ def making_of(
 
 
 def _fits(part: Weights, r: Recipe) -> bool:
-    """Return whether a recipe gives codes in the formats that a Quantized has. Any recipe fits an array of values.
+    """Return whether quantizing by a recipe gives codes in the formats of a Quantized: element, scale and block size.
 
-    A recipe that only fake-quantizes gives no codes, so it does not fit a Quantized.
+    Any recipe fits an array of values. A recipe that only fake-quantizes gives no codes, so it does not fit a
+    Quantized.
     """
     if part.q is None:
         return True
@@ -125,7 +128,7 @@ def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
     Codes, block scales and tensor scales are compared. If the rows or the result have no codes, values are compared.
 
     one: the recipe and the tensor amax.
-    x: these rows of the unquantized weight.
+    x: the compared rows of the unquantized weight.
     part: the compared rows.
     """
     found = made(x, one.recipe, one.amax)
@@ -141,9 +144,9 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
-    """Return the Making of values that fake_quantize gives, but that quantizing and then dequantizing does not give.
+    """Find a recipe whose fake_quantize gives the values of a side, although its decoded codes do not. Return a Making.
 
-    The result names the recipe and the step "decode". Return Making(None) if no recipe in `tried` gives the values, or
+    The Making has the recipe and the step "decode". Return Making(None) if no recipe in `tried` gives the values, or
     if the side has codes.
 
     part: the compared rows of the side.
@@ -160,13 +163,13 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
 
 
 def _identified(q: Quantized, x: np.ndarray) -> Making:
-    """Return a Making with a recipe that fp4kit.identify finds, and a candidate for its tensor amax.
+    """Return a Making with a recipe and a tensor amax that give every byte of q.
 
-    The recipe and the amax give every byte of q. If none do, the Making has no arithmetic, and its ``nearest`` is the
-    verdict of fp4kit.identify as text.
+    The recipe is one that fp4kit.identify finds, and the amax is one of the candidates for it. If none of them gives
+    the bytes, the Making has no arithmetic, and its ``nearest`` is the verdict of fp4kit.identify as text.
 
     q: the compared rows of the side.
-    x: these rows of the unquantized weight.
+    x: the same rows of the unquantized weight.
     """
     found = identify(q, x)
     for id in found.exact:
@@ -186,7 +189,7 @@ def _amax(amax: Any) -> Amax:
 def values_of(one: Weights, other: Weights) -> np.ndarray:
     """Return the values of one side for a comparison with the other side.
 
-    - An array is returned as float32 if its dtype has fewer than 32 bits, otherwise unchanged.
+    - An array is returned as float32 if its dtype has fewer than 32 bits, otherwise as it is.
     - Codes are decoded and returned as float32. If the other side has an array of a dtype with fewer than 32 bits,
       they are decoded to that dtype first.
     """

@@ -141,11 +141,13 @@ def parity(
 
 
 class _Check:
-    """Run one parity check, with ``run``, on two sides.
+    """One parity check of two sides, which ``run`` executes.
 
-    If a side stores no tensors and has no input scales, it uses those of the other side. If ``source`` is None and both
-    sides are contracts, random weights are used. Raise ValueError if ``source`` is None and a side without tensors
-    has to quantize weights, unless both are contracts; and if a contract alone does not determine codes (Side.check).
+    If a side stores no tensors and has no input scales, it uses the input scales of the other side. If ``source`` is
+    None and both sides are contracts, random weights are used.
+
+    Raises ValueError if ``source`` is None and a side without tensors has to quantize weights, unless both sides are
+    contracts. Also raises it if a contract alone does not determine codes (see Side.check).
 
     sides: the trainer and the rollout.
     source: the unquantized weights by layer, or None.
@@ -201,7 +203,7 @@ class _Check:
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
 
     def _names(self) -> tuple[list[str], list[str]]:
-        """Return the names of the layers to compare, and one text per layer that only one side has.
+        """Return (names of the layers to compare, one text per layer that only one side has).
 
         A layer is compared if every side with stored tensors has it. If no side has stored tensors, the layers of the
         weights are compared. If one side has stored tensors and the other quantizes the weights (`makes`), layers
@@ -274,14 +276,14 @@ class _Check:
     def _half_quantized(
         self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
     ) -> LayerParity:
-        """Return ``found`` with the step "quantization", and a text that says which side does not quantize the layer.
+        """Return a copy of ``found`` with the step "quantization" and a text that says which side does not quantize.
 
-        The text, in ``setting``, also says how to make the sides equal if the recipe of the other side is known.
+        The text is its ``setting``. It also says how to make the sides equal, if the recipe of the other side is known.
 
         Args:
-            found: the result so far.
-            plain: for each side, True if it leaves the layer unquantized.
-            recipes: the recipe of each side, or None.
+            found: the result so far. It is not changed.
+            plain: for each side, True if it leaves the layer unquantized. Exactly one is True.
+            recipes: the recipe of each side, or None if it is unknown.
         """
         labels = [side.label for side in self.sides]
         at = 0 if plain[0] else 1
@@ -291,7 +293,7 @@ class _Check:
         return replace(found, step="quantization", setting=text + way)
 
     def _whole(self, side: Side, name: str) -> Weights | None:
-        """Return what a side stores for a layer, as Weights, or what its function returns for the unquantized weight.
+        """Return the whole layer of a side: the stored tensor or, without tensors, the result of the side's function.
 
         Return None if the side has only a contract, by which the layer has yet to be quantized.
         """
@@ -487,7 +489,7 @@ class _Check:
         return with_products(found, results[0], results[1], self._units(contracts) or _operands(compared), labels)
 
     def _units(self, contracts: Sequence[Contract | None]) -> str:
-        """Return a text that names the two sides' matrix units, and says to use one unit, if these differ.
+        """Return text that names the matrix units of both sides and advises to use one, if the units differ.
 
         Return "" if the units are equal, or if a side has no contract or no unit.
         """
@@ -521,8 +523,8 @@ class _Check:
         The inputs are those of the caller. If the caller gave none, one random array is quantized.
 
         Yield nothing unless both sides have a contract that knows the setting activations, and at least one of the two
-        states a recipe. If inputs are compared, and a side with static input scales lacks the scale of one of them,
-        self.notes says so, and that input is compared with its own amax.
+        states a recipe. If a side has static input scales, but none for one of the compared inputs, that input is
+        quantized with its own amax, and self.notes says so.
         """
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
@@ -658,7 +660,7 @@ def _values(w: Weights) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether a and b are equal in shape and values, or both None. False if only one of them is None.
+    """Return True if a and b are arrays of equal shape and values, or both None; otherwise False.
 
     NaN is unequal to NaN, unless a and b are the same object.
     """

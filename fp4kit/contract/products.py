@@ -1,4 +1,6 @@
-"""Multiply inputs by the weight of a layer, as the matrix unit that a side's contract names does."""
+"""Multiply inputs by the weight of a layer, as the matrix unit that a side's contract names does.
+A side is the trainer or the rollout engine of fp4kit.parity. Weights are a Quantized or an array of values.
+"""
 
 from __future__ import annotations
 

@@ -74,9 +74,9 @@ class LayerParity:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines of text about this layer: the first step that differs with its counts, the setting, the element.
+        """Lines of text about this layer: the first step that differs with its counts, the setting, and the element.
 
-        If the layer is equal on both sides, one line says this.
+        If the layer is equal on both sides, there is one line that says so.
         """
         if self.equal:
             return (f"{self.kind} {self.name}: equal in every bit",)
@@ -178,7 +178,7 @@ class Parity:
 
     @property
     def remarks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(title, texts) pairs: missing layers, settings that differ or are unknown, and what was not compared.
+        """Pairs (title, texts): missing layers, settings that differ or are unknown, and what was not compared.
 
         Pairs without texts are left out.
         """
@@ -221,7 +221,10 @@ def _joined(texts: list[str]) -> str:
 
 
 def _later(steps: tuple[tuple[StepName, int], ...]) -> str:
-    """Return all steps but the first, with their counts, as text such as "code 3, decode 40"; "" for one step."""
+    """Return the steps after the first, with their counts, as text such as "code 3, decode 40".
+
+    Return "" if there is only one step.
+    """
     return ", ".join(f"{step} {count:,}" for step, count in steps[1:])
 
 

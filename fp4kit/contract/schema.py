@@ -25,7 +25,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class ContractDiff:
-    """How two contracts differ, in words. It prints as one line per difference.
+    """How two contracts differ, in words. It prints as one line per difference or unknown setting.
 
     Attributes:
         differences: one text per setting that differs, which begins with the name of the setting.
@@ -65,9 +65,9 @@ class Contract:
     A trainer and a server that follow equal contracts compute with equal weights, activations and products. A contract
     is a small JSON file. `fp4kit convert` writes it beside the manifest.
 
-    None means that this part is not quantized, or that the setting is not used. A setting that nobody stated is listed
-    in `unknown` instead. Layers have the names of modules, such as "model.layers.0.mlp.up_proj". Patterns are wildcards
-    (fnmatch; case matters).
+    A setting of None means that the part is not quantized, or that the setting is not used. A setting that nobody
+    stated is listed in `unknown` instead. Layers have the names of modules, such as "model.layers.0.mlp.up_proj".
+    Patterns are wildcards (fnmatch; case matters).
 
     Attributes:
         weights: the recipe of the weights, with its version, block, rounding, 4over6 mode and largest block scale; an
@@ -139,9 +139,10 @@ class Contract:
         self._check_unknown()
 
     def _check_hadamard(self) -> None:
-        """Raise TypeError or ValueError unless hadamard is None or a supported size, and hadamard_signs fits it.
+        """Raise TypeError or ValueError unless hadamard is None or a supported size, and hadamard_signs fits hadamard.
 
-        hadamard is stored as an int. hadamard_signs must be None, or text with one sign, + or -, per element.
+        hadamard is stored as an int. hadamard_signs must be None, or text with one sign, + or -, per element of the
+        transform.
         """
         size, signs = self.hadamard, self.hadamard_signs
         if size is not None:
@@ -365,10 +366,10 @@ class Contract:
 
         Returns:
             A ContractDiff. A setting that one or both contracts do not know is in its `uncertain`, not in its
-            `differences`. What is only in `inferred` is not compared.
+            `differences`. The fields `inferred` are not compared.
 
         Raises:
-            TypeError: other is no Contract.
+            TypeError: other is not a Contract.
         """
         if not isinstance(other, Contract):
             raise TypeError(f"{OP}.diff: other is a {type(other).__name__}; needs a Contract")
@@ -385,7 +386,9 @@ class Contract:
         return ContractDiff(tuple(differences), tuple(uncertain))
 
     def stating(self, **settings: Any) -> Contract:
-        """Return a copy of the contract with new values for some settings, which are then neither unknown nor inferred.
+        """Return a copy of the contract with new values for some settings, which then count as stated.
+
+        The copy lists them neither in `unknown` nor in `inferred`.
 
         Args:
             settings: new values by name, such as activations=None.
@@ -394,7 +397,7 @@ class Contract:
             The Contract.
 
         Raises:
-            TypeError: a name is no setting, or a value has the wrong type.
+            TypeError: a name is not a setting, or a value has the wrong type.
             ValueError: a value is invalid, as for Contract.
 
         Examples:
@@ -428,7 +431,7 @@ class Contract:
         return next((one for pattern, one in self.patterns if fnmatchcase(layer, pattern)), self.weights)
 
     def group_of(self, layer: str, layers: Iterable[str]) -> tuple[str, ...]:
-        """Return the layers that share their tensor amax with a layer, itself included.
+        """Return the names of the layers that share one tensor amax with a layer, including the layer itself.
 
         Layers share an amax if they have the same parent module and their leaf names are in one group of `shared_amax`.
 

@@ -1,4 +1,5 @@
 """Define Side: one side of fp4kit.parity (trainer or rollout engine), which gives the codes or values of a layer.
+Weights are a Quantized or, for a side without codes, an array of values.
 
 A side is described by a Contract, by tensors, by a function, or by a Contract together with tensors or a function.
 """
@@ -109,10 +110,10 @@ class Side:
         return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
 
     def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
-        """Return the matrix that the side stores for a layer, or the matrix that the side's function returns for it.
+        """Return the matrix that the side stores for a layer or, without stored tensors, that its function returns.
 
-        The side must have stored tensors or a function; if it has both, the stored tensors count. Raise KeyError if no
-        tensor is stored for the layer. Errors of the function are not caught.
+        The side must have stored tensors or a function. Raise KeyError if it has stored tensors, but none for the
+        layer. Errors of the function are not caught.
 
         x: the unquantized weight, which is passed to the function.
         """
@@ -172,7 +173,10 @@ class Side:
         return np.asarray(np.minimum(likely, FLT_MAX))
 
     def check(self) -> None:
-        """Raise ValueError if codes must follow from the contract alone, but its block scales are searched."""
+        """Raise ValueError if the side has only a contract, and this contract searches block scales.
+
+        A search is not described well enough by a contract to compute the codes.
+        """
         contract = self.contract
         if contract is not None and contract.scale_search is not None and self.makes and self.function is None:
             raise ValueError(
@@ -214,10 +218,12 @@ def side_of(label: str, given: Any) -> Side:
 
 
 def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
-    """Return the tensors of an argument of parity, by layer. The argument is a path, a mapping of tensors, or None.
+    """Return the tensors of parity's argument `weights`, `inputs` or `kv` by layer; None if the argument is None.
 
-    Return None for None. Raise ValueError for the path of a contract file, which has no tensors. Raise TypeError for an
-    argument of any other type, such as a Contract. Errors of fp4kit.checkpoint, which opens paths, are not caught.
+    A path is opened, and a mapping of tensors is passed to by_layer.
+
+    Raises ValueError for the path of a contract file, which has no tensors, and TypeError for an argument of any other
+    type, such as a Contract. Errors of fp4kit.checkpoint, which opens paths, are not caught.
 
     name: the name of the argument, for error messages.
     """
@@ -304,9 +310,10 @@ def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
 
 
 def largest(amaxes: Iterable[Amax]) -> Amax:
-    """Return the tensor amax that a group of layers shares: the largest of their own tensor amaxes.
+    """Return the tensor amax that a group of layers shares: the largest of the given amaxes.
 
-    Arrays with one amax per row are compared row by row. None is ignored; the result is None if all are None.
+    Arrays with one amax per row are compared row by row. Entries that are None are ignored; if all are None, or if
+    there are none, return None.
     """
     found = [amax for amax in amaxes if amax is not None]
     return np.max(np.stack(found), axis=0) if found else None

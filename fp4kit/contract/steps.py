@@ -1,4 +1,6 @@
 """Find the first step of the arithmetic that differs between two sides, and one element to show.
+A side is the trainer or the rollout engine of fp4kit.parity. The steps are, in order: amax, tensor scale, block scale,
+quotient (the scaled element), code and decode. Each step may record several results, such as "block amax".
 
 The steps are recorded while the specification computes (fp4kit/reference/trace.py), so no formula is repeated here.
 """
@@ -70,8 +72,9 @@ class Arithmetic(NamedTuple):
 
     recipe: the recipe.
     amax: the tensor amaxes, of shape () for one amax or (N,) for one per row; None if the recipe needs none.
-    layers: the layers of whose amaxes ``amax`` is the largest; () if it was derived from stored scales.
-    transform: the Hadamard transform that was applied before, in words; "" for none.
+    layers: the layers that share ``amax``, which is the largest of their amaxes; () if it was derived from stored
+        scales.
+    transform: the Hadamard transform that the elements went through before, in words; "" for none.
     """
 
     recipe: Recipe
@@ -83,7 +86,7 @@ class Arithmetic(NamedTuple):
 class FirstStep(NamedTuple):
     """The first step of the arithmetic that differs between two sides.
 
-    step: the step.
+    step: the name of the step.
     name: the name of the recorded result, such as "block amax".
     elements: the number of affected elements whose first difference is at this step.
     examined: the number of affected elements whose steps were compared.
@@ -146,10 +149,11 @@ def first_step(
 def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
     """Yield the first parts of a matrix that hold affected elements, at most eight, as slices (rows, columns).
 
-    Each part consists of whole blocks of both recipes. It is one tile (what the specification computes at once), so
-    that every result is recorded once.
+    Each part consists of whole blocks of both recipes. It is one tile: the specification computes it in one go, so that
+    every result is recorded once.
 
-    affected: a mask of the affected elements.
+    affected: bool (m, k), the affected elements.
+    a, b: the recipes of both sides.
     """
     M, K = affected.shape
     height = lcm(a.block_rows, b.block_rows)
@@ -196,9 +200,9 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
 def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
     """Repeat the entries of a recorded result, so that there is one entry per element, and return it as (m, k).
 
-    Return None if the number of entries does not fit.
+    Return None if the number of entries fits none of these: one per element, block, row or tensor.
 
-    result: one entry per element, block, row or tensor.
+    result: the entries, of any shape.
     shape: (m, k).
     r: the recipe, which determines the size of blocks.
     """

@@ -58,8 +58,8 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
     """Return {name of the field: its value} for the contract that JSON data describes. This is the inverse of as_data.
 
     Fields that the data does not have are left out. Values that need no conversion are returned unchecked; Contract
-    checks them. Raise CheckpointError if the data is not a mapping, for another version, for an unknown key, and for a
-    recipe or a unit that is malformed or unknown.
+    checks them. Raise CheckpointError if the data is not a mapping, has another version or an unknown key, or if a
+    recipe or a unit in it is malformed or unknown.
 
     label: the name of the file, for messages.
     settings: the names of a contract's settings.
@@ -102,7 +102,7 @@ def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write the JSON data of a contract to a file. The file appears complete, and replaces an existing file."""
+    """Write the JSON data of a contract to a file, which appears only when it is complete. Replace an existing file."""
     with whole_file(path) as temporary:
         write_file(temporary, dump_object(data))
 

@@ -88,10 +88,12 @@ def _are_variants(a: Any, b: Any) -> bool:
 
 
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
-    """Return texts that say how two recipes differ: one per differing field that determines bits, with both values.
+    """Return texts that say how two recipes differ, for a message.
+
+    There is one text per differing field that determines bits, with the values of both recipes.
 
     - If no such field differs, the first text is "equal arithmetic under two names".
-    - If only fields about decoding differ, and the recipe has codes, another text says that codes and scales are equal.
+    - If only fields about decoding differ, and recipe `a` has codes, another text says that codes and scales are equal.
     - If both recipes are of one producer and state different versions, the last text names the versions.
     """
     found = [

@@ -74,7 +74,7 @@ class Panel:
         return "".join(parts) + "</div>"
 
     def _totals(self) -> tuple[int, int]:
-        """Return (largest count of a bar, sum of all counts): the arguments `largest` and `total` of _bar.
+        """Return (largest, total): the largest count of a bar, and the sum of all counts. Both are arguments of _bar.
 
         There must be at least one bar.
         """
@@ -134,7 +134,7 @@ def _html_row(row: Row) -> str:
 
 
 def _right(column: int) -> str:
-    """Return the HTML class attribute that aligns a cell of this column to the right; "" for the first column."""
+    """Return the HTML class attribute that aligns a cell of this column to the right; "" for column 0."""
     return ' class="n"' if column else ""
 
 

@@ -129,7 +129,7 @@ def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
 def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return a bool array (rows of blocks, blocks per row): True where every word of a block is 0 or False.
 
-    words: (rows, blocks per row, words per block and row).
+    words: (rows, blocks per row, words per block and row), of integers, numbers or bools.
     """
     used = np.asarray(words.any(-1))
     if recipe.block_rows > 1:
@@ -176,10 +176,11 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
 def _binned(counts: dict[int, int], max_bars: int) -> Iterator[tuple[str, int]]:
     """Yield the bars (label, count) of a histogram of exponents.
 
-    A bar covers one exponent, or the smallest power of two of exponents for which at most ``max_bars`` bars have
-    counts. Bars with a count of 0 between two others are included if the total stays within ``max_bars``.
+    A bar covers 1, 2, 4 ... neighboring exponents: the smallest of these numbers with which at most ``max_bars`` bars
+    have counts. Bars with a count of 0 between two others are included if the total stays within ``max_bars``. Without
+    counts, nothing is yielded.
 
-    counts: exponent -> how often it occurs.
+    counts: {exponent: how often it occurs}.
     """
     width = 1
     while len({e // width for e in counts}) > max_bars:

@@ -119,10 +119,10 @@ def run(text: str, *arrays: JaxArray) -> list[JaxArray]:
 
 
 def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
-    """Return an argument in a form that JSON can hold: the inverse of _decoded.
+    """Return an argument in a form that JSON can hold and _decoded can read.
 
-    Arrays, also those in a list or a Quantized, are appended to the list `arrays` and replaced by their index. Numbers,
-    strings and None are returned unchanged.
+    Arrays, also those in a list or a Quantized, are appended to the list `arrays` and replaced by a reference to their
+    index. A Recipe, a Unit or a Quantized becomes a dict. Numbers, strings and None are returned unchanged.
     """
     if isinstance(value, Quantized):
         facts = {
@@ -146,11 +146,11 @@ def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[JaxArray]) -> Any:
-    """Return the argument from the JSON form that _encoded made. This is the inverse of _encoded.
+    """Return the argument that _encoded encoded, from its JSON form.
 
     - A reference to an array becomes the entry of `arrays` with that index.
-    - The fields of a Recipe, a Unit or a Quantized become such an object.
-    - Lists stay lists (also if _encoded was given a tuple), of decoded entries.
+    - An encoded Recipe, Unit or Quantized becomes an equal object.
+    - A list becomes a list of decoded entries. A tuple that was given to _encoded comes back as a list.
     - Numbers, strings and None are returned unchanged.
     """
     if isinstance(value, list):

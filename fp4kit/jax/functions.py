@@ -23,7 +23,7 @@ class StaticOptions(NamedTuple):
 
     Instances are hashable, and two instances are equal if all their fields are equal.
 
-    seed is an int. It is None if the caller passed no seed, or an array, which is not static.
+    seed: the seed if it is an int. None if there is no seed, or if the seed is an array, which JAX may trace.
     """
 
     recipe: Recipe
@@ -36,7 +36,8 @@ class StaticOptions(NamedTuple):
 class TracedOptions(NamedTuple):
     """The optional arguments of fake_quantize that may be arrays traced by JAX; None for those that were not passed.
 
-    seed: an array of random bytes, or a 0-d integer array. It is None if the seed is an int, which is static.
+    seed: an array of random bytes, or a 0-d integer array. None if there is no seed, or if the seed is an int, which is
+        static.
     amax: the clip limit of the gradient.
     """
 
@@ -66,15 +67,16 @@ def fake_quantize(
     Here grad is the gradient with respect to the result. The forward pass is fp4kit.fake_quantize, and the gradient
     is fp4kit.fake_quantize_backward.
 
-    Works under jax.jit, grad, vmap, scan and checkpoint; recipe, axis, rounding and pass_through are static. Outside
-    traced programs, an array is processed on its own device, the CPU or CUDA (through DLPack). In a program that JAX
-    traces, the call runs as follows:
+    The function works under jax.jit, grad, vmap, scan and checkpoint; recipe, axis, rounding and pass_through are
+    static. Outside traced programs, an array is processed on its own device, the CPU or CUDA (through DLPack). In a
+    program that JAX traces, the call runs as follows:
 
     - CPU: a jax.pure_callback.
     - CUDA with CuPy: a handler of XLA's foreign function interface, on the program's buffers and stream.
     - CUDA without CuPy: a jax.pure_callback, through the host.
 
-    Under jax.vmap it is a loop over the mapped axis: each slice has its own amax, and all slices use one seed.
+    Under jax.vmap the call becomes a loop over the mapped axis: each slice has its own amax, and all slices use one
+    seed.
 
     Args:
         x: float32, float16 or bfloat16 array of JAX or NumPy, of any shape.
@@ -87,7 +89,8 @@ def fake_quantize(
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
             shape of x.
-        pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
+        pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax, and where
+            x or amax is NaN.
         amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means tensor_amax, or the amax
             of x if that is None too. It gets no gradient.
 
@@ -138,9 +141,11 @@ def static_options(
 ) -> tuple[StaticOptions, Any]:
     """Return (StaticOptions, seed): the arguments that JAX treats as static, and the seed if it is an array.
 
-    If the seed is an int, it is in the StaticOptions, and the second entry is None. Without a seed, both are None.
+    If the seed is an int, it is stored in the StaticOptions, and the second entry is None. Without a seed, both are
+    None.
 
-    op: the public function, with which error messages begin. The other arguments are those of this function.
+    op: the public function, with which error messages begin.
+    recipe, axis, rounding, seed, pass_through: the arguments of that function.
 
     Raises:
         TypeError: if axis, seed or pass_through has the wrong type.

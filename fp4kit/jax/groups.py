@@ -29,18 +29,20 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[jax.Array]:
-    """Fake-quantize every array of a list as fake_quantize does, with a single kernel launch on a GPU. Differentiable.
+    """Fake-quantize every array of a list as fake_quantize does. On a GPU, this takes a single kernel launch.
 
-    It works under the same transforms as fake_quantize: jax.jit, grad, vmap, scan and checkpoint. The docstring of
-    fake_quantize also says where the call runs.
+    The function is differentiable. It works under jax.jit, grad, vmap, scan and checkpoint. The call runs on the host
+    or the GPU as for fp4kit.jax.fake_quantize.
 
     Args:
         xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts; or one stacked array, experts
             first.
         recipe: a recipe id or a Recipe, for all arrays.
         axis: the axis along which blocks run, in each array.
-        tensor_amax: None, or one amax per array: a sequence, or an array whose first axis has that length.
-        block_amax: None, or calibrated block amaxes per array, as a sequence or array like tensor_amax.
+        tensor_amax: one amax per array of xs, as a sequence, or as an array with one entry per array along its first
+            axis. None takes each amax from the array itself.
+        block_amax: the calibrated block amaxes of each array, as a sequence or array like tensor_amax. None takes them
+            from the arrays.
         rounding: "nearest" or "stochastic", for all arrays.
         seed: for "stochastic", for all arrays: an int, a 0-d integer array, which may be traced, or random bytes in the
             shape of the arrays.
@@ -76,9 +78,10 @@ def fake_quantize_grouped(
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """Return one TracedOptions per array of xs, from `given`, whose fields are lists with one entry per array.
+    """Return one TracedOptions per array of xs, from `given`, whose amax fields are lists with one entry per array.
 
-    A field of `given` that is None or an empty list becomes None for every array. All get the one seed of `given`.
+    An amax field of `given` that is None or an empty list becomes None for every array. All results have the seed of
+    `given`.
     """
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]

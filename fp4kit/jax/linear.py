@@ -172,7 +172,10 @@ def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
 
 
 def _transpose(q: Quantized) -> Quantized:
-    """Return the transpose of a quantized matrix with square blocks along axis 1, also while JAX traces the caller."""
+    """Return the transpose of a quantized matrix that has square blocks along axis 1.
+
+    If JAX traces q, the result is traced too.
+    """
     if not is_traced(q):
         return fp4kit.transpose(q)
     options = QuantizeOptions(q.scale_layout)
@@ -188,11 +191,11 @@ _OPERATIONS = LinearOperations(quantize, _transpose, _matmul)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
-    """Return y (M, N) for x (M, K) and w. _forward and _backward define the gradient, which needs the seed.
+    """Return y (M, N) for x (M, K) and w, as `linear` describes it. _forward and _backward define the gradient.
 
     static: the settings, and the seed if it is an int.
     w: an array (N, K), or a Quantized of one.
-    seed: the seed if it is an array, otherwise None. The seed does not change y.
+    seed: the seed if it is an array, otherwise None. It is used only for the gradient and does not change y.
     """
     return product(_OPERATIONS, static.settings, x, w)
 

@@ -29,8 +29,8 @@ def block(
     """Draw how a recipe quantizes one block, with one row per step and one column per element.
 
     Steps that all elements of the block share, such as amaxes and scales, are in the title. Within a row, darker cells
-    are larger magnitudes. The last row is the error, result minus element. With several recipes, the rows of one recipe
-    follow those of another. Bold numbers in frames differ from those of the first recipe.
+    are larger magnitudes. The last row is the error, result minus element. With several recipes, their rows follow one
+    another, and the numbers that differ from those of the first recipe are bold and framed.
 
     Args:
         x: float32, float16 or bfloat16 array, quantized along its last axis.
@@ -43,8 +43,8 @@ def block(
         The Axes. Its image holds the magnitudes relative to the largest of their row; its texts are the numbers.
 
     Raises:
-        ValueError, TypeError, IndexError: as for fp4kit.explain; or a recipe has no blocks, or blocks of another length
-            than the first.
+        ValueError, TypeError, IndexError: as for fp4kit.explain.
+        ValueError: there is no recipe, a recipe has no blocks, or its blocks are not as long as those of the first.
     """
     op = "plot.block"
     recipes = [recipe_of(op, each) for each in ([recipe] if isinstance(recipe, (str, Recipe)) else recipe)]
@@ -96,8 +96,8 @@ def _steps_of_block(
 ) -> tuple[int, str, dict[str, list[float]]]:
     """Explain every element of the block that holds ``index``, and return (first column of the block, text, rows).
 
-    The text has the steps that all elements share. The rows are {name of the step: one number per element} for the
-    others (see _divided).
+    The text has the steps with one number for all elements. The rows are {name of the step: one number per element},
+    for all other steps (see _divided).
     """
     found = explain(x, r, index, tensor_amax=tensor_amax)
     left = found.index[-1] // r.block_size * r.block_size
@@ -106,9 +106,10 @@ def _steps_of_block(
 
 
 def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
-    """Draw numbers as a heat map, and frame those that differ. In each row, the largest magnitude is the darkest.
+    """Draw numbers as a heat map on ``ax``. In each row, the largest magnitude is the darkest.
 
-    numbers: float64 (rows, columns). differs: bool in the same shape.
+    numbers: float64 (rows, columns).
+    differs: bool in the shape of ``numbers``. Numbers with True are bold and framed.
     """
     with np.errstate(all="ignore"):
         magnitudes = np.abs(numbers)
@@ -155,8 +156,8 @@ def compare_recipes(found: RecipeComparison, part: str = "codes", *, ax: Any = N
         The Axes. Its image holds the shares in percent; NaN where two recipes cannot be compared.
 
     Raises:
-        TypeError: found is no RecipeComparison.
-        ValueError: part is another name.
+        TypeError: found is not a RecipeComparison.
+        ValueError: part is none of these names.
     """
     op = "plot.compare_recipes"
     if not isinstance(found, RecipeComparison):

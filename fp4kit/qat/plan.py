@@ -111,7 +111,7 @@ class ParameterPlan:
         name: the name of the parameter.
         shape: its shape, as in TrainedWeight.
         quantized: True if the parameter is fake-quantized.
-        reason: why it is or is not, in words for the user.
+        reason: why the parameter is quantized or not, in words for the user.
         group: the name of the fused layers with which it shares a tensor amax; "" if it shares none.
     """
 
@@ -148,7 +148,8 @@ class QatPlan:
     def members(self, name: str) -> list[str]:
         """Return the names of the parameters that share a tensor amax with the fake-quantized parameter `name`.
 
-        The result includes `name`. It is [name] if the parameter shares its amax with no other.
+        The result includes `name`, and is [name] if the parameter shares its amax with no other. The plan must have a
+        parameter of this name.
         """
         group = next(row.group for row in self.rows if row.name == name)
         return [row.name for row in self.rows if group and row.group == group] or [name]
@@ -208,9 +209,9 @@ def _module(weight: TrainedWeight) -> str:
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
-    """Return the container in which `fp4kit convert` would store the trained model, and a note: (container, "").
+    """Return (container, ""), with the container in which `fp4kit convert` would store the trained model.
 
-    If the user names no format and the converter refuses the recipe or the model, return (None, its error message).
+    If the user names no format and the converter rejects the recipe or the model, return (None, its error message).
 
     Raises CheckpointError if the user names a format that cannot store the recipe or the model.
     """
@@ -325,7 +326,7 @@ def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
 
 
 def _reasons(decisions: Mapping[str, Decision]) -> str:
-    """Return text with up to three parameters that are not quantized, each with its reason.
+    """Return text for an error message: up to three parameters that are not quantized, each with its reason.
 
     Parameters that the argument `parameters` does not match come last, because that reason is the least informative.
     """
@@ -334,7 +335,12 @@ def _reasons(decisions: Mapping[str, Decision]) -> str:
 
 
 def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequence[TrainedWeight]) -> None:
-    """Warn if some layers of a fused layer are quantized and others are not, because engines load all or none."""
+    """Warn about every fused layer of which some parameters are quantized and others are not.
+
+    Engines fuse these layers into one, which is quantized as a whole or not at all. The message begins with `op`.
+
+    weights: all parameters. selected: those that are quantized.
+    """
     matrices = [weight for weight in weights if weight.kind in ("matrix", "stack") and len(weight.shape) > 1]
     kept = [_module(weight) for weight in matrices if weight not in selected]
     for line in fused_layers.partly_converted(kept, {_module(weight) for weight in selected}):

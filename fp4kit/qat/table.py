@@ -55,8 +55,8 @@ def _head(plan: QatPlan) -> str:
 def _cells(row: ParameterPlan) -> tuple[str, ...]:
     """Return the cells of a table row, without the count: "yes" or "no", name, shape such as "64 x 32", and reason.
 
-    Layer numbers in names are replaced by *. The shape of a number is "1". If the parameter shares an amax, the last
-    cell also names the group.
+    Layer numbers in names are replaced by *. A parameter without axes has the shape "1". If the parameter shares an
+    amax, the last cell also names the group.
     """
     shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
     shape = " x ".join(map(str, row.shape)) or "1"

@@ -66,7 +66,7 @@ class GgufFile(SafetensorsFile):
         metadata: the value of each key as text. An array is represented by its type, length and digest, and a string of
             more than 4096 bytes by its length and digest.
         version: the version of the GGUF format, 2 or 3.
-        alignment: the number of bytes at whose multiples tensors begin.
+        alignment: tensors begin at multiples of this number of bytes.
         data_start: position in the file at which the bytes of the tensors begin.
         fields: the position of each key and its value in the file.
     """
@@ -180,7 +180,7 @@ class _HeaderReader:
             raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
 
     def _take(self, count: int) -> bytes:
-        """Read the next ``count`` bytes and return them. Raise CheckpointError if the file ends too early."""
+        """Read the next ``count`` bytes and return them. Raise CheckpointError if the file has fewer bytes left."""
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")
         data = self._stream.read(count)
@@ -295,12 +295,18 @@ class _HeaderReader:
     def _entries(
         self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> tuple[TensorEntry, ...]:
-        """Return a TensorEntry per tensor, in the order of their bytes in the file.
+        """Check the descriptions of all tensors, and return one TensorEntry per tensor, in the order of their bytes.
 
-        ``infos`` are (name, shape, type number, offset in the data section); ``start`` is where the data section
-        begins. Raise CheckpointError if a type is unknown, a row is not a whole number of blocks, or a name occurs
-        twice. Raise it also if a tensor does not begin at the first multiple of ``alignment`` after the one before it,
-        or if the file ends inside a tensor.
+        Raise CheckpointError in these cases:
+
+        - A type is unknown.
+        - A row is not a whole number of blocks.
+        - A name occurs twice.
+        - A tensor does not begin at the first multiple of ``alignment`` after the tensor before it.
+        - The file ends inside a tensor.
+
+        infos: (name, shape, type number, offset in the data section) per tensor.
+        start: where the data section begins.
         """
         found: dict[str, TensorEntry] = {}
         end = 0

@@ -28,14 +28,15 @@ def gguf_header(
 ) -> tuple[bytes, dict[str, int], int]:
     """Return (header, positions, size) of a new GGUF file.
 
-    The header includes the padding behind it. ``positions`` maps each tensor name to where its bytes begin in the file.
-    ``size`` is the size of the whole file.
+    The header includes the padding that follows it. ``positions`` is {tensor name: position of its first byte in the
+    file}. ``size`` is the size of the whole file. Nothing is written.
 
     Args:
         file: the source of the version, the alignment and the keys, which keep their order.
         specs: the tensors in the order of their bytes, each of a GGUF type.
-        keys: {name: value} of keys to add behind the copied ones. A copied key of the same name is dropped.
-        dropped: keys of the source file that are dropped too.
+        keys: {name: value} of keys to add after the copied ones. A key of the source file with one of these names is
+            not copied.
+        dropped: further keys of the source file that are not copied.
         takes_keys: False to copy no key of the source file, so that the alignment is GGUF's default. The later files of
             a split model have no keys of the source.
     """

@@ -118,7 +118,7 @@ def _digits(crc32: int) -> str:
 
 
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
-    """Return the metadata entry fp4kit_crc32 as JSON text.
+    """Return the value of the metadata entry fp4kit_crc32 as JSON text.
 
     header: the CRC-32 of the header, as 8 hexadecimal digits.
     tensors: {tensor name: its CRC-32 as 8 hexadecimal digits}.
@@ -127,9 +127,9 @@ def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
 
 
 def _header_sum(entry: str, specs: Iterable[TensorEntry | NewTensor]) -> str:
-    """Return the CRC-32 of a file's header as 8 hexadecimal digits.
+    """Return a CRC-32 of what a file's header says, as 8 hexadecimal digits.
 
-    The CRC-32 covers ``entry``, the metadata of the arrays, and the names, dtypes and shapes in ``specs``.
+    It covers ``entry`` (the metadata of the arrays) and the name, dtype and shape of every tensor in ``specs``.
     """
     tensors = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return _digits(zlib.crc32(json.dumps([entry, tensors], separators=(",", ":")).encode("ascii")))
@@ -160,7 +160,8 @@ def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, st
 def _facts(q: Quantized) -> dict[str, Any]:
     """Return the metadata of an array as a dict for JSON: one entry per name in _FIELDS.
 
-    These are all fields of the Quantized except its arrays, and the list of the arrays (parts) that are not None.
+    The entries are all fields of the Quantized except its arrays, and "parts", the names of its arrays that are not
+    None.
     """
     parts = [part for part in PARTS if getattr(q, part) is not None]
     values = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
@@ -335,7 +336,7 @@ _NEEDED = {
 
 
 def _orders() -> list[list[str]]:
-    """Return the six lists that the metadata field "parts" can be, as ``save`` writes it.
+    """Return the six values that the metadata field "parts" can have: the lists of array names that ``save`` writes.
 
     Each list begins with "packed". "block_scale" and "tensor_scale" may follow, and "tensor_amax" after "tensor_scale".
     """
@@ -373,7 +374,7 @@ class _Contents(NamedTuple):
         return raw.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def _read_into(self, raw: np.ndarray, entry: TensorEntry) -> int:
-        """Read a tensor into ``raw``. Return its CRC-32."""
+        """Read the whole tensor into ``raw``, which has its size in bytes. Return the CRC-32 of the bytes."""
         if raw.size <= _CHUNK:
             self.reader.read_into(raw, entry, 0)
             return zlib.crc32(raw.data)

@@ -84,7 +84,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the size of a tensor in bytes, for a dtype of safetensors or GGUF.
 
     Elements below 8 bits are packed; only the last byte is padded. GGUF types such as Q4_K are stored in blocks. Raise
-    KeyError for a dtype that neither has.
+    KeyError for a dtype that is in neither format.
     """
     if dtype in BLOCKED:
         return ggml_nbytes(BLOCKED[dtype], shape)
@@ -206,7 +206,10 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
 class TensorReader:
     """Read byte ranges of the tensors of a safetensors or GGUF file. Use it in a ``with`` statement.
 
-    file: the checked header. CheckpointError is raised if the size of the file has changed since the header was read.
+    The constructor opens the file, and raises CheckpointError if the size of the file has changed since its header was
+    read.
+
+    file: the checked header.
     """
 
     def __init__(self, file: SafetensorsFile) -> None:
@@ -257,9 +260,10 @@ class TensorReader:
             done += got
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor as an array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns.
+        """Return a tensor as a new array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns.
 
-        Raise KeyError if its dtype is not in NUMPY_DTYPES, and CheckpointError if the file ends too early.
+        Raise KeyError if the dtype of the tensor is not in NUMPY_DTYPES, and CheckpointError if the file ends too
+        early.
         """
         return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 

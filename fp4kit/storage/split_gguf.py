@@ -58,8 +58,8 @@ def whole_path(path: Path) -> Path:
 def first_parts_of(path: Path) -> list[Path]:
     """Return the first file of each split model named ``path``: ["a-00001-of-00003.gguf"] for "a.gguf".
 
-    The result is a sorted list of paths in the directory of ``path``. It is empty if there is no such model. It has
-    several entries if there are models with different numbers of files.
+    The result is a sorted list of paths in the directory of ``path``. It is empty if there is no split model of this
+    name, and has several entries if there are models with different numbers of files.
     """
     found = path.parent.glob("*.gguf") if path.parent.is_dir() else ()
     named = ((one, _NAME.fullmatch(one.name)) for one in found)
@@ -116,7 +116,8 @@ def read_gguf_model(path: Path) -> tuple[GgufFile, ...]:
     path: the model's only file, or any file of a split model. The other files are beside it.
 
     Raises:
-        CheckpointError: if a file is invalid or missing, or files contradict each other.
+        CheckpointError: if a file is invalid, missing or not named as llama-gguf-split names it, or if files contradict
+            each other.
     """
     parts = [] if path.exists() else first_parts_of(path)
     if parts:

@@ -24,7 +24,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 class TensorSpec(Protocol):
     """Any object with the attributes ``name``, ``dtype`` and ``shape`` of a tensor to be written.
 
-    The dtype is spelled as in safetensors, such as "BF16" (in GGUF files: as in GGML_TYPES).
+    The dtype is spelled as the file format spells it: "BF16" in safetensors, or a name in GGML_TYPES in GGUF.
     """
 
     @property
@@ -113,7 +113,7 @@ class SafetensorsWriter:
             data = data[self._stream.write(data) :]
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Overwrite the metadata with new metadata of equal length, otherwise raise ValueError.
+        """Overwrite the metadata in the header. Raise ValueError if the new metadata has another length than the old.
 
         Use this for values that are known only after the tensors are written, such as checksums.
         """
@@ -126,7 +126,7 @@ class SafetensorsWriter:
         self._put(0, memoryview(header))
 
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
-        """Append the bytes of ``data`` to the tensor ``name``. Chunks of one tensor must arrive in order.
+        """Write the bytes of ``data`` to the tensor ``name``, after the bytes that were already written to it.
 
         Raise CheckpointError if the bytes exceed the size of the tensor, and KeyError if there is no such tensor.
         """

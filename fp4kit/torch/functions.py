@@ -27,21 +27,24 @@ _INT64 = 2**63
 
 @torch._dynamo.assume_constant_result
 def _spec(recipe: Any) -> str:
-    """Return the string of recipes.to_string.to_spec for a Recipe, because operators take strings and no Recipe.
+    """Return a Recipe as the string of recipes.to_string.to_spec, because PyTorch operators do not accept Recipes.
 
-    Under torch.compile, the string is a constant of the graph. So PyTorch compiles the graph again for another Recipe.
+    Under torch.compile, the string is a constant of the graph, so PyTorch recompiles when the Recipe changes.
     """
     return to_spec(recipe)
 
 
 @torch._dynamo.assume_constant_result
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    """Return the PyTorch dtype of a NumPy dtype, which is float32, float16 or bfloat16."""
+    """Return the PyTorch dtype that corresponds to the NumPy dtype float32, float16 or bfloat16."""
     return TORCH[np.dtype(dtype)]
 
 
 def named_recipe(recipe: str | Recipe) -> str:
-    """Return the string by which operators name a recipe: an id unchanged and unchecked, or for a Recipe its _spec."""
+    """Return a recipe as the string that operators take.
+
+    An id is returned unchanged and unchecked. A Recipe becomes the string of recipes.to_string.to_spec.
+    """
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 
@@ -53,7 +56,9 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     - A list or tuple becomes float64 on the device of x, because PyTorch's default dtype would round it.
     - Other arrays become tensors of their dtype on the device of x.
 
-    Raises TypeError, which begins with `op` and `name`, for a bool, a complex number or a string.
+    Raises TypeError for a bool, a complex number or a string.
+
+    op, name: the public function and its argument, with which error messages begin.
     """
     if given is None or isinstance(given, Tensor):
         return given
@@ -65,10 +70,12 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 
 def seed_tensor(op: str, seed: Any) -> Tensor | None:
-    """Return a seed as the tensor that operators take, or None if there is none.
+    """Return a caller's seed as the tensor that operators take. If there is no seed, return None.
 
     An int becomes a 0-d int64 tensor with the same 64 bits, which operators.seed_of reads back. A tensor is returned
     unchanged.
+
+    op: the public function, with which error messages begin.
 
     Raises:
         TypeError: for a 0-d tensor that is not of an integer dtype, and for any other object that is not an integer.
@@ -106,11 +113,13 @@ def fake_quantize(
     Here grad is the gradient with respect to the result. The forward pass is fp4kit.fake_quantize, and the gradient
     is fp4kit.fake_quantize_backward.
 
-    Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs, because it is
-    one operator, torch.ops.fp4kit.fake_quantize. Under torch.vmap it is a loop over the mapped axis: each slice has its
-    own amax, and all slices use one seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode.
-    PyTorch raises an error for forward-mode tangents, and for torch.func.grad inside torch.compile, which has no
-    gradients of custom operators.
+    The function is one operator, torch.ops.fp4kit.fake_quantize. It therefore works under
+    torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs. Under torch.vmap it is a
+    loop over the mapped axis: each slice has its own amax, and all slices use one seed. Under torch.autocast it keeps
+    the dtype of x.
+
+    Only reverse-mode gradients are supported. PyTorch raises an error in forward mode. It also raises one for
+    torch.func.grad inside torch.compile, because it does not differentiate custom operators there.
 
     Args:
         x: float32, float16 or bfloat16 tensor of any shape, on the CPU or a CUDA device.
@@ -121,7 +130,8 @@ def fake_quantize(
         block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None takes them from x. They get no gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
-        pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
+        pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax, and where
+            x or amax is NaN.
         amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means tensor_amax, or the amax
             of x if that is None too. It gets no gradient.
 
@@ -169,15 +179,19 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[Tensor]:
-    """Fake-quantize every tensor of a list as fake_quantize does, in a single kernel launch on a GPU. Differentiable.
+    """Fake-quantize every tensor of a list as fake_quantize does. On a GPU, this takes a single kernel launch.
+
+    The function is differentiable.
 
     Args:
         xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts; or one stacked tensor,
             experts first.
         recipe: a recipe id or a Recipe, for all tensors.
         axis: the axis along which blocks run, in each tensor.
-        tensor_amax: None, or one amax per tensor: a sequence, or a tensor whose first axis has that length.
-        block_amax: None, or calibrated block amaxes per tensor, as a sequence or tensor like tensor_amax.
+        tensor_amax: one amax per tensor of xs, as a sequence, or as a tensor with one entry per tensor along its first
+            axis. None takes each amax from the tensor itself.
+        block_amax: the calibrated block amaxes of each tensor, as a sequence or tensor like tensor_amax. None takes
+            them from the tensors.
         rounding: "nearest" or "stochastic", for all tensors.
         seed: for "stochastic", for all tensors: an int, a 0-d integer tensor on the CPU, or random bytes in the shape
             of the tensors.
@@ -230,7 +244,7 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
-    """Return a list with one amax per tensor of `xs`, or an empty list if none is given, as the operators expect.
+    """Return a list with one amax per tensor of `xs`, or an empty list if the caller gave none, to pass to an operator.
 
     If xs is empty, return an empty list without looking at `given`.
 

@@ -19,12 +19,18 @@ from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """Return the tensors detached from autograd, as fp4kit's own functions take them; None if the list is empty."""
+    """Return the tensors detached from autograd, or None if the list is empty.
+
+    fp4kit's own functions take None for an optional argument; operators take an empty list instead.
+    """
     return [detached(tensor) for tensor in tensors] or None
 
 
 def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """Return the tensors, or `count` times None if the list is empty, so that a loop gets one entry per tensor."""
+    """Return the list `tensors` itself, or a list of `count` times None if it is empty.
+
+    So a loop gets one entry per tensor, also for an optional argument that was not given.
+    """
     return tensors or [None] * count
 
 
@@ -42,8 +48,8 @@ def fake_quantize_grouped(
 ) -> list[Tensor]:
     """Return fp4kit.fake_quantize_grouped of xs, as new tensors.
 
-    amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them. If
-    pass_through is False, they are checked here.
+    amax, the clip limits of the gradient, and pass_through do not change the result. They are arguments because
+    _backward, which computes the gradient, needs them. If pass_through is False, amax is checked here.
 
     recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
     axis: the axis along which blocks run, in each tensor.

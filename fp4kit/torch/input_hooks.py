@@ -35,10 +35,10 @@ def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Colle
                 model(**batch)
         collector.save("activations.safetensors")
 
-    A forward hook on each torch.nn.Linear collects its inputs. The experts of a mixture-of-experts layer that are one
-    3-d parameter are collected where the parameter is multiplied, each expert by itself. Layers get the names that the
-    checkpoint has after model.save_pretrained. The Collector knows every torch.nn.Linear, also those that never run. It
-    knows all experts of a stack once one of them runs.
+    A forward hook on each torch.nn.Linear collects its inputs. If the experts of a mixture-of-experts layer are stacked
+    in one 3-d parameter, the inputs of each expert are collected separately, when the parameter is multiplied. Layers
+    get the names that the checkpoint has after model.save_pretrained. The Collector knows every torch.nn.Linear, also
+    those that never run. It knows all experts of a stack once one of them runs.
 
     Args:
         model: the model, not compiled. Its outputs do not change. While the block runs, models of transformers compute
@@ -104,7 +104,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
     """Return the names that a layer has in the checkpoint, without duplicates.
 
-    names: the tensors that the layer is saved as. The name of a layer is that of its tensor without ".weight".
+    names: the names of the tensors in which the layer's weight is saved. A trailing ".weight" is removed.
     name: the name of the layer in the model. It is the only result if ``names`` is empty.
     """
     return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
@@ -159,7 +159,7 @@ def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple
     number after "experts.".
 
     Args:
-        saved: the names of the tensors that the stack is saved as.
+        saved: the names of the tensors in which the stack is saved.
         name: the name of the stack in the model.
         experts: the number of experts.
     """

@@ -22,10 +22,11 @@ Tensor = torch.Tensor
 
 @torch._dynamo.assume_constant_result
 def _unit_spec(unit: Any) -> str:
-    """Return the string of units.to_spec for a Unit, because operators take strings and no Unit.
+    """Return a unit as the string of units.to_spec, because PyTorch operators accept strings but not Units.
 
-    Under torch.compile, the string is a constant of the graph. Raises TypeError for anything but a Unit and an id, and
-    ValueError for an unknown id.
+    Under torch.compile, the string is a constant of the graph.
+
+    unit: a Unit or its id. Raises TypeError for any other type, and ValueError for an unknown id.
     """
     return to_spec(unit_of(OP, unit))
 
@@ -79,11 +80,12 @@ def linear(
         gradient of x = matmul(quantize(grad, recipe_grad), quantize(w, recipe_w, axis=0))
         gradient of w = matmul(quantize(grad, recipe_grad, axis=0), quantize(x, recipe_x, axis=0))
 
-    Each product is added as `unit` does, and rounded to the dtype of x or w. Transformer Engine's defaults are
+    Both products are computed as `unit` does, and rounded to the dtype of x or w. Transformer Engine's defaults are
     recipe_x="nvfp4-te", recipe_w="nvfp4-te-2d", rounding="stochastic" and hadamard=True.
 
-    Works under torch.compile(fullgraph=True), torch.func and checkpointing, because it is one operator,
-    torch.ops.fp4kit.linear. Under torch.vmap it is a loop. torch.autocast does not change it.
+    The function is one operator, torch.ops.fp4kit.linear. It therefore works under torch.compile(fullgraph=True),
+    torch.func and checkpointing. Under torch.vmap it is a loop over the mapped axis. torch.autocast has no effect on
+    it.
 
     Args:
         x: float32, float16 or bfloat16 tensor (..., K).
@@ -95,9 +97,9 @@ def linear(
         out_dtype: torch.float32, torch.float16 or torch.bfloat16; None for the dtype of x.
         backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized"; None for recipe_x.
-        rounding: the rounding of that gradient's codes, in both of its copies.
-        seed: for rounding="stochastic": an int, or a 0-d integer tensor on the CPU. Both copies use it; pass another
-            seed in every step.
+        rounding: for "quantized", how both quantized copies of the gradient with respect to y are rounded.
+    seed: for rounding="stochastic": an int, or a 0-d integer tensor on the CPU. Both copies use this seed; pass
+            another one in every training step.
         hadamard: True transforms both operands of the gradient of w along M, as in fp4kit.quantize. "no_signs" leaves
             out the random signs.
 
@@ -105,13 +107,14 @@ def linear(
         A new tensor (..., N) of out_dtype, on the device of x.
 
     Raises:
-        TypeError: x or w is no tensor, or a dtype is none of these dtypes.
+        TypeError: x or w is not a tensor, or its dtype is not one of the three above.
         TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
         ValueError: w is a Quantized, for "high-precision".
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
             For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
-        NotImplementedError: the engine of the device cannot multiply the operands.
+        NotImplementedError: the engine of the device cannot multiply the operands; or the gradients of "quantized" are
+            differentiated again.
 
     Exact:
         y and the gradients of "quantized" equal the formulas above bit for bit, in every mode of PyTorch. A Quantized w

@@ -46,10 +46,10 @@ def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
 
 
 def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None) -> Any:
-    """Return a weight in the form that fp4kit's functions take: a detached tensor, or a Quantized of detached tensors.
+    """Return a weight as fp4kit's functions take it: a detached tensor, or a Quantized of detached tensors.
 
-    w is a float tensor, or the packed codes of a Quantized with the given scales. s.scale_layout is None for a float
-    tensor.
+    If s.scale_layout is None, w is a float tensor, and the scales are ignored. Otherwise, w holds the packed codes of a
+    Quantized with the given scales.
     """
     if s.scale_layout is None:
         return w.detach()
@@ -60,10 +60,13 @@ def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_sca
 def _checked(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> LinearSettings:
-    """Check the arguments of linear by shapes, dtypes and devices, and return the settings.
+    """Check the arguments of linear, and return the settings that the text `settings` describes.
 
-    Raise TypeError or ValueError if an argument is wrong. No values are read. w is a float tensor, or the packed codes
-    of a Quantized with the scales block_scale and tensor_scale.
+    Only shapes, dtypes and devices are checked; no values are read. Raises TypeError or ValueError if an argument is
+    wrong.
+
+    w: a float tensor, or the packed codes of a Quantized with the scales block_scale and tensor_scale.
+    settings: the LinearSettings as text, which call.linear.settings_from_text reads.
     """
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)
@@ -87,7 +90,8 @@ def linear(
         w: a float tensor (N, K), or the packed codes of a Quantized.
         block_scale, tensor_scale: the scales of that Quantized; None for a float w.
         seed: the seed of the gradients. It does not change the result.
-        settings: the text of call.linear.settings_from_text. It includes the dtype of the result.
+        settings: the LinearSettings as text, which call.linear.settings_from_text reads. They include the dtype of the
+            result.
     """
     s = _checked(x, w, block_scale, tensor_scale, seed, settings)
     y = product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))
@@ -113,15 +117,16 @@ def linear_gradient_of_x(
     settings: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of linear with respect to x in dtype, as ops.linear.gradient_of_x does.
+    """Return the gradient of linear with respect to x, (..., K) in `dtype`, as ops.linear.gradient_of_x does.
 
-    It has the shape of x. Called for backward="quantized" only.
+    Called for backward="quantized" only.
 
     grad: the gradient with respect to y, (..., N).
     w: a float tensor (N, K), or the packed codes of a Quantized.
     block_scale, tensor_scale: the scales of that Quantized; None for a float w.
     seed: the seed of stochastic rounding, or None.
-    settings: the text of call.linear.settings_from_text.
+    settings: the LinearSettings as text, which call.linear.settings_from_text reads.
+    dtype: the dtype of x.
     """
     s = settings_from_text(settings)
     weight = _weight(s, w, block_scale, tensor_scale)
@@ -150,14 +155,15 @@ linear_gradient_of_x.register_vmap(loop_over(linear_gradient_of_x))
 
 @torch.library.custom_op("fp4kit::linear_gradient_of_w", mutates_args=())
 def linear_gradient_of_w(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of linear with respect to w, (N, K) in dtype, as ops.linear.gradient_of_w does.
+    """Return the gradient of linear with respect to w, (N, K) in `dtype`, as ops.linear.gradient_of_w does.
 
     Called for backward="quantized" only.
 
     grad: the gradient with respect to y, (..., N).
     x: the input of linear, (..., K).
     seed: the seed of stochastic rounding, or None.
-    settings: the text of call.linear.settings_from_text.
+    settings: the LinearSettings as text, which call.linear.settings_from_text reads.
+    dtype: the dtype of w.
     """
     s = settings_from_text(settings)
     return copy_if_shared(gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype))

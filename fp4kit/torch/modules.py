@@ -172,7 +172,7 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
 
 
 def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise TypeError if a parameter of a module is a DTensor, which fully_shard makes of parameters.
+    """Raise TypeError if a parameter of a module is a DTensor, as it is after fully_shard.
 
     name: the full name of the parameter in the model, for the error message.
     leaf: the name of the parameter in `module`.
@@ -186,9 +186,11 @@ def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
 
 @contextmanager
 def _naming_the_way_out(parameter: str) -> Iterator[None]:
-    """Extend every ValueError raised in the with block by advice how to exclude the parameter from the settings.
+    """Extend every ValueError raised in the with block with advice on how to exclude the parameter from the settings.
 
     Advice to pad the array is removed from the message. Other exceptions pass unchanged.
+
+    parameter: the full name of the parameter.
     """
     try:
         yield
@@ -225,9 +227,10 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
 
 
 def _warn_of_vectors(names: list[str]) -> None:
-    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized; not if there are none.
+    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized.
 
-    Inference engines leave biases and the weights of norms unquantized, so the settings are probably wrong.
+    Inference engines leave biases and the weights of norms unquantized, so the settings are probably wrong. Do nothing
+    if `names` is empty.
     """
     if names:
         shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

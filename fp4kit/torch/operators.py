@@ -33,9 +33,10 @@ def seed_of(seed: Tensor | None) -> Any:
 
 
 def seed_outline(seed: Tensor | None) -> Any:
-    """Return a stand-in for a seed, for checks before values are known.
+    """Return a stand-in for a seed tensor, for checks that read no values.
 
-    For random bytes, the stand-in is their shape and dtype. For a single number it is 0, and without a seed it is None.
+    For random bytes, the stand-in is an AbstractArray with their shape and dtype. For a 0-d tensor it is the number 0,
+    and without a seed it is None.
     """
     return 0 if seed is not None and seed.ndim == 0 else outline(seed)
 
@@ -51,11 +52,13 @@ def empty(like: Tensor, call: Call) -> Tensor:
 
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """Split an argument of an operator along the axis that vmap maps, and return one entry per index.
+    """Split an argument of an operator along the axis that vmap maps, and return a sequence with one entry per index.
 
-    An argument without a mapped axis is repeated. For a list, each entry is a list. If the axis has length 0, the
-    result is one tensor of zeros. Tensors are split by unbind, because the gradient of unbind is a stack, which keeps
-    -0.
+    - A tensor gives its slices, by unbind. The gradient of unbind is a stack, which keeps -0.
+    - A list gives lists, one per index, in which every element is split like this.
+    - An argument without a mapped axis is repeated.
+    - If the mapped axis has length 0, the only entry is a slice of zeros, because the operator must be called once to
+      learn the shapes of its results.
 
     Args:
         argument: the argument, a tensor, a list of tensors, or any object that is not mapped.
@@ -105,8 +108,8 @@ def fake_quantize(
 ) -> Tensor:
     """Return fp4kit.fake_quantize of x, as a new tensor.
 
-    amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them. If
-    pass_through is False, amax is checked here.
+    amax, the clip limit of the gradient, and pass_through do not change the result. They are arguments because
+    `backward`, which computes the gradient, needs them. If pass_through is False, amax is checked here.
 
     recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
     axis: the axis along which blocks run.
@@ -180,7 +183,7 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the inputs of fake_quantize for `backward`: recipe and axis as ctx.how, and pass_through.
+    """Save the inputs of fake_quantize that `backward` reads, on ctx: recipe and axis as ctx.how, and pass_through.
 
     If pass_through is False, also save two tensors: x, and the clip limit, which is amax, or tensor_amax if amax is
     None.

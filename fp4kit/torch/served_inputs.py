@@ -44,10 +44,11 @@ class InputHook:
         return args, {**kwargs, "input": self._values(kwargs["input"])}
 
     def _values(self, x: Any) -> torch.Tensor:
-        """Return fake-quantized inputs. If the hook has a calibrated amax, the tensor scale follows from it.
+        """Return x fake-quantized.
 
-        Otherwise fake_quantize computes the amax from x. If x is a DTensor and the recipe has one scale per tensor,
-        every shard uses the largest amax of all shards instead.
+        The tensor scale follows from the hook's calibrated amax or, if there is none, from the amax of x. If x is a
+        DTensor without a calibrated amax, and the recipe has one scale per tensor, every shard uses the largest amax of
+        all shards.
         """
         if not is_distributed(x):
             return fake_quantize(x, self.recipe, tensor_amax=self.amax)
@@ -79,12 +80,12 @@ class Inputs:
             op: the public function, with which messages begin.
             places: the weights that are fake-quantized.
             recipe: the recipe of the inputs.
-            amaxes: a Collector, or layer -> amax; None to compute amaxes from the inputs of each call.
+            amaxes: a Collector, or a mapping of layer to amax; None to compute amaxes from the inputs of each call.
 
         Raises:
             TypeError: amaxes are given without a recipe, or have the wrong type.
-            ValueError: the recipe is unknown, or amaxes are given and it has no tensor scale. Also if a layer was not
-                measured, or if no torch.nn.Linear is in `places`.
+            ValueError: the recipe is unknown, or no torch.nn.Linear is in `places`.
+            ValueError: amaxes are given, but the recipe has no tensor scale, or the amax of a layer is missing.
         """
         if recipe is None:
             if amaxes is not None:

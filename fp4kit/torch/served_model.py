@@ -118,10 +118,11 @@ def _parameter(place: ParameterPlace) -> Any:
 
 
 def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:
-    """Raise ValueError if a shard of a DTensor would hold a part of a block.
+    """Raise ValueError if the shards of a DTensor do not suit the recipe.
 
-    If the recipe has one tensor scale per row, also raise ValueError if a shard would hold a part of a row. Raise it
-    too if the DTensor consists of partial sums.
+    - A shard would hold a part of a block.
+    - The recipe has one tensor scale per row, and a shard would hold a part of a row.
+    - The DTensor consists of partial sums.
 
     name: the name of the parameter, for the message. parameter: the DTensor.
     """
@@ -145,7 +146,10 @@ def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Reci
 
 
 def _check_not_fsdp(model: torch.nn.Module) -> None:
-    """Raise TypeError if fully_shard was called on a part of the model, which then no longer owns its parameters."""
+    """Raise TypeError if fully_shard was already called on the model or on a part of it.
+
+    The message says in which order to call fake_quantize_model and fully_shard.
+    """
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:  # PyTorch before 2.6
@@ -208,7 +212,8 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
 def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
     """Yield (name, module, name within the module, parametrization) for every fake-quantized parameter of a model.
 
-    The parametrization is a ServedWeight or FakeQuantized, and each is yielded once, under its first name.
+    The parametrization is the ServedWeight or FakeQuantized of the parameter. If a parametrization is found under
+    several names, it is yielded once, under the first.
     """
     seen = set()
     for name, module, leaf in parameters_of(model):
@@ -219,9 +224,9 @@ def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 
 
 def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch.nn.Module]]) -> None:
-    """Raise ValueError if a fake-quantized parameter has further parametrizations, so that it cannot be overwritten.
+    """Raise ValueError if a fake-quantized parameter has further parametrizations and thus cannot be overwritten.
 
-    op: the public function, with which the message begins. found: what _fake_quantized yields.
+    op: the public function, with which the message begins. found: the entries that _fake_quantized yields.
     """
     for name, module, leaf, _ in found:
         if len(parts_of(module, leaf)) > 1:

@@ -22,7 +22,8 @@ class Form(NamedTuple):
     """The recipe, axis and gradient by which a parameter is fake-quantized.
 
     Attributes:
-        recipe: the recipe as the string that recipes.to_string.to_spec returns. It decodes as loaders do.
+        recipe: the recipe as the string that recipes.to_string.to_spec returns. Its values are decoded as the loaders
+            of the checkpoint decode them.
         kind: "matrix", "stack" or "convolution".
         axis: the axis along which blocks run, from the end: -1, or -2 for a stack of experts stored as (E, K, N). The
             filters of a convolution are flattened first.
@@ -135,8 +136,8 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
 def largest(w: Tensor, stack: bool) -> Tensor:
     """Return the largest |w| as float32 (). For a stack, return the largest |w| of each expert as (E,). NaN propagates.
 
-    For a DTensor, all its ranks must call this function together, and the result covers all shards, with one exception.
-    If the experts of a stack are spread over ranks, each rank returns the amaxes of its own experts.
+    If w is a DTensor, all its ranks must call this function together. The result then covers all shards, except if the
+    experts of a stack are spread over ranks: each rank then returns the amaxes of its own experts.
     """
     w = w.detach()
     if not is_distributed(w):

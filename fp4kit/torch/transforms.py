@@ -17,19 +17,19 @@ from fp4kit.torch import linear_operators, operators
 def active() -> bool:
     """Return True if a torch.func transform or forward-mode differentiation is active, otherwise False.
 
-    If so, the functions of this file call the operators through the autograd.Functions of this file. In forward mode,
-    these raise an error, where a custom operator would silently drop the tangents.
+    If True, the functions of this file use their autograd.Function classes instead of calling the operators directly.
+    In forward mode these classes raise an error, where a custom operator would silently drop the tangents.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def fake_quantize(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize(*arguments), through the class FakeQuantize if `active` returns True."""
+    """Return operators.fake_quantize(*arguments), computed through the class FakeQuantize if active() is True."""
     return FakeQuantize.apply(*arguments) if active() else operators.fake_quantize(*arguments)
 
 
 def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
-    """Call operators.fake_quantize_backward(*arguments), through FakeQuantizeBackward if `active` returns True."""
+    """Return operators.fake_quantize_backward(*arguments), through FakeQuantizeBackward if active() is True."""
     return FakeQuantizeBackward.apply(*arguments) if active() else operators.fake_quantize_backward(*arguments)
 
 
@@ -50,7 +50,8 @@ class FakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of each argument of fake_quantize: None for all arguments except x.
 
-        It is computed by this file's fake_quantize_backward, so that it can be differentiated again inside transforms.
+        The gradient of x is computed by this file's fake_quantize_backward, so it can be differentiated again inside
+        transforms.
         """
         return operators.backward(ctx, grads[0], fake_quantize_backward)
 
@@ -70,13 +71,14 @@ class FakeQuantizeBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad.
 
-        It is computed by this file's fake_quantize_backward, so that it can be differentiated again inside transforms.
+        The gradient of grad is computed by this file's fake_quantize_backward, so it can be differentiated again inside
+        transforms.
         """
         return operators.clip_backward(ctx, grads[0], fake_quantize_backward)
 
 
 def linear(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.linear(*arguments), through the class Linear if `active` returns True.
+    """Return linear_operators.linear(*arguments), computed through the class Linear if active() is True.
 
     The class gives the layer a gradient inside torch.func transforms.
     """
@@ -84,17 +86,17 @@ def linear(*arguments: Any) -> torch.Tensor:
 
 
 def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
-    """Return linear_operators.linear_gradient_of_x(*arguments), by way of LinearGradientOfX if `active` is True."""
+    """Return linear_operators.linear_gradient_of_x(*arguments), through LinearGradientOfX if active() is True."""
     return LinearGradientOfX.apply(*arguments) if active() else linear_operators.linear_gradient_of_x(*arguments)
 
 
 def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
-    """Return linear_operators.linear_gradient_of_w(*arguments), by way of LinearGradientOfW if `active` is True."""
+    """Return linear_operators.linear_gradient_of_w(*arguments), through LinearGradientOfW if active() is True."""
     return LinearGradientOfW.apply(*arguments) if active() else linear_operators.linear_gradient_of_w(*arguments)
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Call linear_operators.quantized_values(*arguments), through the class QuantizedValues if `active` returns True.
+    """Return linear_operators.quantized_values(*arguments), through the class QuantizedValues if active() is True.
 
     The class gives the values a gradient inside torch.func transforms.
     """

@@ -1,4 +1,6 @@
 """Handle experts in amax states: their number, global numbering, stacking into one array, and the exchange among ranks.
+A quantizer of a mixture-of-experts layer has one amax per expert, whose name ends in the number of the expert. The
+base of such a name is the name without the number.
 
 A key without an expert number is a base; its experts are numbered 0 ... N - 1. Every error message begins with ``op``.
 """
@@ -19,7 +21,7 @@ from fp4kit.training.communicators import Communicator, check_communicator
 def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
-    """Return {base: N}, the number of experts of each quantizer. Quantizers without numbered experts are left out.
+    """Return {base: N}, the number of experts of each quantizer. A quantizer without numbered experts is left out.
 
     N is ``count``, or one more than the largest expert number if ``count`` is None. If no name has a number, the result
     is {}.
@@ -77,19 +79,19 @@ def join(
 ) -> None:
     """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
 
-    AmaxState.gather calls this function for one rank after another. An expert is stored under its global number, which
-    no other rank may have. Any other quantizer may be on several ranks, so the maximum of its amaxes is stored.
+    AmaxState.gather calls this function for one rank after another. The amax of an expert is stored under the expert's
+    global number, which no other rank may have. Any other amax may be on several ranks, so the maximum is stored.
 
     Args:
-        named: the amaxes of the ranks so far, which is changed.
+        named: the amaxes of the ranks so far. They are changed in place.
         values: the amaxes of this rank, under local expert numbers.
-        experts: wildcard of the quantizers whose number is that of a local expert.
+        experts: a wildcard for the names of quantizers that are numbered by local expert.
         numbers: global numbers of this rank's experts, or None if they follow those of the ranks before it.
         offsets: {base: number of experts of the ranks before}, which is increased if ``numbers`` is None.
         rank: the number of this rank, for error messages.
 
     Raises:
-        ValueError: naming the key, if two experts have one global number.
+        ValueError: if two experts have one global number. The message names the key.
         ValueError: if a local expert is missing or has no global number.
         ValueError: if the shapes of a quantizer on several ranks differ.
     """
@@ -138,11 +140,11 @@ def _global_names(
 def unstack(
     named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """Return a copy of ``named`` in which stacked arrays [N, ...] are split into N arrays, one per expert.
+    """Return a copy of ``named`` in which each stacked array [N, ...] is split into N arrays, one per expert.
 
     An array without an expert number is a stack if the file or the caller states the number of experts of its
-    quantizer. If the quantizer has numbered experts instead, their number is only checked. All numbered experts in the
-    result are 0 ... N - 1. The arrays share memory with those in ``named``.
+    quantizer. If the quantizer has numbered experts instead, their number is only checked. In the result, the expert
+    numbers of every quantizer are 0 ... N - 1. The arrays share memory with those in ``named``.
 
     Args:
         named: the amaxes of a file.

@@ -16,7 +16,7 @@ _NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,
 class AmaxName:
     """The name of one amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>".
 
-    The index is absent if there is one quantizer for the module.
+    The index is absent if the module has one quantizer for all of its experts, or no experts.
 
     Attributes:
         base: "<module>.weight_quantizer", or another quantizer of the module, such as input_quantizer.
@@ -55,7 +55,10 @@ class AmaxName:
         return name
 
     def key(self, separator: str = ".") -> str:
-        """Return the name as a checkpoint spells it: base, separator and expert number if there is one, ".", buffer.
+        """Return the name as a checkpoint spells it, such as "m.weight_quantizer.3._amax".
+
+        The name consists of base, separator, expert number, "." and buffer. Without an expert number, it has no
+        separator.
 
         separator: "." or "_", before the number of the expert.
         """

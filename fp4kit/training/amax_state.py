@@ -114,7 +114,8 @@ class AmaxCollector:
                 lists the modules that loaders fuse.
 
         Raises:
-            ValueError: naming the key, for NaN and negative values on the host.
+            ValueError: if an amax on the host is NaN or negative. The message names the key. Amaxes on a GPU are not
+                checked here.
             ValueError: if amaxes to share are on different devices, or if a name occurs twice in ``share``.
             TypeError: if ``share`` is not iterable, or if a group is a single name or contains something other than
                 names.
@@ -128,9 +129,9 @@ class AmaxCollector:
 class AmaxState(Mapping[str, Any]):
     """Frozen amaxes as a mapping {key: amax}, such as those of all quantizers of a model.
 
-    Iteration yields keys such as "...quantizer.3._amax". In a lookup, the expert number may follow "." or "_". A key
-    without a last part such as "._amax" means "._amax". The constructor takes {AmaxName: amax}, and raises TypeError
-    for anything else.
+    Iteration yields keys such as "...quantizer.3._amax". In a lookup, the expert number may follow "." or "_", and a
+    key without the name of a buffer stands for the buffer "_amax". The constructor takes {AmaxName: amax}, and raises
+    TypeError for anything else.
 
     Attributes:
         named: the amaxes under AmaxName keys instead of str keys, sorted. It cannot be changed.
@@ -187,7 +188,7 @@ class AmaxState(Mapping[str, Any]):
             shapes: {key: shape} of the buffers. A key may have either separator, and the result has the same spelling.
 
         Raises:
-            ValueError: naming the key, if a value is missing, is left over or has the wrong shape.
+            ValueError: if a value is missing, is left over or has the wrong shape. The message names the key.
             ValueError: if a key names no quantizer, or if ``shapes`` has a key in both spellings.
             TypeError: if ``shapes`` is not a mapping to shapes.
         """
@@ -202,8 +203,9 @@ class AmaxState(Mapping[str, Any]):
     def checked(self) -> AmaxState:
         """Return a new state with read-only NumPy arrays, after checking that no value is NaN or negative.
 
-        The arrays on each GPU are copied to the host in one transfer. NumPy arrays are not copied, so this state's
-        become read-only too. Raises ValueError if a value is NaN or negative, naming the first key with such a value.
+        Arrays on a GPU are copied to the host, in one transfer per GPU. NumPy arrays are not copied, so those of this
+        state become read-only too. Raises ValueError if a value is NaN or negative, naming the first key with such a
+        value.
         """
         return AmaxState(check("checked", on_host(self.named)))
 
@@ -242,9 +244,9 @@ class AmaxState(Mapping[str, Any]):
             count: the number of experts that must be present. None: as many as the largest number implies.
 
         Raises:
-            ValueError: on every rank, for a missing, superfluous or duplicate expert. The message names the key.
-            ValueError: likewise for a local expert without a global number, for different shapes, for NaN and for
-                negative values.
+            ValueError: if an expert is missing, superfluous or duplicate, a local expert has no global number, the
+                amaxes of a quantizer differ in shape, or a value is NaN or negative. Every rank raises it, and the
+                message names the key.
             ValueError: if ``count`` is given and no expert matches ``experts``.
             TypeError: if an argument has the wrong type.
         """
@@ -270,9 +272,9 @@ class AmaxState(Mapping[str, Any]):
         return AmaxState(check("gather", named))
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
-        """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 again.
+        """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 in each part.
 
-        Every rank's state includes all amaxes that belong to no expert.
+        The part also includes every amax that does not belong to an expert.
 
         Args:
             rank: the number of the rank.
@@ -312,9 +314,9 @@ class AmaxState(Mapping[str, Any]):
             stacked: True to write one array [N, ...] for all experts, as the method ``stacked`` returns it.
 
         Raises:
-            ValueError: a value is NaN or negative, or an expert is missing; the message names the key. Also for another
-                separator, and with ``stacked`` as the method ``stacked``.
-            ValueError: if path does not end with the name of a file.
+            ValueError: if a value is NaN or negative, or an expert is missing. The message names the key.
+            ValueError: if separator is neither "." nor "_", or if path does not end with the name of a file.
+            ValueError: if stacked is True, in the cases in which the method ``stacked`` raises it.
             TypeError: if path is not a path, or stacked is not a bool.
             OSError: if the file cannot be written.
         """
@@ -329,10 +331,12 @@ class AmaxState(Mapping[str, Any]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:
-        """Read a safetensors file with amaxes.
+        """Read a safetensors file with amaxes, and return them as an AmaxState.
 
-        The file was written by save or by Model-Optimizer, in either spelling, or it holds one array [N] or [N, ...]
-        for all experts. Tensors whose names do not end in "amax" are left out.
+        The file was written by save or by Model-Optimizer, or it has one array for all experts of a quantizer.
+
+        Names may have either separator, "." or "_", before the expert number. An array for all experts is [N] or
+        [N, ...]. Tensors whose names do not end in "amax" are left out.
 
         Args:
             path: the file.
@@ -344,9 +348,9 @@ class AmaxState(Mapping[str, Any]):
             The AmaxState, with NumPy arrays.
 
         Raises:
-            ValueError: a size is wrong, experts are missing or superfluous, or a key occurs in two spellings. The
-                message names the file and the key.
-            ValueError: likewise for a dtype other than F32, F16 and BF16, for NaN and for negative values.
+            ValueError: if a size is wrong, experts are missing or superfluous, or a key occurs in two spellings; for a
+                dtype other than F32, F16 and BF16; for NaN and for negative values. The message names the file and the
+                key.
             ValueError: for a wildcard that matches nothing, for a file without an amax, and for a file that is not a
                 safetensors file.
             ValueError: if path does not end with the name of a file.

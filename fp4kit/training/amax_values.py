@@ -47,8 +47,9 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
     """Set named[name] to the elementwise maximum of the old named[name] and ``value``, as a new array.
 
-    If ``named`` lacks the name, store ``value`` itself. The maximum is taken of the bit patterns, so a negative value
-    or NaN stays. Raises ValueError, which begins with ``op``, if the shapes or devices differ.
+    If ``named`` lacks the name, store ``value`` itself. The bit patterns are compared, as unsigned integers, so a
+    negative value or NaN wins over every other value and is found by later checks. Raises ValueError, whose message
+    begins with ``op``, if the shapes or devices differ.
     """
     old = named.get(name)
     if old is None:
@@ -73,7 +74,7 @@ def _where(value: Any) -> str:
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` as a dict of NumPy arrays. The arrays on each GPU are copied to the host in one transfer.
+    """Return ``named`` as a new dict of NumPy arrays. The arrays on each GPU are copied to the host in one transfer.
 
     NumPy arrays are not copied. In the dict, arrays from GPUs come after NumPy arrays, so the order of keys may change.
     """

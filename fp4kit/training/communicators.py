@@ -260,7 +260,9 @@ class Nccl:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
-        """Return the group of all processes that pass the same path. Rank 0 writes the id of the group to this file.
+        """Return a communicator for the group of all processes that pass the same path.
+
+        Rank 0 writes the id of the group to this file, and the other ranks wait for it.
 
         Args:
             path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
@@ -269,12 +271,9 @@ class Nccl:
             size: the number of processes.
             timeout: seconds to wait for rank 0.
 
-        Returns:
-            The Nccl.
-
-        Raises:
+            Raises:
             FileExistsError: in rank 0, if the path exists.
-            TimeoutError: in the other ranks, if the file does not appear.
+            TimeoutError: in the other ranks, if the file does not appear in time.
             RuntimeError: if CuPy or NCCL is missing.
             ValueError: if the rank is out of range.
         """
@@ -307,10 +306,10 @@ class Nccl:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all processes; see Communicator.
+        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
 
-        The result is ``out`` if it is given, otherwise a new array in the library of ``array``. Equal counts take one
-        collective call. Other counts take one send and one receive per pair of ranks.
+        The result is ``out`` if it is given, otherwise a new array in the library of ``array``. If all arrays have
+        equal lengths, this is one collective call. Otherwise it takes one send and one receive per pair of ranks.
 
         Raises:
             ValueError: if ``array`` is not 1-d or does not fit ``counts``.

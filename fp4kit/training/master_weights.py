@@ -73,10 +73,10 @@ def cast_master_weights(
             be empty.
         comm: the group. Its processes all hold host arrays or all hold GPU arrays, of any library. Results are
             arrays of that library.
-        recipe: a recipe with blocks, with or without one tensor scale; not 4over6.
+        recipe: an id or a Recipe. It must have blocks, may have one tensor scale, and must not be a 4over6 recipe.
         columnwise: True to return transposed copies too. Blocks must be square, and M a multiple of their size.
-        scale_layout: the layout of block scales, as in quantize. Tiled layouts are those that a server's matrix
-            products read. Columnwise copies need "linear".
+        scale_layout: the layout of block scales, as in quantize. The tiled layouts are those that the matrix products
+            of servers read. Columnwise copies need "linear".
 
     Returns:
         A list with one Quantized per matrix, rowwise. With ``columnwise``, a list of pairs (rowwise,
@@ -111,8 +111,9 @@ class MasterWeightsPlan:
     values in place, or pass new arrays to refresh. Making a plan exchanges the shard ranges and waits for the other
     processes.
 
-    On a GPU, arrays must be contiguous. A step is one launch or message per stage (one launch per dtype). It does no
-    work per matrix on the host, copies nothing to the host, and does not wait. With Nccl, a CUDA graph can capture it.
+    On a GPU, arrays must be contiguous. Each stage of cast is then one message, or one kernel launch per dtype of the
+    shards. Calling cast does no work per matrix on the host, copies nothing to the host, and does not wait. With Nccl,
+    a CUDA graph can capture it.
 
     Attributes:
         stages: (name, function) of each stage of cast, in order.
@@ -245,7 +246,7 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
     Raises TypeError or ValueError if a shard is invalid, if it does not fit the recipe `r`, or if the recipe does not
     suit this operation.
 
-    columnwise: True if transposed copies are wanted too, for which blocks must be square and divide M.
+    columnwise: True if transposed copies are wanted too. Blocks must then be square, and M a multiple of their size.
     """
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):

@@ -1,6 +1,5 @@
 """Exchange which elements of each matrix each process owns, and check that every element has one owner.
-
-Local word: a shard is the range [start, end) of a flattened matrix that one process owns.
+The shard of a process is the range [start, end) of a flattened matrix that the process owns.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _REFUSED = -1  # sent in place of the number of matrices by a process whose shar
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """Tell the other processes if the body of the ``with`` statement raises an Exception, which is passed on.
+    """Tell the other processes if the body of the ``with`` statement raises an Exception, then let the Exception pass.
 
     The other processes wait in exchange_cuts, which then raises ValueError in each of them. With one process, nothing
     is sent.

@@ -63,7 +63,10 @@ class FakeQuantSettings:
             self._check_block_size()
 
     def _check_block_size(self) -> None:
-        """Raise ValueError unless there is a recipe with one-row blocks, and block_size is a positive even integer."""
+        """Raise ValueError unless the recipe has blocks of one row, and block_size is a positive even integer.
+
+        Without a recipe, also raise ValueError. Called only if block_size is not None.
+        """
         block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
@@ -169,7 +172,8 @@ class FakeQuantSettings:
             name: the parameter's name.
             grad: the gradient with respect to the result of fake_quantize.
             w: the parameter.
-            amax: the tensor_amax that was passed to fake_quantize.
+            amax: the tensor_amax that was passed to fake_quantize; None for the amax of w. It is used only for
+                clipping.
         """
         recipe = self.resolved
         if recipe is None or self.pass_through or not self.is_quantized(name):
