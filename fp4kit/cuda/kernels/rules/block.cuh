@@ -56,7 +56,7 @@ struct BlockAmax {
     }
   }
 
-  // Return the amax of all elements so far.
+  // Return the amax of all elements that were added, or 0 if there are none.
   FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
 };
 
@@ -68,12 +68,13 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// Return a / divisor, computed from the rounded reciprocal of the divisor. No step may leave the range of normal
-// numbers.
+// Return approximately a / divisor, in few instructions. `reciprocal` is 1 / divisor, rounded to float32. No step may
+// leave the range of normal numbers. The result may differ from the correctly rounded quotient in its last bits, but
+// not where that matters:
 //
-// The result lies on the same side of every midpoint of E2M1 and of small integers as the correctly rounded quotient.
-// If that quotient is a midpoint, the result is that midpoint. If the divisor is the largest value of a format, the
-// result equals the rounded quotient.
+// It lies on the same side of every midpoint of E2M1 and of small integers as the correctly rounded quotient. If that
+// quotient is a midpoint, the result is that midpoint. If the divisor is the largest value of a format, the result
+// equals the correctly rounded quotient.
 //
 // This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
 // with 8 bits at most. For divisors 2 - 2^-M times powers of two (M = 0 ... 7), to which the largest values of formats

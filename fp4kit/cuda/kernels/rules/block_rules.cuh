@@ -11,9 +11,9 @@
 //   kReadsAmax                    true if the factor depends on the amax in addition to the code
 //   kReadsInput                   true if the code or the factor depends on In
 //
-// For rules whose factor follows from the scale code (by_code and by_code_or_zero below), all blocks share one table of
-// factors, indexed by scale code: block_factor adapts an entry to the amax of the block. Other rules, such as those
-// with the base by_unrounded_scale, have no table (has_table in cuda/compile/traits.py).
+// If R::kHasTable, all blocks share one table of factors, indexed by scale code, and block_factor adapts an entry to
+// the amax of the block. Such recipes have E4M3 scales, blocks of one row, at most one tensor scale, and a rule whose
+// factor follows from the scale code (by_code and by_code_or_zero below). See has_table in cuda/compile/traits.py.
 #pragma once
 
 #include "tensor_rules.cuh"

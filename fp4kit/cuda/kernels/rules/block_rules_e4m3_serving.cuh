@@ -218,7 +218,8 @@ struct block_mslk_power : block_mslk {
   }
 };
 
-// Base of the rules that multiply elements by the reciprocal of the unrounded block scale, not of the stored one.
+// Base of the rules that multiply elements by the reciprocal of the unrounded block scale, not of the stored one. So
+// the factor depends on the amax, and there is no table of factors by code.
 struct by_unrounded_scale {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }

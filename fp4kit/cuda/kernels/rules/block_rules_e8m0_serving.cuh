@@ -6,7 +6,7 @@
 
 #include "block_rules_e8m0.cuh"
 
-// Base of the rules whose factor depends on the amax in addition to the code.
+// Base of the rules whose factor depends on the amax in addition to the code. They have no table of factors by code.
 struct by_amax {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }

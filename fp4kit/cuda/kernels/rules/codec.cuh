@@ -20,8 +20,8 @@
 // How elements are rounded to values:
 //   rn, rz     to nearest with ties to even; toward zero
 //   rnz, rna   to nearest with ties toward zero; to nearest with ties away from zero
-//   rns        to nearest even of floor(v + 0.5): as rn, except that the float just below 0.5 steps becomes one step,
-//              because producers round the sum v + 0.5
+//   rns        as rn, except that the float just below half of the smallest value becomes that value (some producers
+//              add half a step in float32, which rounds this sum up)
 //   rnw        for E2M1 only: as rn, but without a largest value; a code beyond 7 keeps only its last four bits; NaN
 //              and infinity have the code kNan
 //   first      to the code with the smallest error, or the lowest one if several have it (function first_of_least)
@@ -147,11 +147,12 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   }
 }
 
-// Return the code of x in a format with kHasPairs. `partner` is the other element of the pair. Return kNan for NaN.
-//   bit picture of a code: [microexponent] [sign] [mantissa 1] [mantissa 0]
-// The microexponent is 1 if both magnitudes are below 1 (so not if one is NaN). Then the step between values is 1/4
-// instead of 1/2. The magnitude of x is rounded to a whole number of steps, ties to even, 3 at most. The results equal
-// those of PairedMicroexponents in formats.py.
+// Return the code of x in a format with kHasPairs (MX4). `partner` is the other element of the pair. Return kNan if x
+// is NaN.
+//   bits of a code, from the highest: [microexponent] [sign] [mantissa 1] [mantissa 0]
+// The microexponent is 1 if the magnitudes of x and `partner` are both below 1, and 0 otherwise or if `partner` is NaN.
+// If it is 1, the step between values is 1/4, otherwise 1/2. The magnitude of x is rounded to a whole number of steps,
+// ties to even, 3 at most. The results equal those of PairedMicroexponents in formats.py.
 template <u32 kNan>
 FP4KIT_DEVICE u32 encode_beside(float x, float partner) {
   if (is_nan(x)) return kNan;

@@ -75,11 +75,12 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
-// Return the code of an element in recipes whose producer decodes codes and encodes the values again when it packs
-// them. `code` is the first code, and `scaled` is the number that was rounded to it. The code is decoded: its value is
-// multiplied by the block scale, 1 / factor, and rounded to the type of the elements. This value is scaled and encoded
-// like an element. If `scaled` is NaN, NaN is encoded again. It gives the same results as _repacked in
-// reference/quantize.py.
+// Return the code of an element in recipes with R::kRepacked, whose producer decodes the codes and encodes the values
+// again when it packs them. `code` is the first code, `scaled` the number that was rounded to it, and `factor` the
+// factor of the block. The decoded value is the value of `code` times 1 / factor (or times 0 if the factor is 0),
+// rounded to In; it is NaN if `scaled` is NaN. The result is the code nearest to value * factor, ties to even. For E8M0
+// scales, the value is instead divided by 1 / factor, where both the divisor and the quotient are rounded to In; if the
+// format has no NaN, an infinite quotient counts as 0. It gives the same results as _repacked in reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;

@@ -70,8 +70,9 @@ FP4KIT_DEVICE bool keeps_codes(float factor) {
   return keeps || (!kPower && factor == 0.0f);  // with factor 0 all values are zeros
 }
 
-// Return true if a block with the factor f takes the fast path. `largest` is the float32 bits of its largest magnitude.
-// Return false if an element or the factor is infinite or NaN.
+// Return true if a block with the factor f takes the fast path, which then gives the codes of the exact path. `largest`
+// is the float32 bits of the largest magnitude of its elements. Return false if an element or the factor is infinite or
+// NaN, and if a step may overflow or underflow in a way that changes a code.
 template <class R, class In>
 FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   using Path = FastPath<R, In>;

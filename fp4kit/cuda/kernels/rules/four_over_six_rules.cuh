@@ -18,10 +18,10 @@ FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Store the codes of a block's two candidate scales: in `six` that of the scale that maps the amax to 6, and in `four`
-// that of the scale that maps it to 4. `sixth` is a sixth of the block's amax, and t is the tensor scale. For the
-// recipe IF4, both codes stand for one scale: `six` for E2M1 elements, and `four`, which has bit If4::kIntegerBit set,
-// for INT4 elements.
+// Store the codes of a block's two candidate scales: in `six` the code of the scale that maps the amax to 6, and in
+// `four` the code of the scale that maps it to 4. `sixth` is a sixth of the block's amax, and t is the tensor scale. If
+// R::kLaneSums and the tensor's amax is 0, both scales are 0. For the recipe IF4, both codes stand for one scale: `six`
+// for E2M1 elements, and `four`, which has bit If4::kIntegerBit set, for INT4 elements.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -33,8 +33,9 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
     four = encode_scale<R>(multiply<R>(base, 1.5f));
 }
 
-// Return the factor of a candidate: the number by which elements are multiplied if the block gets the scale `scale`. t
-// is the tensor scale.
+// Return the number by which elements are multiplied if the block gets the candidate scale `scale`. t is the tensor
+// scale. The number is fouroversix_factor if R::kLaneSums. Otherwise it is 1 / (scale * t.decode), but at most the
+// largest finite float; NaN stays NaN.
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);
@@ -42,8 +43,8 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// Return the decoded element. `scaled` is the value of its code times the block scale. The result is scaled * t.decode
-// if R::kFlush or R::kFastError, and otherwise scaled * t.amax / full_range, where t is the tensor scale.
+// Return the decoded element. `scaled` is the value of its code times the block scale, and t is the tensor scale. The
+// result is scaled * t.decode if R::kFlush or R::kFastError, and otherwise scaled * t.amax / full_range<R>().
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);

@@ -136,7 +136,9 @@ FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& larg
   return are_sums_conclusive<In>(sums, largest, minimum(smallest & 0xFFFFu, smallest >> 16));
 }
 
-// Transform every 16 elements of a run in place. Return largest_bits_of the transformed run.
+// Replace every 16 elements of a run by their Hadamard transform; the result always has the right bits. Return the
+// float32 bits of the largest magnitude of the transformed run, or the bits of a NaN if it contains one
+// (largest_bits_of).
 template <u32 kSignMask, class In, int kRun>
 FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   constexpr int kWords = Run<In, 16>::kWords;
@@ -161,10 +163,11 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   return largest;
 }
 
-// Transform two columns in place, by float32 sums: the low and the high halves of 16 rows of pairs. Return a pair with
-// the largest magnitude of each column. Bit j of `inconclusive` is set if the sums of column j are not conclusive; the
-// result of that column may then be wrong, and the caller must transform it by the exact path from memory. The input
-// rows are not kept for that case, because they would take 16 registers.
+// Replace two columns of 16 elements by their Hadamard transforms, computed with float32 sums. rows[i] is the pair of
+// the elements in row i. Return a pair with the largest magnitude of each column. Bit j of `inconclusive` is set if the
+// sums of column j are not conclusive, and otherwise cleared. The result of such a column may be wrong, and the caller
+// must transform it by the exact path from memory. The input rows are not kept for that case, because they would take
+// 16 registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& inconclusive) {
   const u32 smallest = smallest_nonzero(rows);

@@ -1,8 +1,7 @@
-// IF4: elements whose codes are E2M1 or INT4, as bit 7 of their block's scale code says. The functions give the same
+// IF4: elements whose codes are E2M1 or INT4, as bit 7 of their block's scale code says. INT4 values are multiplied by
+// 6/7, so that the largest integer, 7, has the value of E2M1's 6. In a recipe R of IF4, R::FloatElement is E2M1.
+// R::Element stands for IF4: its codes decode to integers, and its largest value is 6. The functions give the same
 // results as reference/integer_or_float.py.
-//
-// INT4 values are multiplied by 6/7, so that the largest integer, 7, has the value of E2M1's 6. In a recipe R of IF4,
-// R::FloatElement is E2M1. R::Element stands for IF4: its codes decode to integers, and its largest value is 6.
 #pragma once
 
 #include "tensor_rules.cuh"
@@ -13,7 +12,7 @@ template <class>
 struct FormatsOf {
   using Type = void;
 };
-// True if R is a recipe of IF4.
+// kHasTwoFormats<R> is true if R is a recipe of IF4.
 template <class R, class = void>
 constexpr bool kHasTwoFormats = false;
 template <class R>
@@ -25,9 +24,12 @@ struct FloatsOf : R {
   using Element = typename R::FloatElement;
 };
 
-// The constants of IF4. Members of a struct leave the machine code of other kernels unchanged.
-//   kIntegerBit    bit 7 of a scale code
-//   kIntegerStep   value of the INT4 code 1
+// The constants of IF4. They are members of a struct, because global constants would change the machine code of other
+// kernels.
+//   kIntegerBit     bit 7 of a scale code, set for blocks of INT4 codes
+//   kMaxInteger     the largest magnitude of an integer
+//   kIntegerStep    value of the INT4 code 1
+//   kIntegerFactor  1 / kIntegerStep
 struct If4 {
   static constexpr u32 kIntegerBit = 0x80u;
   static constexpr float kMaxInteger = 7.0f, kIntegerStep = 6.0f / 7.0f, kIntegerFactor = 7.0f / 6.0f;

@@ -1,5 +1,6 @@
-// Arithmetic of matrix products, shared by the CUDA kernels and the CPU engine: how terms are aligned, truncated and
-// summed (fp4kit/reference/matmul.py is the specification).
+// Arithmetic of matrix products, shared by the CUDA kernels and the CPU engine: how terms (products of two elements)
+// are aligned, truncated and summed. fp4kit/reference/matmul.py is the specification. c is the number to which the
+// products of a step are added.
 //
 // Every term is an exact double, and exponents are stored as powers of two. Let 2^E be the power of two of the largest
 // term. Aligning a term to it and keeping F fraction bits means truncating term * 2^(F-E) to an integer.
@@ -18,8 +19,9 @@
 //   float32          products of values rounded to float32 are added one by one in float32
 enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
 
-// Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; infinities
-// and NaN are returned. Processors without an instruction for it get operations that compilers vectorize.
+// Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; an
+// infinity or NaN is returned unchanged. For processors without an instruction for this, there are operations that
+// compilers vectorize.
 FP4KIT_DEVICE double toward_zero(double x) {
 #if defined(__CUDA_ARCH__) || defined(__SSE4_1__)
   return trunc(x);
@@ -29,8 +31,8 @@ FP4KIT_DEVICE double toward_zero(double x) {
 #endif
 }
 
-// Return the largest integer that is not above x. |x| must be below 2^52, infinite or NaN; infinities and NaN are
-// returned.
+// Return the largest integer that is not above x. |x| must be below 2^52, infinite or NaN; an infinity or NaN is
+// returned unchanged.
 FP4KIT_DEVICE double toward_minus(double x) {
   const double truncated = toward_zero(x);
   return truncated - (truncated > x ? 1.0 : 0.0);
@@ -41,15 +43,15 @@ FP4KIT_DEVICE double double_power(i64 exponent) {
   return double_of(static_cast<u64>(exponent + 1023) << 52);
 }
 
-// Return 2^floor(log2(|x|)), or `least` if that is larger. Return `least` for zero, infinities and NaN.
+// Return 2^floor(log2(|x|)) for a finite x, but at least `least`. Return `least` for zero, infinities and NaN.
 FP4KIT_DEVICE double term_power(double x, double least) {
   const u64 bits = double_bits_of(x) & 0x7FF0000000000000u;
   const double power = double_of(bits);
   return bits == 0x7FF0000000000000u || power < least ? least : power;
 }
 
-// Return 2^floor(log2(|sum|)), but at least 2^-126. Return 2^-126 for infinities and NaN, and zero_power for a sum of
-// zero.
+// Return 2^floor(log2(|sum|)), but at least 2^-126. If `sum` is infinite or NaN, return 2^-126. If it is zero, return
+// zero_power, which may be smaller.
 FP4KIT_DEVICE double sum_power(double sum, double zero_power) {
   return sum == 0.0 ? zero_power : term_power(sum, 0x1p-126);
 }

@@ -85,8 +85,8 @@ FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, Ni
   return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest code
 }
 
-// Return the bfloat16 bits of 128 + the E2M1 code of |x| * factor, for each half x of a bfloat16 pair. The product must
-// be exact. `factor` holds the bfloat16 factor in both halves.
+// For each half x of a bfloat16 pair, return the bfloat16 bits of 128 + the E2M1 code of |x| * factor, rounded to
+// nearest even and saturated. The product must be exact. `factor` is a pair, too: the factor of each half.
 FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
   const u32 a = fma_bf16x2(abs_bf16x2(pair), factor, 0x80008000u);
   const u32 low = min_bf16x2(fma_bf16x2(a, 0x40004000u, 0x43004300u), fma_bf16x2(a, 0x3F803F80u, 0x43024302u));

@@ -5,7 +5,7 @@
 
 #include "ptx.cuh"
 
-// 128 random bits of the stream, which the generator produces at a time.
+// 128 random bits, in four words: one output of the generator.
 struct Words {
   u32 w[4];
 };

@@ -24,7 +24,8 @@ struct Run {
 };
 
 // Return the kCount elements at address x as a run. If kAligned, x must be a multiple of 16 bytes, or of the run's size
-// if the run is smaller. Otherwise elements are loaded one by one, and x may have any alignment of their type.
+// if the run is smaller. If kAligned is false, elements are loaded one by one, and x may have any alignment of their
+// type.
 template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;

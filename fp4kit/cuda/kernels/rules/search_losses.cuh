@@ -17,13 +17,14 @@ struct Candidate {
   float scale, reciprocal;
 };
 
-// Return the block amax that belongs to the scale code `code` of the recipe R: the tensor's amax `amax` times the value
-// of the code, divided by the largest scale.
+// Return the amax of a block for which the recipe R gives the scale code `code`: the tensor's amax `amax` times the
+// value of the code, divided by the largest scale R::kScaleMax.
 template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
   return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
 }
-// Return the Candidate of a code: its scale, or 1 if the scale underflows to 0. `amax` is the tensor's amax.
+// Return the Candidate of a scale code: a sixth of candidate_amax, or 1 if that underflows to 0. `amax` is the tensor's
+// amax.
 template <class R>
 FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
@@ -40,9 +41,9 @@ FP4KIT_DEVICE float nearest_e2m1(float v) {
   return fma_rn(w, 0x1p22f, -fma_rn(w, 0x1p22f, -v));
 }
 
-// Return the residual of a magnitude a: a - q scale, where q is the E2M1 value nearest to a / scale. If kAny, any
-// magnitude and scale is allowed, and `scaling` is division_scaling of the scale. Otherwise a must be below 7 scale,
-// and `scaling` is ignored because it is 1.
+// Return the residual of a magnitude `a` for the candidate c: a - q * c.scale, where q is the E2M1 value nearest to a /
+// c.scale. If kAny, any magnitude and scale is allowed, and `scaling` is division_scaling of the scale. Otherwise `a`
+// must be below 7 times the scale, and `scaling` is ignored because it is 1.
 template <bool kAny>
 FP4KIT_DEVICE float residual(float a, Candidate c, float scaling) {
   if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * scaling * c.reciprocal, 6.0f)), a);
@@ -115,8 +116,9 @@ FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, con
 }
 
 // Return the loss of a block for candidate c: the sum of (w) d^2 over its residuals d. The order of additions is that
-// of Triton: four threads sum four elements each, and then the four sums are added. kAny and `scaling` are described at
-// the function `residual`.
+// of Triton: four threads sum four elements each, and then the four sums are added. If kAny, any elements and scale are
+// allowed, and `scaling` is division_scaling of the scale. Otherwise all magnitudes must be below 7 times the scale,
+// and `scaling` is ignored.
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, float scaling) {
   float sums[4];
@@ -153,9 +155,9 @@ struct BestCode {
   u32 code;
 };
 
-// Return the loss that a scale causes by clipping: the loss of only those elements that are above 6 times the scale,
-// summed in the order of loss_of. Without weights, only the largest element is counted; `amax` is its magnitude. The
-// result is a lower bound of the block's loss.
+// Return the loss that a scale causes by clipping: the loss of only those elements that are above 6 times the scale, or
+// 0 if there are none. It is summed in the order of loss_of. Without weights, only the largest element is counted;
+// `amax` is its magnitude. The result is a lower bound of the block's loss.
 template <bool kWeighted>
 FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {

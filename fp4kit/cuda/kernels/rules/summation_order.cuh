@@ -12,7 +12,7 @@ template <int kCount, class Float = float>
 struct LaneSums {
   Float partial[4][8] = {};
 
-  // Add the eight terms of vector number `vector`.
+  // Add the eight terms of vector number `vector` (terms 8 * vector ... 8 * vector + 7), one to each lane.
   FP4KIT_DEVICE_MEMBER void add(int vector, const Float (&terms)[8]) {
     const int sum_index = vector < kCount / 32 * 4 ? vector % 4 : 0;
     FP4KIT_UNROLL
@@ -37,7 +37,8 @@ struct HalvedSum {
   // Add a term to lane `lane`.
   FP4KIT_DEVICE_MEMBER void add(int lane, float term) { lanes[lane] = lanes[lane] + term; }
 
-  // Return the sum of all terms. The lanes are overwritten.
+  // Return the sum of all terms that were added. The lanes are overwritten, so call this function only once, at the
+  // end.
   FP4KIT_DEVICE_MEMBER float result() {
     FP4KIT_UNROLL
     for (int half = kLanes / 2; half > 0; half /= 2) {

@@ -1,14 +1,15 @@
 // Functions that find the largest magnitude among the elements of a run, of a thread block and of a cluster, as far as
-// they count in a tensor's amax. Magnitudes are compared as float32 bits, which order like the magnitudes, with NaN
-// above infinity. A cluster is a few thread blocks that can share memory. R is the recipe, and In is the type of the
-// elements.
+// they count in a tensor's amax (kInput says which elements count). Magnitudes are compared as float32 bits, which
+// order like the magnitudes, with NaN above infinity. A run is a number of neighboring elements that one thread handles
+// together. A cluster is a few thread blocks that can share memory. R is the recipe, and In is the type of the
+// elements. a.x are the elements, a matrix with a.rows rows and a.columns columns.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
 
-// Return the bits of |x|, or 0 if x does not count in the amax: NaN for AmaxInput::no_nan, NaN and infinity for
-// AmaxInput::finite.
+// Return the float32 bits of |x| if x counts in the amax, and otherwise 0. NaN does not count for AmaxInput::no_nan,
+// and neither NaN nor infinity for AmaxInput::finite. For AmaxInput::all, every x counts.
 template <AmaxInput kInput>
 FP4KIT_DEVICE u32 counted_bits(float x) {
   const u32 bits = bits_of(x) & 0x7FFFFFFFu;
@@ -35,8 +36,8 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   return largest;
 }
 
-// Return the largest `own` among all threads of a thread block, which has kThreads threads (a power of two). All
-// threads must call this function, and all get the result.
+// Return the largest of the integers `own` that the threads of a thread block pass. The thread block must have kThreads
+// threads (a power of two). All threads must call this function, and all get the result.
 template <int kThreads>
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
@@ -130,9 +131,9 @@ FP4KIT_DEVICE void wait_for_cluster() {
 #endif
 }
 
-// Return the largest `own_largest` among the thread blocks of a cluster, to all threads. Without clusters, return
-// `own_largest`. All threads of the cluster must call this function, each with the result of largest_of_block for its
-// thread block, and must have called arrive_in_cluster before.
+// Return the largest `own_largest` among the thread blocks of a cluster, to all threads. Without clusters, return this
+// thread's `own_largest`. All threads of the cluster must call this function, each with the result of largest_of_block
+// for its thread block, and must have called arrive_in_cluster before.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];

@@ -1,6 +1,7 @@
-// Functions that combine the amaxes or errors of the rows of a block of elements, which has R::kBlockRows rows in the
-// recipe R. Each thread of a thread block handles one row of one block, and the threads exchange the values of the rows
-// in shared memory (`tile`).
+// Functions that combine the amaxes (largest magnitudes) or errors of the rows of a block of elements, which has
+// R::kBlockRows rows in the recipe R. A tile is R::kBlockRows rows of TileMemory<R>::kColumns blocks side by side. Each
+// thread of a thread block handles one row of one block of the tile, and the threads exchange the values of the rows in
+// shared memory (`tile`).
 #pragma once
 
 #include "four_over_six.cuh"
@@ -22,12 +23,12 @@ struct TileMemory<R, true> {
   float parts[3][kTileWarps][kColumns];
 };
 
-// An operation for reduce_rows: `combine` returns the larger of two magnitudes. NaN, without a sign, counts as larger
-// than all numbers.
+// An operation for reduce_rows: `combine` returns the larger of two magnitudes. Neither may have a sign bit. NaN counts
+// as larger than all numbers.
 struct LargerOf {
   FP4KIT_DEVICE float combine(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
 };
-// An operation for reduce_rows: it returns the sum of two floats.
+// An operation for reduce_rows: `combine` returns the sum of two floats.
 struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
@@ -60,10 +61,10 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   }
 }
 
-// Return the amax of a block, to each thread that handles a row of the block. `amax` is the amax of this thread's row,
-// which is row `row` of block `column` of the tile. A NaN amax of a row makes the result NaN only if NaN propagates in
-// the recipe (larger_of_rows). If blocks have one row, return `amax`. Otherwise all threads of the thread block must
-// call this function.
+// Return the amax of a block of elements to each thread that handles a row of the block. `amax` is the amax of this
+// thread's row, which is row `row` of block `column` of the tile. If the amax of a row is NaN, the result is NaN only
+// if NaN propagates in the recipe (larger_of_rows). If blocks have one row, return `amax`. Otherwise all threads of the
+// thread block must call this function.
 template <class R>
 FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {
@@ -78,9 +79,9 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
   }
 }
 
-// Sum two errors over the rows of a block. Each thread passes the errors of its row in `error`, and gets the sums for
-// its block there. This thread handles row `row` of block `column` of the tile. Do nothing if blocks have one row. All
-// threads of the thread block must call this function.
+// Sum two errors over the rows of a block. Each thread passes the two errors of its row in `error`, and the sums over
+// all rows of its block replace them. This thread handles row `row` of block `column` of the tile. If blocks have one
+// row, do nothing. All threads of the thread block must call this function.
 //
 // Rows are added as a tree: first rows that are kBlockRows / 2 apart, then rows at half that distance, and so on, down
 // to neighboring rows.

@@ -1,5 +1,7 @@
-// The fast path (fast_path.cuh) for two neighboring columns of 16-bit elements. A word of a row holds one element of
-// each column. The columns are separated only after encoding. R is the recipe, and In is the type of the elements.
+// The fast path (fast_path.cuh), which encodes blocks of finite elements in few instructions, for two neighboring
+// columns of 16-bit elements. A word of a row holds one element of each column. The columns are separated only after
+// encoding. R is the recipe, and In is the type of the elements. The factor of a column (Factor) is the number by which
+// its elements are multiplied or divided before rounding.
 #pragma once
 
 #include "fast_path.cuh"

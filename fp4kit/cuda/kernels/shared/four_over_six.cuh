@@ -1,7 +1,8 @@
-// 4over6: each block gets the better of two scales, which map its amax to the value 6 ("six") or to 4 ("four"). The
-// scales and codes are bit-identical to the results of reference/four_over_six.py. R is the recipe, and In is the type
-// of the elements of x. kAligned is true if all rows of x begin at multiples of 16 bytes, and also all rows of `values`
-// if values are stored.
+// 4over6: each block gets the better of two scales, which map its amax (largest magnitude) to the value 6 ("six") or to
+// 4 ("four"). The scales and codes are bit-identical to the results of reference/four_over_six.py. R is the recipe, and
+// In is the type of the elements of x. t is the tensor scale (TensorScale), with its fields encode, decode and amax. A
+// run holds the elements of one row of a block. kAligned is true if all rows of x begin at multiples of 16 bytes, and
+// also all rows of `values` if values are stored.
 //
 // The exact path sums the errors of the elements in the same order as the reference. Because only the comparison of the
 // two sums matters, the fast path sums approximate errors instead, in a few operations per element. If the two sums are
@@ -36,9 +37,9 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// Return the value, with its sign, to which a scaled element is rounded when errors are measured: the value of its code
-// (encode_element), so that magnitudes above the format's largest value saturate. Only for Rounding::rnw, values
-// continue beyond the largest one.
+// Return the value, with its sign, to which a scaled element (the element times the factor of its block) is rounded
+// when errors are measured. It is the value of the element's code (encode_element), so magnitudes above the format's
+// largest value saturate. Only for Rounding::rnw, values continue beyond the largest one.
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
   if constexpr (R::kRounding == Rounding::rnw)
@@ -138,8 +139,8 @@ struct alignas(16) ApproximateScale {
   float slack;   // the part of the sums' combined error that depends on the larger u of the two scales
 };
 
-// Return true if all blocks of the recipe R have one tensor scale, which includes recipes without tensor scales. A
-// table of all block scales is then worthwhile.
+// Return true if all blocks of a tensor have one tensor scale in the recipe R, or if R has no tensor scales. A table of
+// all block scales is then worthwhile.
 template <class R>
 FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;

@@ -1,6 +1,8 @@
-// 4over6 for bfloat16 by lookup tables: each block gets the better of two scales, which map its amax to 6 ("six") or to
-// 4 ("four"). The bits of an element are the index of a table entry. The entry holds the element's codes for both
-// scales, and its contribution to the difference between the errors of the two scales. R is the recipe.
+// 4over6 for bfloat16 by lookup tables: each block gets the better of two scales, which map its amax (largest
+// magnitude) to 6 ("six", the first scale) or to 4 ("four", the second scale). The bits of an element are the index of
+// a table entry. The entry holds the element's codes for both scales, and its contribution to the difference between
+// the errors of the two scales. R is the recipe, and t is the tensor scale (TensorScale), with its fields encode,
+// decode and amax.
 //
 // A bfloat16 has 128 significands, and an E4M3 scale has 8. Suppose that an element and both scales are multiplied by a
 // power of two, and nothing leaves the range of normal numbers. Then neither the codes nor the errors in units of the

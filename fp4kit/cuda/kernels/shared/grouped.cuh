@@ -12,7 +12,7 @@
 
 #include "types.cuh"
 
-// The largest number of members of a small group: one for each thread of a warp.
+// The largest number of members (tensors) of a small group: one for each thread of a warp.
 constexpr u32 kSmallGroup = 32u;
 
 // A tensor of a group: the arguments and the number of pieces.

@@ -1,12 +1,13 @@
-// Code that the grouped quantize kernels share. It handles tensors without elements, because their tensor scales must
-// be written too.
+// Code that the grouped quantize kernels share, which quantize many tensors in one launch. It handles tensors without
+// elements, because their tensor scales must be written too. R is the recipe, and In is the type of the elements.
 #pragma once
 
 #include "grouped.cuh"
 #include "quantize.cuh"
 
-// Return true if a tensor is empty. If it is, also store its tensor scales (unless R::kFake), because its quantize
-// kernel would not. An empty tensor has 0 columns and as many rows as tensor scales.
+// Return true if the tensor a.x is empty, which means that a.columns is 0. If it is, also store its tensor scales,
+// because its quantize kernel would not: one scale for each of a.rows amaxes. They are not stored if R::kFake, or if
+// a.tensor_scale is nullptr. The threads of `grid`, the thread blocks that process this tensor, share the work.
 template <class R, class In>
 FP4KIT_DEVICE bool is_empty(const QuantizeArguments& a, Grid grid) {
   if (a.columns != 0) return false;

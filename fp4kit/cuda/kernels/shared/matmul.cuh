@@ -1,4 +1,6 @@
-// Types and functions that all kernels of matrix products use: operands, arguments, tiles, initial sums and results.
+// Types and functions that all kernels of matrix products use: operands, arguments, tiles, initial sums and results. A
+// product is c + a b^T, where the rows of a and b are rows of codes along K, the dimension that is summed. The "unit"
+// is the matrix unit whose arithmetic a kernel follows.
 #pragma once
 
 #include "codec.cuh"
@@ -72,8 +74,8 @@ struct ProductTile {
   i64 matrix, row, column;
 };
 
-// Return the number of tiles of kTile x kTile results in all matrices of a product. Tiles at the right and lower edges
-// of a matrix count too, although they have fewer results.
+// Return the number of tiles of kTile x kTile results in all a.batch matrices of results. Tiles at the right and lower
+// edges of a matrix count too, although they have fewer results.
 template <int kTile>
 FP4KIT_DEVICE i64 tile_count(const ProductArguments& a) {
   return a.batch * ((a.a.rows + kTile - 1) / kTile) * ((a.b.rows + kTile - 1) / kTile);
@@ -139,7 +141,7 @@ FP4KIT_DEVICE float element_at(const ProductOperand& x, i64 row, i64 k) {
   }
 }
 
-// Return true if the matrices of results have an element (row, column). Neither index may be negative.
+// Return true if each matrix of results has an element (row, column). Neither index may be negative.
 FP4KIT_DEVICE bool is_inside(const ProductArguments& a, i64 row, i64 column) {
   return row < a.a.rows && column < a.b.rows;
 }

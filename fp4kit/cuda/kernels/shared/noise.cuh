@@ -1,6 +1,6 @@
-// Stochastic rounding by noise: noise is added to a scaled element, which is then rounded to nearest even. ComfyUI does
-// this for NVFP4, and MSLK for MXFP4. All elements have the format E2M1. The functions give the same results as
-// reference/stochastic.py.
+// Stochastic rounding by noise: noise is added to a scaled element (the element times the factor of its block), which
+// is then rounded to nearest even. ComfyUI does this for NVFP4, and MSLK for MXFP4. All elements have the format E2M1.
+// The functions give the same results as reference/stochastic.py. R is the recipe, and In is the type of the elements.
 #pragma once
 
 #include "codec.cuh"
@@ -8,15 +8,17 @@
 
 constexpr u32 kMslkBits = 0x3FFFFFu;  // MSLK adds 22 random bits, those below the first mantissa bit
 
-// Return the power of two to which MSLK rounds a block amax up or down with the random word `word`, of which it uses
-// the lowest 22 bits. An amax of 0 is treated as 2^-126. NaN is returned, and infinity gives infinity.
+// Return the power of two to which MSLK rounds the amax (largest magnitude) of a block, up or down by the random word
+// `word`, of which it uses the lowest 22 bits. An amax of 0 is treated as 2^-126. NaN gives NaN, and infinity gives
+// infinity.
 FP4KIT_DEVICE float mslk_amax(float amax, u32 word) {
   if (is_nan(amax)) return amax;
   return float_of((bits_of(amax == 0.0f ? kFltMin : amax) + (word & kMslkBits)) & kInfinityBits);
 }
 
 // Return the code of a scaled element y in MSLK's rounding: the lowest 22 bits of the random word `word`, minus about
-// half of their largest value, are added to the bits of y, and the sum is rounded to nearest even and saturates.
+// half of their largest value, are added to the bits of y. The sum is rounded to nearest even, and saturates. If it is
+// NaN, return the code of the largest value.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float y, u32 word) {
   const u32 bits = is_nan(y) ? 0x7FFFFFFFu : bits_of(y), noise = (word & kMslkBits) - (kMslkBits >> 1);
@@ -28,8 +30,8 @@ FP4KIT_DEVICE int reached(float a, float one, float two, float three) {
   return (a >= one) + (a >= two) + (a >= three);
 }
 
-// Return clamp(floor(log2(a) + c), 0, 3) for a >= 0, where log2 and the sum round to In. c is 1, or 1.1925 if kOffset.
-// On a CPU (if not kOnGpu), 1.1925 is rounded to In, too. Because the sum never falls if a rises, it suffices to
+// Return clamp(floor(log2(a) + c), 0, 3) for a >= 0. c is 1, or 1.1925 if kOffset is true. log2 and the sum are rounded
+// to In; if kOnGpu is false, 1.1925 is rounded to In, too. Because the sum never falls if a rises, it suffices to
 // compare `a` with the smallest float32 numbers for which the result is 1, 2 and 3. tests/cuda/test_gpu_stochastic.py
 // checks these numbers.
 template <class In, bool kOffset, bool kOnGpu>

@@ -10,7 +10,7 @@
 
 constexpr int kRun = 16;
 
-// The elements of a shard, which begin at the address `values`.
+// The elements of a shard: elements [start, end) of the matrix, which begin at the address `values`.
 template <class In>
 struct Shard {
   using Bits = typename In::Bits;

@@ -1,6 +1,7 @@
 // Tiles of a matrix, one per thread block, and patches of a tile, one per thread. This file contains their positions,
 // the loads of their elements, and the exact path for their blocks. R is the recipe, In is the type of the elements of
-// x, and P is PatchTraits<R, In>, the sizes of tiles and patches. kAligned is true if all rows of x begin at multiples
+// x, and P is PatchTraits<R, In>, the sizes of tiles and patches. `a` holds the arguments of the kernel, such as the
+// address a.x of the elements, and s is the position of a patch. kAligned is true if all rows of x begin at multiples
 // of 16 bytes, and also all rows of `values` if values are stored.
 //
 // A tile has 128 rows. A patch is a rectangle of a tile that one thread holds in registers: 16 rows of 8 bytes for
@@ -56,7 +57,8 @@ struct Tile {
   i32 row, column;
 };
 
-// Return the address of element a * b of the array at p. The product is computed in 64 bits, so that it does not wrap.
+// Return p + a * b, the address of element a * b of the array at p. The product is computed in 64 bits, so that it does
+// not wrap.
 template <class T>
 FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) {
   return p + static_cast<u64>(a) * b;
@@ -147,8 +149,8 @@ FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
   return largest;
 }
 
-// Return the amax of a block, computed by the exact path. R::kAmaxNan says what NaN elements do to the amax. The block
-// has `rows` rows of R::kBlock elements, and its element (i, j) is x[i * row_step + j * step].
+// Return the amax (largest magnitude) of a block, computed by the exact path. R::kAmaxNan says what NaN elements do to
+// the amax. The block has `rows` rows of R::kBlock elements, and its element (i, j) is x[i * row_step + j * step].
 template <class R, class In>
 FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_step, i64 step) {
   return exact_amax<R, 2>(rows, [=](int i, int j, float (&pair)[2]) {
@@ -158,8 +160,8 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
   });
 }
 
-// Encode kRun elements x[0], x[step], x[2 step], ... by the exact path, and pack their codes into `words`, the first
-// code in the lowest bits. f is the factor of their block.
+// Encode the kRun elements x[0], x[step], x[2 step], ... by the exact path, and store their codes in `words`, the first
+// code in the lowest bits. f is the factor of their block, by which elements are multiplied or divided before rounding.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);

@@ -1,5 +1,7 @@
 // Blocks in a column: functions that encode patches (16 rows of 8 bytes in one thread's registers), and store the codes
-// in the staging buffer in shared memory. R is the recipe, In is the type of the elements, and P is PatchTraits<R, In>.
+// in the staging buffer in shared memory. R is the recipe, In is the type of the elements, and P is PatchTraits<R, In>:
+// the sizes of patches and tiles. A Factor is the number by which the elements of a block are multiplied or divided
+// before rounding. The fast path is for blocks of finite elements; the exact path is for all other blocks.
 #pragma once
 
 #include "fast_path_columns.cuh"

@@ -1,6 +1,8 @@
 // Square blocks (16x16, 32x32), whose codes and scales along rows and along columns are equal. A thread encodes a patch
 // of 8 x 8 elements, and transposes its codes for the columns. R is the recipe, In is the type of the elements, and P
-// is PatchTraits<R, In>.
+// is PatchTraits<R, In>: the sizes of patches and tiles. `a` holds the arguments of the kernel, s is the position of a
+// patch in its tile and in the matrix, and f is the factor of a block, by which its elements are multiplied or divided
+// before rounding. The staging buffer (`staging`) is shared memory for the codes and scales along columns.
 #pragma once
 
 #include "patch_staging.cuh"
@@ -13,8 +15,8 @@ FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
 }
 
-// Store the scale code of a block in a.scales, once per row of the block. The lanes that hold the patches of a block
-// divide these rows among them. `inside` is the result of rows_inside; rows outside the matrix are left out.
+// Store `code`, the scale code of a block, in a.scales, once per row of the block. The lanes that hold the patches of a
+// block divide these rows among them. `inside` is the result of rows_inside; rows outside of the matrix are left out.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
   constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // rows per lane
@@ -26,9 +28,9 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
     if (first + i < inside) *out = static_cast<u8>(code);
 }
 
-// Fake-quantize a patch at position s: store in a.values the values to which its codes decode. Rows outside of the
-// matrix are left out. x holds the elements of the patch. If is_fast, the fast path rounds them; otherwise the exact
-// path loads them again from a.x. f is the factor of the block, and `scale` decodes its codes.
+// Quantize and dequantize a patch at position s: store in a.values the values to which its codes decode. Rows outside
+// of the matrix are left out. x holds the elements of the patch. If is_fast, the fast path rounds them; otherwise the
+// exact path loads them again from a.x. f is the factor of the block, and `scale` decodes its codes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,

@@ -1,6 +1,8 @@
-// Code that the quantize kernels share: their arguments, random bytes, and functions that encode and store a run. R is
-// the recipe, and In is the type of the elements of x. kAligned is true if all rows of x begin at multiples of 16
-// bytes, and also all rows of `values` if values are stored.
+// Code that the quantize kernels share: their arguments, random bytes, and functions that encode and store a run. A run
+// is kRun neighboring elements of one row that one thread handles together. R is the recipe, and In is the type of the
+// elements of x. f is the factor of a block, by which its elements are multiplied or divided before rounding. t is the
+// tensor scale. kAligned is true if all rows of x begin at multiples of 16 bytes, and also all rows of `values` if
+// values are stored.
 #pragma once
 
 #include "fast_path_stochastic.cuh"
@@ -77,8 +79,9 @@ FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 
-// Store the packed codes `words` of a run that begins at element `first` of the array, in a.packed. If R::kFake, decode
-// them with the scale code of the block and the tensor scale t, and store the values in a.values instead.
+// Store a run that begins at element `first` of the array. `words` holds its packed codes. If R::kFake, decode them
+// with the scale code of the block and the tensor scale t, and store the values in a.values. Otherwise, store the codes
+// in a.packed.
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
                                 u32 scale_code, TensorScale t) {

@@ -1,4 +1,5 @@
-// The arithmetic that all kernels for rotations of blocks use.
+// The arithmetic that all kernels for rotations of blocks use. Input is the type of the elements (Float32, Float16 or
+// Bfloat16).
 #pragma once
 
 #include "codec.cuh"

@@ -1,6 +1,7 @@
 // The pruned search for a block's best scale among E4M3 codes, one block per thread. The best scale has the smallest
 // loss, the sum of the squared rounding errors of the elements, weighted if kWeighted. The search skips codes that
-// provably cannot win. If it cannot prove its result, a warp tries all candidates of the block.
+// provably cannot win. If it cannot prove its result, a warp tries all candidates (the scales that may be chosen) of
+// the block. R is the recipe, and `amax` is the largest magnitude of a block, or of the tensor where a comment says so.
 //
 // Let L(c) be the loss of scale code c as loss_of computes it, and L*(c) the same sum with the truly nearest value for
 // every element. The upward codes are first ... end - 1, where `first` is the first candidate whose scale is above amax

@@ -1,6 +1,7 @@
-// The full search for a block's best scale. It tries every candidate, in the order of the reference, for any objective
-// and any set of candidates. R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of
-// x begin at multiples of 16 bytes.
+// The full search for a block's best scale. It tries every candidate (a scale that may be chosen), in the order of the
+// reference, for any objective and any set of candidates. `set` is the set of candidates, and a `trial` what elements
+// are encoded with for one candidate. R is the recipe, and In is the type of the elements of x. kAligned is true if all
+// rows of x begin at multiples of 16 bytes.
 //
 // A set of candidates is a struct with these members:
 //   kLanes                 number of threads that share a block and try its candidates in turn

@@ -1,5 +1,6 @@
 // The pruned search for a block's best scale by the loss d^T H d, one block of 16 elements per thread. d are the
-// rounding errors of the elements. The threads of a thread block process the same 16 columns and share their Hessian H.
+// residuals (rounding errors) of the elements. The threads of a thread block process the same 16 columns and share
+// their Hessian H (h in the code). A candidate is a scale that may be chosen, and `shared` holds all of them.
 //
 // Let W(c) be the sum of h_ii d_i^2 for scale code c, and D the diagonal of H. If H - mu D has no negative eigenvalue,
 // the loss is at least mu W(c). In float32 the loss is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj),
@@ -66,8 +67,9 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// Store in d the residuals (rounding errors) of a row's 16 elements x for the candidate c: each element minus its
-// value, with its sign. kAny and `scaling` are passed to the function `residual`, which describes them.
+// Store in d the residuals (rounding errors) of a row's 16 elements x for the candidate c: each element minus the value
+// to which it is rounded. If kAny, any element and scale is allowed, and `scaling` is division_scaling of the scale.
+// Otherwise all |x| must be below 7 times the scale, and `scaling` is ignored.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
                                  float (&d)[kSearchBlockSize]) {

@@ -1,5 +1,7 @@
-// The pruned search by a warp, for 32 blocks without weights whose first upward code is normal. The proofs in
-// search.cuh apply here too, but fewer losses are computed.
+// The pruned search for the best scale code by a warp, for 32 blocks without weights whose first upward code is normal.
+// The proofs in search.cuh apply here too, but fewer losses are computed. A loss is the sum of the squared rounding
+// errors of a block. A block's upward codes begin with `first`, the first candidate whose scale is at least a seventh
+// of the block's amax (largest magnitude).
 //
 // search_loss_bounds.cuh gives lower bounds of L* for the eight codes first ... first + 7 at once. The code with the
 // smallest bound is tried first; let L be its loss. A code whose bound exceeds L cannot win, and neither can the codes

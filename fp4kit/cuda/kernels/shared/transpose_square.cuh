@@ -1,4 +1,5 @@
-// Functions that transpose a square of codes in registers: 4 x 4 bytes or 8 x 8 nibbles.
+// Functions that transpose a square of codes in registers: 4 x 4 bytes or 8 x 8 nibbles. Each word w[r] is a row of the
+// square; its bytes or nibbles are numbered from the low end.
 #pragma once
 
 #include "ptx.cuh"
