@@ -7,7 +7,8 @@
 //                              scales that need an amax, for tensors whose amax is unknown
 //   apply(value, scale)        return the element whose code has the value `value`
 //   apply_pair(values, scales) return `apply` for two bfloat16 values at once. Both arguments are words of two bfloat16
-//                              numbers. Valid only for scales that are a power of two, NaN or infinity
+//                              numbers. Valid only for scales that are a power of two, NaN or infinity. Only in
+//                              decode_product and the rules derived from it
 //   kNeedsAmax                 true if the rule depends on the tensor's amax or encode scale too
 //   kReadsNanAsNumber          true if NaN codes decode to the numbers that their bits would encode without NaN
 #pragma once

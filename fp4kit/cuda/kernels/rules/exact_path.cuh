@@ -32,8 +32,8 @@ FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
 
 // Return the scale code of a block with the given amax in a tensor with the scale t, and store the Factor of the block
 // in f. If R::kHasTable, f is the entry of the code without its sign bit in `table`, which has kTableSize Factors
-// (factor_of_code), and f.value is then adapted to the amax. Otherwise f is computed by factor_of, and `table` is not
-// read.
+// (factor_of_code); the rule's block_factor then adapts f.value to the amax. Otherwise f is computed by factor_of, and
+// `table` is not read.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
@@ -94,8 +94,9 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
 }
 
 // Return the code of element x in a block with the Factor f, by all steps of the recipe R: x is scaled, rounded and, if
-// R::kRepacked, encoded again (repacked). If R::kCompare without stochastic rounding, x is compared with the values
-// times f.value instead. `byte` is the element's random byte, which is read only if R::kStochastic.
+// R::kRepacked, encoded again (repacked). If R::kCompare, x is not scaled but compared with the values times f.value.
+// If R::kStochastic, the scaled x is rounded by `byte`, the element's random byte, and R::kCompare and R::kRepacked are
+// ignored. Otherwise `byte` is not read.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
@@ -118,8 +119,8 @@ FP4KIT_DEVICE u32 exact_code_beside(float x, const Partner& partner, Factor f, u
   }
 }
 
-// Return the value of an element with this code in a block with the given Scale, as float32: the value of the code, to
-// which the decode rule of the recipe R applies the Scale.
+// Return the value of an element, as float32, from its code and the Scale of its block (decode_rules.cuh): the value of
+// the code, to which the decode rule of the recipe R applies the Scale.
 template <class R>
 FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
   return R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale);

@@ -20,10 +20,10 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Encode a run of finite elements with random bytes, and pack its codes into words, the first code in the lowest bits.
-// takes_fast_path must have returned true for the block. `random` holds four random bytes per word, the byte of the
-// first element in the lowest bits. The codes are those of exact_codes. A code has the sign bit of the scaled element,
-// as in encode_stochastic, whatever R::kSign is.
+// Encode a run of finite elements in a block with the factor f by stochastic rounding, and store the codes in `words`,
+// the first code in the lowest bits. takes_fast_path must have returned true for the block. `random` holds four random
+// bytes per word, the byte of the first element in the lowest bits. The codes are those of exact_codes. A code has the
+// sign bit of the scaled element, as in encode_stochastic, whatever R::kSign is.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {

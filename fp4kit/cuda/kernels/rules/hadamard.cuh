@@ -87,8 +87,8 @@ FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
-// Return a pair: the bits of the smallest nonzero magnitude among the low halves, and among the high halves, each minus
-// 1. A half of the result is 0xFFFF if all its magnitudes are zero.
+// Return a pair that describes the smallest nonzero magnitude among the low halves of all pairs, and among the high
+// halves: its 16 bits minus 1. A half of the result is 0xFFFF if all its magnitudes are zero.
 template <int kCount>
 FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   u32 smallest = 0xFFFFFFFFu;

@@ -1,8 +1,8 @@
-// The amax that a stored tensor scale implies: an amax from which the recipe computes exactly this scale. And
-// TensorScales for decoding with the stored scale. The functions give the same results as reference/implied_amax.py,
-// step by step. R is the recipe, and In is the type of the elements that were encoded. An amax is the largest magnitude
-// of a tensor. TensorScale t (tensor_rules.cuh) holds the fields encode, decode and amax. `scale` is a tensor scale for
-// decoding, unless a comment says otherwise.
+// Functions that find the amax that a stored tensor scale implies: an amax from which the recipe computes exactly this
+// scale. Others return the TensorScale for decoding with the stored scale. All give the same results as
+// reference/implied_amax.py, step by step. R is the recipe, and In is the type of the elements that were encoded. An
+// amax is the largest magnitude of a tensor. TensorScale t (tensor_rules.cuh) holds the fields encode, decode and amax.
+// `scale` is a tensor scale for decoding.
 #pragma once
 
 #include "decode_rules.cuh"
@@ -91,12 +91,12 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
 }
 
 // Return the TensorScale of the stored scale at `index` of tensor_scale, and store in is_known whether it is complete.
-// tensor_amax holds the stored amaxes, or is a null pointer if none are stored.
-//   R has no tensor scales: return {1, 1, 1}.
-//   R's decode rule needs no amax: return {1, stored scale, 1}.
-//   Otherwise: `encode` and `amax` come from the stored amax. If there is none, or if it gives another scale than the
-//   stored one, is_known becomes false, and the caller must find the amax that the scale implies.
-// In the first two cases, is_known becomes true.
+// tensor_amax holds the stored amaxes, or is a null pointer if none are stored. There are three cases:
+//   - R has no tensor scales: return {1, 1, 1}; is_known becomes true.
+//   - R's decode rule needs no amax: return {1, stored scale, 1}; is_known becomes true.
+//   - Otherwise, `decode` is the stored scale, and R's tensor rule computes `encode` and `amax` from the stored amax.
+//     If that gives another scale than the stored one, or no amax is stored, is_known becomes false, otherwise true.
+// If is_known is false, the caller must find the amax that the scale implies.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
                                              bool& is_known) {
@@ -130,8 +130,9 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
 }
 
 // Return the Scale of a block (what a decode rule's `apply` needs; see decode_rules.cuh) from its scale code and the
-// tensor scale t. Usually, R's decode rule computes it. If the rule needs an amax that is unknown (t.amax < 0), and R
-// has block scales, it is the Scale with which `apply` multiplies by block scale * tensor scale.
+// tensor scale t. Usually, R's decode rule computes it. The exception is a rule that needs an amax, if the amax is
+// unknown (t.amax < 0) and R has block scales: with the returned Scale, `apply` multiplies by block scale * tensor
+// scale.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)

@@ -88,7 +88,7 @@ FP4KIT_DEVICE float combined_loss(float a, float b) {
   return a + b;
 }
 
-// Return the term of a residual d in a loss: |d|^power for Objective::powers, and otherwise d itself.
+// Return the term of a residual d in a loss: |d|^power for Objective::powers, and otherwise d itself, with its sign.
 template <Objective kObjective>
 FP4KIT_DEVICE float loss_term(float d, double power) {
   if constexpr (kObjective == Objective::powers)
@@ -202,7 +202,8 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
 
 // Return true if the pruned search may trust its sums: if no squared residual that decides the winner underflows or
 // overflows, even with weights far from 1. `amax` is the largest magnitude of the block, and `scale` the smallest scale
-// above amax / 7 (the first upward code of shared/search.cuh). The result is always true without weights.
+// above amax / 7 (the first upward code of shared/search.cuh). Weights of 0 are accepted. Without weights, the result
+// is always true.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

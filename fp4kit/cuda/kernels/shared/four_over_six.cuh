@@ -18,7 +18,8 @@
 
 // Call visit(x) for each element of a run (one row of a block), in order, with x as float32. The run is unchanged
 // afterwards. If kUnrolled is false, the machine code is kept small, because rarely used instructions must first be
-// read from memory. Registers cannot be indexed by a variable, so the run is then rotated by one word per iteration.
+// read from memory. In that case, the run is rotated by one word per iteration, because registers cannot be indexed by
+// a variable.
 template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   if constexpr (kUnrolled) {

@@ -1,6 +1,7 @@
-// Code that the partial kernels share. It loads runs (kRun neighboring elements) of a shard at any alignment, and
-// stores only the codes of elements in the shard. A shard is elements [start, end) of a flattened matrix, which one
-// process holds. In is the type of the elements.
+// Code that the partial kernels share, which quantize a shard: elements [start, end) of a flattened matrix, which one
+// process holds (Shard s). It loads runs (kRun neighboring elements) of a shard at any alignment, and stores only the
+// codes of elements in the shard. In is the type of the elements. Elements are numbered from the beginning of the
+// matrix, not of the shard.
 //
 // The rows of the matrix consist of whole runs. Each thread processes whole runs, so that the codes of a run are 8 or
 // 16 whole bytes. If a shard begins or ends inside a run, it owns only some elements of that run.

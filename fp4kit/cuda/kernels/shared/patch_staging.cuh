@@ -1,6 +1,7 @@
-// A tile in shared memory: its elements, and the staging buffer. The staging buffer holds the codes and scales of the
-// tile along columns, until whole sectors can be stored in memory. P is PatchTraits<R, In>: the sizes of tiles, and of
-// patches (the part of a tile that one thread holds), for the recipe R and the element type In.
+// A tile (the part of a matrix that one thread block takes at a time) in shared memory: its elements, and the staging
+// buffer. The staging buffer holds the codes and scales of the tile along columns, until whole sectors can be stored in
+// memory. P is PatchTraits<R, In>: the sizes of tiles, and of patches (the part of a tile that one thread holds), for
+// the recipe R and the element type In. `a` holds the arguments of the kernel.
 #pragma once
 
 #include "patch.cuh"

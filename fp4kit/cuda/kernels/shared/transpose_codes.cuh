@@ -1,5 +1,6 @@
-// Functions that transpose the codes of a matrix by tiles. 4-bit codes are stored two per byte, so (rows, columns / 2)
-// bytes become (columns, rows / 2) bytes. 8-bit codes of (rows, columns) bytes become (columns, rows) bytes.
+// Functions that transpose the codes of a matrix by tiles. kBits is the number of bits per code. 4-bit codes are stored
+// two per byte, so (rows, columns / 2) bytes become (columns, rows / 2) bytes. 8-bit codes of (rows, columns) bytes
+// become (columns, rows) bytes. A chunk is 16 bytes.
 //
 // A tile is 256 rows of 128 bytes. A thread loads 16 bytes of each of 8 rows, which keeps 8 loads in flight. It
 // transposes squares of codes in registers, and stores the words in the transposed tile in shared memory. From there,

@@ -1,6 +1,7 @@
-// Functions that transpose the scales of a tile of codes: out(k, m) = in(m * kBlock, k / kBlock). Both matrices of
-// scales store a scale once per row of codes. `in` is (rows, columns / kBlock), and `out` is (columns, rows / kBlock),
-// in the same layout. Padding is set to zero.
+// Functions that transpose the scales of a tile of codes: out(k, m) = in(m * kBlock, k / kBlock). kBlock is the number
+// of rows and columns of a block of codes, which has one scale. Both matrices of scales store a scale once per row of
+// codes. `in` is (rows, columns / kBlock), and `out` is (columns, rows / kBlock), in the same layout. Padding is set to
+// zero. T is the ScaleTile (the sizes of a tile).
 #pragma once
 
 #include "scale_layout.cuh"
