@@ -18,7 +18,7 @@
 
 #include "tensor_rules.cuh"
 
-// Base of the rules that compute the factor from the scale code and the tensor scale alone.
+// Base of the rules that compute the factor from the scale code and the tensor scale, without the amax of the block.
 struct by_code {
   static constexpr bool kReadsAmax = false, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }

@@ -46,7 +46,8 @@ enum class HalfWay { away, even, none };
 //
 // All elements of a block become NaN in two cases: if the amax is NaN or infinite, and if s is 0 or infinite in the
 // type In. (An amax of 0 in float16 gives NaN too, because float16 has no 2^-126.) An element -0 becomes +0. If the
-// caller gave the amax (R::kStatic), infinite elements stay infinite, and NaN stays NaN.
+// caller gave the amax (R::kStatic), infinite elements stay infinite, and NaN stays NaN, except in blocks that become
+// zeros.
 template <HalfWay kHalfWay, bool kFlushBlocks = false>
 struct fake_microxcaling {
   static constexpr bool kHasCodes = false;

@@ -17,8 +17,8 @@ FP4KIT_DEVICE float mslk_amax(float amax, u32 word) {
 }
 
 // Return the code of a scaled element y in MSLK's rounding: the lowest 22 bits of the random word `word`, minus about
-// half of their largest value, are added to the bits of y. The sum is rounded to nearest even, and saturates. If it is
-// NaN, return the code of the largest value.
+// half of their largest value, are added to the bits of y (0x7FFFFFFF if y is NaN). The resulting float is rounded to
+// nearest even, and saturates. If it is NaN, return the code of the largest value.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float y, u32 word) {
   const u32 bits = is_nan(y) ? 0x7FFFFFFFu : bits_of(y), noise = (word & kMslkBits) - (kMslkBits >> 1);
@@ -61,10 +61,10 @@ FP4KIT_DEVICE float two_to(int exponent) {
   return float_of(static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return the code of a scaled element y of type In in ComfyUI's rounding, with a random number `random` from 0 to 1. A
-// y of NaN counts as 0, and an infinite y as the largest number of In with its sign. The result may exceed 15. If the
-// element is the second of a pair, store_pair (quantize_stochastic.cu) combines the bits above the lowest four with the
-// code of the first element by a bitwise or.
+// Return the code of a scaled element y of type In in ComfyUI's rounding, with a random number `random` from 0 to 1. If
+// y is NaN, it counts as 0; if it is infinite, as the largest finite number of In with its sign. The result may exceed
+// 15. If the element is the second of a pair, store_pair (quantize_stochastic.cu) combines the bits above the lowest
+// four with the code of the first element by a bitwise or.
 template <class R, class In>
 FP4KIT_DEVICE u32 comfyui_code(float y, float random) {
   constexpr bool kOnGpu = R::kComfyuiOnGpu;

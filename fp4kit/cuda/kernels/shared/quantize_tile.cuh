@@ -30,9 +30,9 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u
     store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? position.row : 0, t);
 }
 
-// The scale that the fast path chooses for a block: its code, and the factor of the block. `chosen` is false if the
-// fast path cannot choose or must not encode the block; the other fields are then not valid. `is_zero` is true if a
-// 4over6 block has only zeros.
+// The scale that the fast path chooses for a block: its code, and the factor of the block (the number by which elements
+// are multiplied or divided). `chosen` is false if the fast path cannot choose or must not encode the block; the other
+// fields are then not valid. `is_zero` is true if a 4over6 block has only zeros.
 struct Choice {
   bool chosen, is_zero;
   u32 code;

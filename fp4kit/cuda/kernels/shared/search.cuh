@@ -32,7 +32,8 @@
 #include "hadamard.cuh"
 #include "search_losses.cuh"
 
-// The arguments of the searches for block amaxes.
+// The arguments of the searches for block amaxes. The elements x are a matrix of rows x columns, and block_amax gets
+// the result, one amax per block.
 struct SearchArguments {
   const void* x;
   const float *tensor_amax, *column_weights;  // column_weights: one weight per column, or one Hessian per 16 columns

@@ -21,7 +21,7 @@ struct FullSearchArguments : SearchArguments {
   double power;
 };
 
-// A candidate and its loss.
+// A candidate (its number in the set of candidates) and its loss.
 struct Found {
   float loss;
   i32 candidate;
@@ -132,8 +132,8 @@ FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& tria
   for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.residual_of(run.a[i], trial);
 }
 
-// Replace sixteen residuals d by |d|^power if the objective is `powers`. For other objectives, leave d unchanged. The
-// loop is not unrolled, because the machine code of a power is long.
+// Replace sixteen residuals d by |d|^power if kObjective is `powers`. For other objectives, leave d unchanged. The loop
+// is not unrolled, because the machine code of a power is long.
 template <Objective kObjective>
 FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power) {
   if constexpr (kObjective == Objective::powers) {

@@ -20,8 +20,9 @@ struct Hessian {
   alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
-// Return the Candidate of a scale code with the scale as it will be stored: the E4M3 value of the rounded block scale
-// times the tensor scale, or 1 if that is 0. `amax` is the tensor's amax.
+// Return the Candidate of the scale code `code`, with the scale as it will be stored: the E4M3 value of the rounded
+// block scale times the tensor scale, or 1 if that is 0. `amax` is the tensor's amax (largest magnitude). The losses by
+// a Hessian use such scales, unlike those of candidate_of.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
