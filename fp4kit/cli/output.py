@@ -63,7 +63,7 @@ class Output:
         """Print a line of text. Do nothing if --json or --quiet was given.
 
         If the text is wider than the terminal, it is broken at spaces, and further lines begin with two spaces. If
-        stdout is no terminal, the text is not broken.
+        stdout is not a terminal, the text is not broken.
         """
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
@@ -137,7 +137,7 @@ def say(text: str) -> None:
 
 
 def _width() -> int | None:
-    """Return the width of the terminal in columns, at least 20, or None if stdout is no terminal."""
+    """Return the width of the terminal in columns, at least 20, or None if stdout is not a terminal."""
     return max(shutil.get_terminal_size().columns, 20) if sys.stdout.isatty() else None
 
 

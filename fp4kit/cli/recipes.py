@@ -101,7 +101,8 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
     name.
 
     families: True if the name of a format or a producer, such as "nvfp4" or "modelopt", stands for all its recipes. If
-        False, the name of a format stands for the one recipe of which it is an alias, and a producer is unknown.
+        False, the name of a format stands only for the recipe that has it as an alias, and the name of a producer is
+        unknown.
     """
     found: dict[str, None] = {}
     for name in names:

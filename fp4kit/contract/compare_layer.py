@@ -78,9 +78,9 @@ def compare_layer(
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
     """Return (count of codes, count of block scales, count of tensor scales, mask of affected elements).
 
-    A count is (number that differ, number compared). It is (0, 0) if one side has no such codes or scales, or if their
-    formats or shapes differ between the sides. The mask is bool in the shape of the rows. It is True for elements whose
-    code or block scale is counted as different; a tensor scale that differs does not change the mask.
+    A count is (number that differ, number compared). It is (0, 0) if a side lacks these codes or scales, or if the
+    sides have them in different formats or shapes. The mask is bool in the shape of the rows. It is True for elements
+    whose code or block scale is counted as different; a tensor scale that differs does not change the mask.
 
     Args:
         a, b: the compared rows of the two sides.

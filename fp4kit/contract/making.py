@@ -150,7 +150,7 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
     if the side has codes.
 
     part: the compared rows of the side.
-    x: these rows of the unquantized weight.
+    x: the same rows of the unquantized weight.
     tried: the recipes with their amaxes.
     """
     for one in tried:

@@ -295,7 +295,7 @@ class _Check:
     def _whole(self, side: Side, name: str) -> Weights | None:
         """Return the whole layer of a side: the stored tensor or, without tensors, the result of the side's function.
 
-        Return None if the side has only a contract, by which the layer has yet to be quantized.
+        Return None if the side has only a contract. The caller then quantizes the layer by the contract.
         """
         if side.stored is None and side.function is None:
             return None

@@ -201,7 +201,7 @@ class Contract:
             The Contract.
 
         Raises:
-            CheckpointError: there is no checkpoint at this path, it is malformed, or the contract file is.
+            CheckpointError: there is no checkpoint at this path, or the checkpoint or its contract file is malformed.
 
         Examples:
             >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
@@ -268,9 +268,9 @@ class Contract:
     def environment(self) -> dict[str, str]:
         """Return the environment variables `OPEN_TRAINING_...` that select this contract's recipe of routed experts.
 
-        The flags apply to the weights of routed experts only. Whether this contract does so too is judged by its
-        recipes for the names of a few experts and other layers. All settings except weights, patterns and excluded are
-        ignored.
+        The flags apply only to the weights of routed experts, so this contract must also quantize only these. This is
+        judged by its recipes for the names of a few experts and other layers. All settings except weights, patterns and
+        excluded are ignored.
 
         Returns:
             {name of a variable: its value}: a flag and a block size, and "0" for the flag of the other format.

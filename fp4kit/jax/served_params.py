@@ -129,7 +129,8 @@ def fake_quantize_model(
         exclude: wildcards of arrays that stay unquantized.
         include: wildcards of arrays to quantize that would stay unquantized by default.
         pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > amax.
-        config: the content of the model's config.json, whose names and model type the converter uses; None for none.
+        config: the content of the model's config.json, from which the converter takes names and the model type; None if
+            the model has no config.
 
     Returns:
         A ServedParams. Call it with parameters; print it for a table.

@@ -41,8 +41,8 @@ class TrainedWeight:
         shape: (N, K) for a matrix, or (E, N, K) for a stack of experts, whatever the order of axes in the model. For a
             convolution, (filters, elements per filter). All other parameters, such as biases, keep their shape.
         dtype: the name of the dtype, such as "float32".
-        kind: "stack" for a stack of experts; "convolution" or "embedding" for the weight of such a module; "matrix" for
-            every other parameter, also for a bias.
+        kind: "stack" for a stack of experts, "convolution" for the weight of a convolution, "embedding" for the weight
+            of an embedding, and "matrix" for every other parameter, also for a bias.
     """
 
     name: str

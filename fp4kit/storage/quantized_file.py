@@ -218,7 +218,8 @@ def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
     """Return {array name: Recipe} for a file that fp4kit.save wrote; None for any other safetensors file.
 
     Only the header is read. Raise CheckpointError if the file is not a safetensors file, if its header is damaged, or
-    if it describes an unknown or changed recipe. Raise OSError if the file cannot be read.
+    if it describes an unknown or changed recipe. Raise OSError if the file cannot be read, and TypeError if `path` is
+    not a path.
     """
     source = as_path("load", path)
     file = read_header(source, f"load: {source.name}")

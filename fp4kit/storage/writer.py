@@ -75,7 +75,8 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 class SafetensorsWriter:
     """Write a new safetensors file with the tensors of ``specs``. Use it in a ``with`` statement.
 
-    Call ``write`` to fill the tensors, and ``finish`` at the end, to check that every tensor is complete.
+    Call ``write`` to fill the tensors, and ``finish`` at the end, to check that every tensor is complete. The attribute
+    ``size`` is the size of the finished file in bytes.
 
     path: the file to create. FileExistsError is raised if a file or link exists there.
     specs: the name, dtype and shape of each tensor.

@@ -36,7 +36,7 @@ def quantize(
 ) -> list[Tensor]:
     """Return the arrays of fp4kit.quantize(x, ...) that are not None, as new tensors.
 
-    The tensors come in the order packed, block_scale, tensor_scale, tensor_amax.
+    The tensors come in the order packed, block_scale, tensor_scale, tensor_amax. Raises what fp4kit.quantize raises.
 
     Args:
         x: float32, float16 or bfloat16 tensor.
@@ -88,7 +88,8 @@ def dequantize(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values of the Quantized that is made of the given arrays and fields, as fp4kit.dequantize does.
+    """Return the values of a Quantized, given by its arrays and fields, as a new tensor. The values are those of
+        fp4kit.dequantize.
 
     Args:
         packed, block_scale, tensor_scale, tensor_amax: the arrays, or None where the Quantized has none.

@@ -21,7 +21,7 @@ class ParameterPlace(NamedTuple):
     Attributes:
         module: the module that holds it.
         leaf: the name of the parameter in the module.
-        weight: the facts about the parameter that the plan needs.
+        weight: the names, shape, dtype and kind of the parameter, from which the plan decides.
         transposed: True for a stack of experts that is stored as (E, K, N).
     """
 
@@ -72,7 +72,7 @@ def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
 
 
 def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Return the content of config.json for a model of transformers or Diffusers. Return None for other models.
+    """Return the content of config.json for a model of transformers or Diffusers, as a mapping; None for other models.
 
     The model may be inside a wrapper that calls it `module`, such as DistributedDataParallel.
     """
@@ -83,11 +83,13 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
-    """Return a ParameterPlace for every parameter of a model. If a module has several names, the first one counts.
+    """Return a ParameterPlace for every parameter of a model.
 
-    A parameter that two modules share has one place per module. ``weight.saved`` is the name of the parameter's tensor
-    in a checkpoint. It is the parameter's own name if a checkpoint stores the parameter as several tensors, or if the
-    parameter has fewer than two axes.
+    If a module has several names in the model, the first name counts. A parameter that two modules share has one place
+    per module.
+
+    ``weight.saved`` is the name of the parameter's tensor in a checkpoint. If a checkpoint stores the parameter as
+    several tensors, or if the parameter has fewer than two axes, it is the name in the model instead.
     """
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):

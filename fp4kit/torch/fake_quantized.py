@@ -13,7 +13,7 @@ from fp4kit.training.settings import FakeQuantSettings
 
 
 class FakeQuantized(torch.nn.Module):
-    """A parametrization by which a layer reads a parameter fake-quantized, while the optimizer updates the original.
+    """A parametrization that lets a layer read a fake-quantized parameter, while the optimizer updates the original.
 
     Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
     "layer.weight")). Remove it with remove_parametrizations(layer, "weight", leave_parametrized=...).
@@ -56,7 +56,7 @@ class FakeQuantized(torch.nn.Module):
 def check_kind(op: str, name: str, value: Any, kind: type) -> None:
     """Raise TypeError unless the argument `name` of the function `op` is an instance of kind.
 
-    For a recipe in place of a FakeQuantSettings, the message says how to make the settings.
+    If value is a recipe but kind is FakeQuantSettings, the message says how to make settings with this recipe.
     """
     if isinstance(value, kind):
         return

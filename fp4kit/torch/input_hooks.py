@@ -97,7 +97,7 @@ def _check_not_compiled(model: torch.nn.Module) -> None:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """Return whether a module is a torch.nn.Linear, or of a subclass, whose weight has two axes."""
+    """Return whether a module is a torch.nn.Linear (or an instance of a subclass) whose weight has two axes."""
     return isinstance(module, torch.nn.Linear) and module.weight.ndim == 2
 
 
@@ -173,7 +173,7 @@ def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple
 class _Products(TorchFunctionMode):
     """Collect the first factor of every matrix product whose second factor is an expert, or several experts of a stack.
 
-    Use it in a ``with`` statement, inside which PyTorch reports every matrix product to it.
+    Use it in a ``with`` statement. PyTorch reports every matrix product inside the statement to this object.
 
     collector: the Collector to which inputs are added.
     stacks: the stacks of experts, as _stacks_of returns them.
@@ -195,9 +195,9 @@ class _Products(TorchFunctionMode):
     def _see(self, x: Any, weight: Any) -> None:
         """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts.
 
-        Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs
-        of expert i of the batch; rows that are all zero are left out of them (see _routed). A view that does not begin
-        where an expert begins is ignored.
+        Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts: x[i] holds the inputs of
+        its expert i. Rows of x[i] that are all zero are left out, because these tokens are routed elsewhere. A view
+        that does not begin where an expert begins is ignored.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return

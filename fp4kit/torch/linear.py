@@ -98,7 +98,7 @@ def linear(
         backward: "straight-through", "high-precision" or "quantized".
         recipe_grad: the recipe of the gradient with respect to y, for "quantized"; None for recipe_x.
         rounding: for "quantized", how both quantized copies of the gradient with respect to y are rounded.
-    seed: for rounding="stochastic": an int, or a 0-d integer tensor on the CPU. Both copies use this seed; pass
+        seed: for rounding="stochastic": an int, or a 0-d integer tensor on the CPU. Both copies use this seed; pass
             another one in every training step.
         hadamard: True transforms both operands of the gradient of w along M, as in fp4kit.quantize. "no_signs" leaves
             out the random signs.

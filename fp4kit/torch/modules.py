@@ -46,7 +46,7 @@ def fake_quantize_model(
     layer.parametrizations.weight.original, and gradients pass straight through. state_dict and load_state_dict keep
     the names that the model had. model.save_pretrained therefore writes an ordinary checkpoint.
 
-    These weights are fake-quantized, as far as their rows consist of whole blocks:
+    These weights are fake-quantized, provided that their rows consist of whole blocks:
 
     - those that `fp4kit convert` quantizes: linear layers and stacks of experts. Embeddings, output heads, routers and
       vision towers stay unquantized.
@@ -59,8 +59,9 @@ def fake_quantize_model(
 
     Args:
         model: a torch.nn.Module, which is changed in place.
-        recipe: a recipe id or a Recipe; or a FakeQuantSettings, with which no other option is allowed. Settings
-            quantize every parameter that they include by itself, with an amax of its own and the recipe's own decoding.
+        recipe: a recipe id or a Recipe; or a FakeQuantSettings, with which no other option is allowed. With settings,
+                each parameter that they include has an amax of its own and is decoded as the recipe decodes, not as the
+                loaders of a format do.
         format: the --format of `fp4kit convert`, such as "compressed-tensors" or "modelopt", whose loaders decode the
             values; None for the format that convert chooses for the recipe and the model.
         parameters: wildcards (fnmatch) of parameter names. Other parameters stay unquantized.
@@ -71,7 +72,7 @@ def fake_quantize_model(
         input_amaxes: a Collector of fp4kit.torch.collect, or a dict of layer -> amax, from which the tensor scales of
             inputs follow; None computes the amax of the inputs in each call.
         pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > the tensor amax. This
-            amax is that of w or of its fused layers, so only a weight with NaN gets zeros.
+                amax is that of w or of the layers that are fused with it, so only a weight with NaN gets zeros.
         config: the content of config.json; None for that of model.config. Names and model type decide which layers the
             converter quantizes.
         settings: a FakeQuantSettings, in place of `recipe`.
@@ -91,7 +92,8 @@ def fake_quantize_model(
         ValueError: a wildcard matches no parameter, or no parameter is left to quantize. The message lists names.
         ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
-        ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes lack such a layer.
+        ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of
+            them.
         ValueError: a shard of a DTensor would hold parts of blocks.
 
     Exact:

@@ -128,9 +128,10 @@ def fake_quantize(
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
-    """Check the arguments of fake_quantize_backward by shapes, dtypes and devices, and return the parsed call.
+    """Check the shapes, dtypes and devices of the arguments of fake_quantize_backward, and return the parsed call.
 
-    Raises the TypeError or ValueError of fp4kit.fake_quantize_backward, with a message that begins with `op`.
+    No values are read. Raises the TypeError or ValueError of fp4kit.fake_quantize_backward, with a message that begins
+    with `op`.
     """
     check_devices(op, grad=grad, x=x, amax=amax)
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
@@ -147,7 +148,9 @@ def check_fake(
     random: tuple[str, Tensor | None],
     clip: tuple[Tensor | None, bool],
 ) -> Call:
-    """Check the arguments of fake_quantize by shapes, dtypes and devices, and return the parsed call.
+    """Check the shapes, dtypes and devices of the arguments of fake_quantize, and return the parsed call.
+
+    No values are read.
 
     Args:
         op: the public function, with which error messages begin.

@@ -39,7 +39,7 @@ def _converted(
     If the conversion raises KeyError, ValueError or RuntimeError, or returns nothing, return (name,).
 
     name: the name of the parameter in the model.
-    parameter: the parameter, of which only the shape and dtype matter.
+    parameter: the parameter. Only its shape and dtype matter.
     """
     try:
         return tuple(convert(model, {name: torch.empty_like(parameter, device="meta")})) or (name,)

@@ -28,7 +28,7 @@ class InputHook:
 
     Args:
         recipe: the recipe as the string that recipes.to_string.to_spec returns.
-        amax: the calibrated amax of the inputs; None to compute it from the inputs of each call.
+        amax: the calibrated amax of the inputs, from which the tensor scale follows; None to compute it in each call.
     """
 
     def __init__(self, recipe: str, amax: float | None) -> None:
@@ -118,7 +118,7 @@ def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
 
 
 def add_hook(module: torch.nn.Module, hook: InputHook) -> None:
-    """Register a hook by which a layer fake-quantizes its inputs. It replaces an earlier hook of this kind."""
+    """Register a hook that fake-quantizes the inputs of a layer. It replaces a hook that add_hook registered before."""
     remove_hook(module)
     object.__setattr__(module, _HANDLE, module.register_forward_pre_hook(hook, with_kwargs=True))
 

@@ -104,7 +104,7 @@ def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
 
 
 def _parameter(place: ParameterPlace) -> Any:
-    """Return the tensor that a module stores for a parameter, without applying parametrizations.
+    """Return the tensor that the module of a place stores for its parameter, without applying parametrizations.
 
     If parametrizations store several tensors, return the first (`original0`).
     """
@@ -165,7 +165,7 @@ def _check_not_fsdp(model: torch.nn.Module) -> None:
 def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original") -> list[str]:
     """Undo fake_quantize_model, so that parameters and inputs of layers are no longer fake-quantized.
 
-    Parametrizations of other classes stay. A FakeQuantized parametrization that you registered yourself is removed too.
+    Parametrizations of other classes stay. A FakeQuantized that you registered yourself is removed too.
 
     Args:
         model: the model, which is changed in place.

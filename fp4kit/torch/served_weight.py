@@ -39,9 +39,9 @@ class Form(NamedTuple):
 
 
 class ServedWeight(torch.nn.Module):
-    """A parametrization that gives a layer the values that a converted checkpoint will serve in place of its weight.
+    """A parametrization that gives a layer, in place of its weight, the values that a converted checkpoint will serve.
 
-    The optimizer updates the original weight.
+    The optimizer still updates the original weight.
 
     Args:
         name: the name of the parameter in the model.
@@ -90,7 +90,7 @@ class ServedWeight(torch.nn.Module):
         return values.view(w.shape)
 
     def _amax(self, w: Tensor) -> Tensor:
-        """Return the largest amax of w and the other weights of its group: float32 (), or one per expert for a stack.
+        """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of experts.
 
         For a stack that is a DTensor, the experts are those of the local shard.
         """
@@ -155,7 +155,7 @@ def largest(w: Tensor, stack: bool) -> Tensor:
 def _local_amax(w: Tensor, stack: bool) -> Tensor:
     """Return the largest |w| of a plain tensor as float32 (). For a stack, return that of each expert as (E,).
 
-    It is 0 if the tensor, or an expert, has no elements.
+    The result is 0 for a tensor, or an expert, without elements. NaN propagates.
     """
     rows = w.flatten(1) if stack else w.reshape(1, -1)
     if not rows.shape[1]:

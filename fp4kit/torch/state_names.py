@@ -14,7 +14,7 @@ _MARK = "_fp4kit_state_hooks"
 
 
 def _held(leaf: str) -> str:
-    """Return the name under which a module registers its parametrized parameter `leaf`."""
+    """Return the name under which PyTorch stores the parametrized parameter `leaf` in a module's state dict."""
     return f"parametrizations.{leaf}.original"
 
 

@@ -17,7 +17,7 @@ TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 
 def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
-    """Return the shape and dtype of a tensor, for checks that read no values. If tensor is None, return None.
+    """Return an AbstractArray with the shape and dtype of a tensor, for checks that read no values; None for None.
 
     Under torch.compile and torch.export, the lengths may be symbols. Raise TypeError for a dtype that neither NumPy nor
     ml_dtypes has.
@@ -45,15 +45,15 @@ def check_tensor(op: str, x: Any, name: str = "x") -> None:
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor detached from autograd, because the operator defines its own gradient.
+    """Return a tensor detached from autograd, or None for None. The result shares memory with the tensor.
 
-    If tensor is None, return None.
+    Operators detach their inputs, because they define gradients of their own.
     """
     return None if tensor is None else tensor.detach()
 
 
 def copy_if_shared(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
-    """Return `result`, or a contiguous copy if its data begins at the address of a given tensor.
+    """Return `result` itself, or a contiguous copy of it if its data begins at the address of one of the given tensors.
 
     PyTorch requires that the result of an operator does not share memory with its inputs. Tensors that are None are
     ignored.

@@ -1,4 +1,5 @@
-"""Register Quantized as a PyTorch pytree.
+"""Register Quantized as a PyTorch pytree. The arrays of a Quantized that are not None are the leaves, and all other
+fields (shape, dtype, axis, recipe and scale layout) are static.
 
 The arrays of a Quantized are the leaves of the tree, and all other fields are static. torch.export saves the static
 fields as text.
@@ -20,7 +21,9 @@ _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 
 
 def register() -> None:
-    """Register Quantized with PyTorch's tree functions, so that torch.compile and torch.export accept it. Call it once.
+    """Register Quantized with PyTorch's tree functions, so that torch.compile and torch.export accept it.
+
+    Call this function once; fp4kit.torch does so when it is imported.
 
     The name under which torch.export saves a Quantized is "fp4kit.Quantized".
     """
@@ -53,8 +56,8 @@ def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
 def _unflatten(arrays: Any, facts: Any) -> Quantized:
     """Return the Quantized with the given arrays and static fields: the inverse of _flatten.
 
-    facts: the static fields. If their shape has symbols instead of lengths, the lengths are computed from the arrays,
-        except while PyTorch is compiling.
+    facts: the static fields. If their shape has symbols instead of lengths, as in an exported program, the lengths are
+        computed from the arrays, except while PyTorch is compiling.
     """
     arrays = list(arrays)
     return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
@@ -75,7 +78,7 @@ def _with_lengths(packed: Any, facts: Any) -> Any:
 
 
 def _to_text(facts: Any) -> list[Any]:
-    """Return the static fields in a form that JSON can hold, for torch.export. Dynamic lengths become None."""
+    """Return the static fields in a form that JSON can hold, for torch.export. Lengths that are symbols become None."""
     names, shape, dtype, axis, r, layout = facts
     return [list(names), [n if isinstance(n, int) else None for n in shape], dtype.name, axis, to_spec(r), layout]
 

@@ -56,7 +56,8 @@ def counts(
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
     """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1.
 
-    base: the quantizer's name without the number of an expert, for the error message, which begins with ``op``.
+    base: the quantizer's name without the number of an expert, for the error message.
+    op: the beginning of the error message.
     """
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
@@ -208,9 +209,8 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
     """Send this rank's byte string `data` to all ranks. Return the byte strings of all ranks, in the order of ranks.
 
-    The byte strings may have different lengths.
-
-    Two messages are sent: the lengths, then the bytes. Raises TypeError if ``comm`` is not a communicator.
+    The byte strings may be empty and may have different lengths. Two messages are sent: the lengths, then the bytes.
+    Raises TypeError if ``comm`` is not a communicator.
     """
     check_communicator("gather", comm, "all_gather")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]

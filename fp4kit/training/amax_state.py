@@ -272,9 +272,10 @@ class AmaxState(Mapping[str, Any]):
         return AmaxState(check("gather", named))
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
-        """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 in each part.
+        """Return one rank's part of a gathered state, for ``size`` ranks.
 
-        The part also includes every amax that does not belong to an expert.
+        The experts in the part are numbered from 0 again. Every part also includes all amaxes that do not belong to an
+        expert.
 
         Args:
             rank: the number of the rank.
@@ -351,8 +352,8 @@ class AmaxState(Mapping[str, Any]):
             ValueError: if a size is wrong, experts are missing or superfluous, or a key occurs in two spellings; for a
                 dtype other than F32, F16 and BF16; for NaN and for negative values. The message names the file and the
                 key.
-            ValueError: for a wildcard that matches nothing, for a file without an amax, and for a file that is not a
-                safetensors file.
+            ValueError: if a wildcard matches nothing, if the file is not a safetensors file or has no amax, or if a
+                name in it ends in "amax" but names no quantizer.
             ValueError: if path does not end with the name of a file.
             TypeError: if path is not a path, or ``experts`` is not a mapping of strings to ints.
             OSError: if the file cannot be read.
@@ -369,8 +370,8 @@ class AmaxState(Mapping[str, Any]):
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     """Return the items with each key replaced by the AmaxName that it spells.
 
-    Raises ValueError if a key is not the name of a quantizer's amax. Also if one name occurs twice, once with "." and
-    once with "_" before the number of the expert.
+    Raises ValueError if a key is not the name of a quantizer's amax, or if two keys spell one name, one with "." and
+    the other with "_" before the number of the expert.
 
     op: the public function, with which the message begins.
     """

@@ -271,7 +271,7 @@ class Nccl:
             size: the number of processes.
             timeout: seconds to wait for rank 0.
 
-            Raises:
+        Raises:
             FileExistsError: in rank 0, if the path exists.
             TimeoutError: in the other ranks, if the file does not appear in time.
             RuntimeError: if CuPy or NCCL is missing.
