@@ -114,7 +114,7 @@ def _torch() -> ArrayAccess:
 def _jax(like: Any) -> ArrayAccess:
     """Return the ArrayAccess for JAX arrays in host memory.
 
-    JAX arrays are read-only. So results are written to NumPy arrays, which `result` converts to JAX arrays at the end.
+    JAX arrays are read-only, so results are written to NumPy arrays, which `result` converts to JAX arrays at the end.
 
     like: a JAX array, on whose device the results are placed.
     """

@@ -37,8 +37,8 @@ class _Owner:
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an uninitialized array of this shape and dtype.
 
-    If it has 4 to 64 MiB, it may use the memory of an earlier result, and its memory is kept for a later one.
-    Otherwise, it is an array of np.empty.
+    An array of 4 to 64 MiB may use the memory of an earlier result that was freed, and its own memory is kept for a
+    later result. Arrays of other sizes are made by np.empty.
     """
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
@@ -50,8 +50,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _memory(nbytes: int) -> np.ndarray:
     """Return a byte array of at least nbytes: the kept memory if it fits, otherwise new memory.
 
-    Kept memory fits if it has nbytes to 2 * nbytes. If it does not fit, it is freed. In either case, no memory is kept
-    any more.
+    The kept memory fits if its size is from nbytes to 2 * nbytes. If it does not fit, it is freed. After the call, no
+    memory is kept.
     """
     try:
         found = _kept.pop()  # atomic: no other thread gets this memory

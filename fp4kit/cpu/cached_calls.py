@@ -1,4 +1,5 @@
 """Make cached calls (call/call_cache.py) for arrays in host memory: one call to the C library with new addresses.
+A prototype holds the arguments of a call to the C library, without addresses.
 
 A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
 in Python. Calls of quantize, dequantize and fake_quantize can be cached for matrices with any strides and axis, and for
@@ -9,8 +10,6 @@ A cached call returns None if it cannot compute the result. That is so if an ele
 library leaves a block to the specification for another reason. It is also so if the caller's tensor_amax is an array
 that the library cannot read in place, or if the thread's arithmetic is not IEEE's (flushed subnormals, another rounding
 mode). Then the caller runs the call by cpu/engine.py.
-
-Prototype: the arguments of a call to the C library, without addresses.
 """
 
 from __future__ import annotations
@@ -245,8 +244,8 @@ class CpuDequantizeCall:
     prototype: the arguments of the C function, without addresses.
     access: the functions that handle arrays of q's library. library: the C function.
     new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of q.
-    size: the number of values. is_quick: True if values are looked up in tables (dequantize.are_looked_up), which pays
-    with fewer threads.
+    size: the number of values. is_quick: True if values are looked up in tables (dequantize.are_looked_up), which is so
+    quick that fewer threads are used.
     """
 
     prototype: DecodeCall
@@ -276,7 +275,8 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
     Return None in these cases:
 
     - There are no elements, or more than ELEMENTS_PER_CALL (2^26).
-    - There are several tensor scales: more than one per tensor, or more than MAX_TENSORS (2^12) per row or block.
+    - There are too many tensor scales: several for a recipe with one per tensor, or more than MAX_TENSORS (2^12) for a
+      recipe with one per row or block.
     - The scales are not linear, or an array is not contiguous and aligned.
     - The recipe has amax rules (those of custom_recipe).
 

@@ -1,7 +1,8 @@
 """Tell which recipes the compiled CPU engine supports, and why it leaves others to the specification (NumPy code).
+The engine contains one compiled rule per key. A key is a text that lists the fields of a recipe on which the results of
+a rule depend.
 
-The engine contains one compiled rule per key. A key is a text that lists the fields of a recipe on which the rule's
-results depend. A recipe is supported if all its keys are compiled, even if it is a variant that no table lists.
+A recipe is supported if all its keys are compiled, even if it is a variant that no table lists.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fp4kit.reference.search_factors import FACTORS
 def rule_key(r: Recipe) -> str | None:
     """Return the key of a recipe's block rule, which computes a block's scale from its amax.
 
-    The key is a text that lists the fields of the recipe on which the rule's results depend, those of 4over6 included.
+    The key is a text that lists all fields of the recipe that the rule's results depend on, also those for 4over6.
     Return None for a recipe without block scales.
     """
     if r.block_rule is None or r.scale is None:
@@ -73,28 +74,28 @@ def decode_key(r: Recipe) -> str:
     """Return the key of a recipe's decoder, which computes a value from a code, a block scale and a tensor scale.
 
     The key is a text that lists the fields of the recipe on which the values depend. If the recipe has no block scales,
-    "none" stands for their format.
+    the key contains "none" in place of their format.
     """
     scale = "none" if r.scale is None else _name(r.scale)
     return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
 
 
 def top_rule(r: Recipe) -> str:
-    """Return the name of a recipe's tensor rule if it is a key of rules.TOPS, otherwise "none".
+    """Return the name of a recipe's tensor rule if rules.TOPS lists it, otherwise "none".
 
-    The keys of block rules and decoders contain this name. TOPS gives the element value to which such a tensor rule
-    scales the tensor amax, and the results of block rules and decoders depend on that value.
+    The rules in TOPS scale the tensor amax to a number other than the largest element. The results of block rules and
+    decoders depend on that number, so their keys contain this name.
     """
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest factor with which the engine may encode, for a recipe and an input dtype.
+    """Return (low, high): the limits of the factors with which the engine may encode, for a recipe and an input dtype.
 
-    Some producers quantize, dequantize to dtype and then pack the values by encoding them again (recipe.repacked).
-    Between these two factors, the second encoding gives the codes of the first, so the engine can skip it. Recipes that
-    are not repacked have no limits: (0, inf). If a factor of 0 is allowed too, the smallest factor is negative. See
-    keeps_codes in cuda/kernels/rules/fast_path.cuh.
+    Some producers quantize, dequantize to dtype and then pack the values by encoding them again (recipe.repacked). For
+    factors between the limits, the second encoding gives the codes of the first, so the engine skips it. Recipes that
+    are not repacked have no limits: (0, inf). If `low` is negative, the smallest factor is -low, but 0 is allowed too.
+    See keeps_codes in cuda/kernels/rules/fast_path.cuh.
     """
     if not r.repacked:
         return 0.0, math.inf
@@ -121,7 +122,7 @@ MIN_COLUMNS = 16
 
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot encode blocks of the shape of a recipe's blocks, or None if it can."""
+    """Return the reason why the engine cannot encode blocks of the shape that a recipe has, or None if it can."""
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"

@@ -1,4 +1,7 @@
-"""Decode (dequantize) matrices by the compiled library."""
+"""Decode (dequantize) matrices by the compiled library.
+The library marks the tiles (parts of a matrix) that it cannot decode; the specification (fp4kit.reference) decodes
+them.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def _in_rows(bytes_: np.ndarray) -> np.ndarray:
 def _spread(tensor: TensorScale) -> TensorScale:
     """Return a TensorScale whose parts are contiguous float32 arrays of one shape, to which they are broadcast.
 
-    The shape is (1, 1), (rows, 1) or (rows, blocks).
+    The shape is (1, 1) for one tensor scale, (rows, 1) for one per row, and (rows, blocks) for one per block.
     """
     return TensorScale(*(np.ascontiguousarray(part, np.float32) for part in np.broadcast_arrays(*tensor)))
 
@@ -132,7 +135,7 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 @lru_cache(64)
 @np.errstate(all="ignore")
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
-    """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
+    """Return the tensor scales of a Quantized as one float32 array: encode scales, then decode scales, then amaxes.
 
     r, dtype: the recipe, and the dtype that was quantized. scale, amax: the bytes of tensor_scale and tensor_amax. amax
     is None if the Quantized has no tensor_amax. Bytes are passed because the arguments of a function with lru_cache
@@ -147,7 +150,7 @@ _ONES = np.ones(3, np.float32)
 
 
 def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobytes) -> np.ndarray:
-    """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
+    """Return the tensor scales of a Quantized as one float32 array: encode scales, then decode scales, then amaxes.
 
     Return three ones if q has no tensor scale. The array is shared with later calls and must not be changed.
 

@@ -1,10 +1,9 @@
 """Encode matrices, compute their amaxes and transpose them by the compiled library.
-
-The functions take the arguments of the specification's functions in fp4kit.reference.quantize.
-
 A matrix is cut into slabs; the library computes one slab per call. A slab is cut into tiles; a thread computes one tile
-at a time (source/README.md). The library marks the tiles that it cannot compute, because they hold NaN, infinities or
-factors outside of its limits. The specification computes these tiles.
+at a time. The library marks the tiles that it cannot compute, and the specification (fp4kit.reference) computes them.
+
+The functions take the arguments of the specification's functions in fp4kit.reference.quantize. Tiles cannot be computed
+if they hold NaN, infinities or factors outside of the library's limits. source/README.md describes slabs and tiles.
 """
 
 from __future__ import annotations
@@ -116,8 +115,8 @@ class Tiles(NamedTuple):
         """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest.
 
         tile_columns is a multiple of `block` and of SEGMENT (32). tile_rows is a multiple of block_rows. Both may
-        exceed the size of x. Rows of tiles are as long as possible, because the processor does not prefetch rows of
-        half a page, which doubles the time. Only gathered tiles are small.
+        exceed the size of x. Tiles are as wide as possible, because the processor does not prefetch rows of half a
+        page, and encoding such rows takes twice as long. Only gathered tiles are small.
 
         block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
         tile into a contiguous buffer, because they are strided or transformed.
@@ -198,8 +197,9 @@ class _Scales(NamedTuple):
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
     """Return a prototype: an EncodeCall for matrices with the shape, strides and dtype of x, but without addresses.
 
-    Fields for options, such as random bytes, and the number of threads are 0. tensor_step is 0, too, so all rows share
-    one tensor scale. packed_step, scales_step: bytes from one row of codes or block scales to the next.
+    The fields for options (such as random bytes), the number of threads and tensor_step are 0. A tensor_step of 0 means
+    that all rows share one tensor scale. packed_step, scales_step: bytes from one row of codes or block scales to the
+    next.
     """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     matrix = source(x)
@@ -323,8 +323,8 @@ def _given_scales(
 ) -> _Scales:
     """Return the _Scales for encoding a matrix under given block scales and a given tensor scale.
 
-    They hold the factor of each block, computed from its scales. Without block scales, they hold no factors, except if
-    the recipe has one tensor scale per block.
+    The result holds the factor of each block, computed from the block scale and the tensor scale. If the recipe has
+    neither block scales nor one tensor scale per block, `factors` is None.
 
     scales: the codes of the block scales; None without block scales. hadamard: the sign mask of a Hadamard transform;
     None for no transform.
@@ -452,8 +452,8 @@ class _RandomBytes(NamedTuple):
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the amaxes of the blocks of a matrix: float32 (ceil(M / block_rows), K / block_size).
 
-    If an element is NaN or infinite, the specification computes the amaxes, by the recipe's rule for NaN. The library
-    computes them otherwise.
+    The library computes them if all elements are finite. Otherwise the specification does, and the recipe's amax_nan
+    decides how NaN elements count.
     """
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:
@@ -473,8 +473,9 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
 
     - An element is NaN or infinite.
     - The recipe has one tensor scale per row, and K is not a multiple of SEGMENT (32).
-    - It has one per block, and a block has neither 16 columns nor a multiple of 32 up to PANEL_COLUMNS (2048).
-    - It has one per row or block, and x is transformed first.
+    - The recipe has one tensor scale per block, and a block has neither 16 columns nor a multiple of 32 up to
+      PANEL_COLUMNS (2048).
+    - The recipe has one tensor scale per row or block, and `mask` is not None.
 
     mask: the sign mask of a Hadamard transform; None for no transform.
     """
@@ -498,9 +499,9 @@ def largest(
 ) -> np.float32 | None:
     """Return the largest magnitude of a matrix, or None if an element is NaN or infinite.
 
-    x: the matrix, not empty. out: a float32 array to which the amax of each block is written, too; None to write none.
-    Its content is invalid if the result is None. block, block_rows: the columns and rows of a block. hadamard: the sign
-    mask of a Hadamard transform to apply first; None for no transform.
+    x: the matrix, not empty. out: a float32 array to which the amaxes of all blocks are also written, or None. If the
+    result is None, the content of `out` is invalid. block, block_rows: the columns and rows of a block. hadamard: the
+    sign mask of a Hadamard transform to apply first; None for no transform.
     """
     tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     input_kind, amax_bits = INPUTS[x.dtype], 0
@@ -555,7 +556,7 @@ def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
 
 
 def blocks_of(columns: slice, r: Recipe) -> slice:
-    """Return the slice of a row's blocks that are in some columns. columns: a slice that begins and ends at blocks."""
+    """Return the slice of block numbers for some columns. columns: a slice that begins and ends at blocks."""
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
@@ -580,7 +581,7 @@ def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | No
 def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
     """Return the EncodeOptions for some rows and columns of a matrix: the block amaxes and random numbers there.
 
-    The sign mask of a Hadamard transform stays. rows, columns: slices that begin and end at blocks.
+    The sign mask of a Hadamard transform is kept. rows, columns: slices that begin and end at blocks.
     """
     amax, random = options.block_amax, options.random
     if amax is not None:

@@ -1,4 +1,5 @@
 """Provide the functions of host/engine.py, computed by a compiled C++ library: the CPU engine.
+The specification is the NumPy code in fp4kit.reference, which host/engine.py runs.
 
 The results equal the results of the specification in every bit. The library computes codes, scales and values by the
 rules that the CUDA kernels also use (cuda/kernels/rules). The specification computes tiles that hold NaN or infinities.
@@ -154,8 +155,8 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
     """Cut a call along its first axes. Yield the calls on the parts, each with the part of `values` for its result.
 
     A part has at most FAKE_ELEMENTS (2^22) elements, or one row of blocks if that has more. Two kinds of calls are not
-    cut: on a 1-d array, and with a seed, because the random byte of an element depends on its index in the whole x. In
-    `call`, the quantized axis is the last one.
+    cut: calls on a 1-d array, and calls with a seed, because the random byte of an element depends on its index in the
+    whole array. The quantized axis of `call` must be the last one.
     """
     x, r = call.x, call.recipe
     if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):
@@ -175,8 +176,8 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
 def _cut(call: Call, index: Any) -> Call:
     """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part.
 
-    index: an int or a slice of the first axis. In `call`, the quantized axis is the last one. A tensor amax of shape ()
-    stays as it is.
+    A tensor amax of shape () applies to all parts, so it is kept. index: an int or a slice of the first axis. The
+    quantized axis of `call` must be the last one.
     """
     x, tensor, blocks, random = (
         a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
@@ -290,7 +291,7 @@ def _as_matrix(x: np.ndarray) -> np.ndarray:
 
 
 def _declining(name: str) -> Any:
-    """Return a function that raises Declined with a message that names the operation `name`."""
+    """Return a function, of any arguments, that raises Declined: the engine does not have the operation `name`."""
 
     def declined(*arguments: Any) -> Any:
         raise Declined(f"the CPU engine does not implement {name}")

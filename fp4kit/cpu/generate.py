@@ -1,9 +1,9 @@
 """Write source/recipes.inc: a C++ struct for each rule that a recipe of the table needs, and lists of their keys.
+A key is a text that lists the fields of a recipe on which the results of a rule depend (coverage.py).
 
     python -m fp4kit.cpu.generate
 
-Run it after a change to the recipes or rules. A test fails if the file is not up to date. coverage.py says what a key
-is.
+Run it after a change to the recipes or rules. A test fails if the file is not up to date.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def text() -> str:
 
 
 def _stored_directions(r: Recipe) -> tuple[bool, ...]:
-    """Return the directions of stored tensor scales for which a recipe needs a decoder of checkpoints.
+    """Return the values of schema.as_stored's argument `divides` for which a recipe needs a decoder of checkpoints.
 
-    They are values of the argument `divides` of schema.as_stored: (False, True) for a recipe with block scales and one
-    tensor scale, otherwise (False,).
+    Checkpoints of a recipe with block scales and one tensor scale store this scale as a factor or as a divisor, so the
+    result is (False, True). For other recipes, it is (False,).
     """
     return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
 

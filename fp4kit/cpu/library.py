@@ -1,7 +1,6 @@
 """Load the compiled library, declare its functions and their arguments, and set the number of threads they use.
-
 The library is compiled once per level, which is a kind of processor: base, avx2, avx512. The ctypes structures mirror
-those of source/ field by field. The files in source/ say what the fields mean.
+the C++ structs in source/ field by field; the files there say what the fields mean.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class DecodeCall(ctypes.Structure):
 
 
 class SearchScalesCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_search_scales, which searches the best E4M3 scale of each block.
+    """The arguments of the C function fp4kit_search_scales, which finds the best E4M3 scale of each block.
 
     source/search_scales.h describes the fields.
     """
@@ -136,7 +135,7 @@ class SearchScalesCall(ctypes.Structure):
 
 
 class SearchFactorsCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_search_factors, which searches the best multiple of each block's amax.
+    """The arguments of the C function fp4kit_search_factors, which finds the best multiple of each block's amax.
 
     source/search_factors.h describes the fields.
     """
@@ -182,7 +181,7 @@ class ProductOperand(ctypes.Structure):
 
 
 class ProductCall(ctypes.Structure):
-    """One matrix product, or some rows of it, for the C function fp4kit_matmul, which takes an array of these.
+    """One matrix product, or some rows of it. The C function fp4kit_matmul takes an array of such structs.
 
     source/matmul.h describes the fields.
     """
@@ -423,7 +422,7 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def limited_threads(op: str, count: int) -> Iterator[None]:
-    """Return the context manager of threads(count). Entering it raises the errors of `threads`.
+    """Return the context manager that threads(count) returns. Entering it raises the errors that `threads` describes.
 
     op: the public function with which error messages begin.
     """
@@ -435,7 +434,7 @@ def limited_threads(op: str, count: int) -> Iterator[None]:
 
 
 def alone() -> None:
-    """Let calls from the current thread use no other thread from now on.
+    """Make all further calls from the current thread or task use this thread alone.
 
     Use it in the worker threads of a program that already runs one thread per CPU.
     """

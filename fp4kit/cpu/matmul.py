@@ -88,21 +88,21 @@ def _prototype(call: MatmulCall) -> ProductCall:
 
 @lru_cache
 def _element_tables(element: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of all codes of an element format, and 2^exponent of each value, as two float64 arrays."""
+    """Return two float64 arrays with one entry per code of an element format: the value, and 2^exponent of it."""
     return _tables(decoding_of(element))
 
 
 @lru_cache
 def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Return the magnitudes of all codes of a block scale format, and 2^exponent of each, as two float64 arrays."""
+    """Return two float64 arrays with one entry per code of a scale format: the magnitude, and 2^exponent of it."""
     return _tables(scale_decoding_of(scale))
 
 
 @np.errstate(all="ignore")
 def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays with one entry per code: its value, and 2^exponent as float64.
+    """Return two arrays with one entry per code: its value, and 2^exponent of the value, as float64.
 
-    The exponent is that of the value, as reference.matmul.as_terms gives it.
+    The exponent is the one that reference.matmul.as_terms gives for the value.
     """
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
@@ -110,7 +110,8 @@ def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
     """Return matrix i of an operand from row `start` on, in the form that the library takes.
 
-    If the operand has one matrix for the whole batch, it is used for every i. The result does not keep arrays alive.
+    If the operand has one matrix for the whole batch, that matrix is returned for every i. The result does not keep
+    arrays alive.
     """
     i = min(i, x.codes.shape[0] - 1)
     values, powers = _element_tables(x.element)

@@ -1,11 +1,10 @@
 """Make the tables by which the compiled library encodes and decodes user-defined formats.
+Every code belongs to one interval of float32 numbers that are rounded to it, called a piece. The key of a float is an
+integer, and keys have the order of the floats, with -0 before 0.
 
-A recipe with amax rules may have element and scale formats that are known only at run time. A rounding to codes is
-monotone, so every code belongs to one interval of float32 numbers, called a piece. This module finds the pieces by the
-specification, and the library looks numbers up in them (source/own_format.h). So results equal those of the
-specification in every bit.
-
-Key of a float: an integer whose order is that of floats, with -0 before 0.
+A recipe with amax rules may have element and scale formats that are known only at run time. Rounding to codes is
+monotone, so each code has one piece. This module finds the pieces by the specification, and the library looks numbers
+up in them (source/own_format.h). So results equal those of the specification in every bit.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule.
 
-    An amax rule rounds amax / M * encode, where M is the largest element and encode the encode scale of the tensor. It
-    is called with the amaxes x, and 1 for M and encode, so that it rounds x itself.
+    An amax rule rounds amax / M * encode, where M is the largest element and `encode` the encode scale of the tensor.
+    This function calls the rule with x as the amaxes and with M = encode = 1, so that the rule rounds x itself.
     """
     assert r.block_rule is not None
     one = np.ones((), np.float32)
@@ -95,7 +94,7 @@ def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 @lru_cache(64)
 def _with_unit_element(r: Recipe) -> Recipe:
-    """Return a copy of a recipe with another element format, whose values are 0 and 1, so that its largest is 1."""
+    """Return a copy of a recipe whose element format has only the values 0 and 1, so that the largest element is 1."""
     return replace(r, element=Codebook((0.0, 1.0)), rounding="rn", sign="signbit", nan_code=None, narrow=False)
 
 
@@ -107,8 +106,9 @@ def _values(f: ElementFormat, size: int) -> np.ndarray:
 def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the pieces (intervals that round to one code each) as (bounds, codes): int32 (size - 1,), uint8 (size,).
 
-    A float is given by its key, an integer in the order of floats. Keys from bounds[i - 1] to bounds[i] - 1 have
-    codes[i]. If there are fewer than `size` pieces, the other bounds are above every key, and the other codes are 0.
+    Floats are represented by their keys, which are integers in the order of the floats (see _floats). All floats with
+    keys from bounds[i - 1] to bounds[i] - 1 round to codes[i]. If there are fewer than `size` pieces, the other bounds
+    are above every key, and the other codes are 0.
 
     encode: a monotone function that returns the codes of float32 numbers. first: the smallest key, which is the key of
     0 or of -infinity. size: the largest number of pieces.

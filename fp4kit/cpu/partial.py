@@ -1,5 +1,4 @@
 """Compute partial_amax and partial_cast by the compiled library, on the shard of a matrix that one process holds.
-
 The library computes the part of the shard that consists of whole rows of blocks. The specification computes the
 elements of the shard before and after this part.
 """

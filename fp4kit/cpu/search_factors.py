@@ -1,4 +1,4 @@
-"""Search, for each block, the multiple of its amax with the smallest error, by the compiled library.
+"""Find, for each block, the multiple of its amax that gives the smallest error, by the compiled library.
 
 auto-round's recipes use this search. For FP-Quant's method quest, search_quest computes the amax from the elements of
 the block alone.
@@ -24,7 +24,7 @@ _CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding 
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
 ) -> None:
-    """Search the block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
 
     out: float32 (M, blocks). amax: the tensor amax, or one per row; None without a tensor scale. recipe: the recipe,
     whose search lists the multiples to try. hadamard: the sign mask of a Hadamard transform to apply first; None for no

@@ -1,4 +1,4 @@
-"""Search the block amaxes whose scales give the smallest loss, by the compiled library."""
+"""Find the block amaxes whose scales give the smallest loss, by the compiled library."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def search_matrix(
     unproven: np.ndarray | None = None,
     bounded: bool = True,
 ) -> None:
-    """Search the block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does.
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does.
 
     A full search computes the loss of every candidate. A pruned search skips candidates whose lower bound of the loss
     is too large, and gives the same result.
 
     x: the matrix (M, K). out: float32, one entry per block. amax: the tensor amax, of one element.
-    unproven: a uint64 array (1,) to which the number of blocks with a full search is added; None does not count them.
+    unproven: a uint64 array (1,) that counts blocks with a full search; their number is added to it. None: do not
+    count.
     bounded: True uses the pruned search where its bounds hold. False searches every block in full.
     """
     r, terms = search.call.recipe, search.terms
@@ -103,9 +104,9 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     """Return the library's index of the block rule that gives the scale code of a block's own amax.
 
-    Return -1 if offsets is None. Then all codes 1 ... 126 are candidates, and no rule is needed. Otherwise, the
-    candidates are the codes from offsets[0] to offsets[1] relative to the block's own code. Then raise Declined if the
-    recipe's block rule is not specification.OWN_RULE, or if it is not compiled.
+    If offsets is None, return -1: all codes 1 ... 126 are candidates, and no rule is needed. Otherwise, the candidates
+    are the codes from offsets[0] to offsets[1] relative to the block's own code. In that case, raise Declined if the
+    recipe's block rule is not specification.OWN_RULE, or if that rule is not compiled.
     """
     if offsets is None:
         return -1
@@ -119,9 +120,9 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 def _candidates(amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
     """Return the tables of a search, indexed by scale code, float32 (3, 128).
 
-    The rows are the block amaxes, the scales, and approximate reciprocals of the scales, with which the search
-    multiplies elements instead of dividing. Codes outside of 1 ... 126, which are never candidates, have ones. amax:
-    the tensor amax. terms: the loss.
+    The three rows are the block amaxes, the scales, and approximate reciprocals of the scales, by which the search
+    multiplies elements instead of dividing. Entries for codes outside of 1 ... 126, which are never candidates, are 1.
+    amax: the tensor amax. terms: the loss.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES

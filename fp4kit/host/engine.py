@@ -105,7 +105,8 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
     Args:
         x: the array, of any shape.
-        axis: the axis or tuple of axes to reduce, which the result then lacks; None reduces all axes to the shape ().
+        axis: the axis or tuple of axes to reduce, which are removed from the shape. None reduces all axes to the shape
+        ().
 
     Numerics:
         NaN propagates, and -0 counts as 0. A maximum over no elements is 0.
@@ -264,8 +265,8 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the arrays to write codes and linear block scales to. The second is None if there are no block scales.
 
-    They are the arrays of call.out where these can be written directly: if they are contiguous and, for scales, linear.
-    Otherwise, or if there is no call.out, they are new arrays.
+    If call.out is given, its arrays are returned where possible: the codes if they are contiguous, and the block scales
+    if they are contiguous and linear. Otherwise new, uninitialized arrays are returned.
     """
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -304,7 +305,7 @@ def _quantize_matrices(
 def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
     """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None).
 
-    random: an array of random numbers, the seed of a stream, or a stream of one matrix.
+    random: an array of random numbers for all matrices; or the seed of a stream; or a stream, which is returned itself.
     shape: the shape of each matrix.
     """
     if random is None:
@@ -370,12 +371,13 @@ def requantize(
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`. Return the new Quantized, the number of changed values, and the largest change.
 
-    Both compare the decoded values before and after. A value is changed if its bits differ, also from +0 to -0; two
-    NaNs count as equal. The largest change is a float32 array of shape (): 0 if no value changed, and NaN if a NaN
-    became a number or a number became NaN.
+    The number and the change compare the decoded values before and after. A value is changed if its bits differ, also
+    from +0 to -0; two NaNs count as equal. The largest change is a float32 array of shape (): 0 if no value changed,
+    and NaN if a NaN became a number or a number became NaN.
 
-    Where possible, the codes of q are kept (reference/requantize.py). Then new codes are computed only for blocks whose
-    new scale E4M3 cannot hold. Otherwise, all values of q are quantized again.
+    If keep_codes (reference/requantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes are
+    computed only for blocks whose new scale E4M3 cannot represent. All other blocks keep their codes. If it finds none,
+    all values of q are quantized again.
 
     functions: the functions of the engine that computes codes and values.
     """
@@ -397,8 +399,8 @@ def requantize(
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x.
 
-    If the recipe has a fake_rule, this rule computes the values. Otherwise, call.x is quantized and dequantized, by the
-    decode rule of the producer's fake quantizer if it has its own (recipes.schema.faking).
+    If the recipe has a fake_rule, this rule computes the values. Otherwise, call.x is quantized and dequantized. Some
+    recipes name a separate decode rule for fake quantization, which is then used (recipes.schema.faking).
     """
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
@@ -458,8 +460,8 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
 
     It is also 0 where call.x or amax is NaN.
 
-    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). Rows are all axes of call.moved except the last,
-    flattened.
+    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). `rows` is the product of all axes of call.moved
+    except the last.
     """
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)

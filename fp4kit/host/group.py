@@ -58,7 +58,7 @@ class HostGroup:
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: what the caller passed, or a view of `vector`.
+        """Return the tensor amax of each array: the amax that the caller passed, or a view of `vector`.
 
         If the caller passed no amaxes, compute all of them first. If the recipe has no tensor scale, every entry is
         None. Raise ValueError if an amax of the caller is invalid, for example negative.

@@ -42,9 +42,10 @@ def _matmul(call: MatmulCall) -> np.ndarray:
 
 
 def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
-    """Return (the decoded rows of matrix i of an operand, the tensor scales of these rows).
+    """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows.
 
-    The tensor scales are None if the operand has none. If the operand has only one matrix, it is used for every i.
+    `scales` is None if the operand has no tensor scale. If the operand has only one matrix, that matrix is used for
+    every i.
 
     rows: the rows to decode. multiple: K is padded with zeros to a multiple of it, as matrix units do.
     """

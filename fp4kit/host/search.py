@@ -29,8 +29,8 @@ def search_call(
 
     Args:
         search: the parsed call of search_scales.
-        amax: in the first case, the amaxes whose multiples are tried: of blocks or, without block scales, of the
-            tensor. Otherwise the tensor amax, or None if the recipe has no tensor scale.
+        amax: in the first case, the amaxes whose multiples are tried: block amaxes or, without block scales, tensor
+            amaxes. In the other cases the tensor amax, or None if the recipe has no tensor scale.
         search_e4m3: the engine's search for E4M3 scales. search_e4m3(x, out, amax, search) writes the block amaxes of a
             matrix x into out.
         fake_quantize: a function that returns the fake-quantized values of a call.

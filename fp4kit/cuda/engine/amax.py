@@ -1,8 +1,8 @@
 """Compute amaxes of CuPy arrays: per tensor, row, block or column.
-
 AmaxOperands are the first three arguments of launch.matrix.amax: an array, which of its elements count ("all", "no_nan"
-or "finite"), and whether each row has its own amax. Functions that return them let group.py compute many amaxes in one
-launch.
+or "finite"), and whether each row has its own amax.
+
+Functions that return AmaxOperands let group.py compute many amaxes in one launch.
 """
 
 from __future__ import annotations

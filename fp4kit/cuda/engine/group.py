@@ -1,9 +1,8 @@
 """Run grouped operations (GroupedPlan, quantize_grouped, ...) on CuPy arrays: one launch for N arrays of one dtype.
+ShapedOperands are AmaxOperands (see amax.py) with the shape of the result.
 
 Launches are prepared once and launched as often as needed. A group with several dtypes takes one launch per dtype. No
 function waits for the device.
-
-AmaxOperands are defined in amax.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """Split the arrays of a call into the matrices that kernels quantize.
-
 A launch quantizes one matrix (M, K). If the rows of a stack (..., M, K) can be joined, the stack is quantized as one
 tall matrix. Otherwise, each matrix of the stack takes its own launch. One LaunchRequest describes the whole stack; the
 requests of its matrices differ from it only in their shape.

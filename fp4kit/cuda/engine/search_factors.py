@@ -1,9 +1,8 @@
 """Find the best block amaxes of CuPy arrays, for recipes that try a fixed list of multiples of each amax.
+A matrix is a tuple (x, block amaxes, tensor amax), where x holds the elements and is contiguous (M, K). The found
+amaxes are written to the array of block amaxes.
 
 The search "quest", which computes each amax from the elements of a block, is launched here too.
-
-In this module, a matrix is a tuple (x, block amaxes, tensor amax). x holds the elements and is contiguous (M, K). The
-found amaxes are written to the array of block amaxes.
 """
 
 from __future__ import annotations

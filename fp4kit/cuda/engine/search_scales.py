@@ -1,11 +1,9 @@
 """Find the block amaxes of CuPy arrays whose scales give the smallest loss.
+A candidate is a block scale that may be chosen. The full search (search_full) tries every candidate. The pruned
+searches (search, and search_hessian for a loss with Hessians) skip candidates that provably cannot win. A matrix is a
+tuple (x, block amaxes, tensor amax), where x holds the elements and is contiguous (M, K).
 
-There are three kernels. The full search (search_full) tries every candidate scale. The pruned searches (search, and
-search_hessian for a loss with Hessians) skip candidates that provably cannot win. _is_pruned says when they can be
-used.
-
-In this module, a matrix is a tuple (x, block amaxes, tensor amax). x holds the elements and is contiguous (M, K). The
-found amaxes are written to the array of block amaxes.
+_is_pruned says when the pruned searches can be used. The found amaxes are written to the array of block amaxes.
 """
 
 from __future__ import annotations

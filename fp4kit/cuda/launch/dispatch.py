@@ -1,5 +1,4 @@
 """Choose the kernel that quantizes a matrix.
-
 A LaunchRequest describes the wanted result: recipe, dtype, shape and options. KERNEL_CHOICES is an ordered table with
 one KernelChoice per kernel. The first kernel that supports (takes) a request is launched. Single calls, cached calls
 and groups all use this table.

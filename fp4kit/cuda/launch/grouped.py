@@ -1,8 +1,9 @@
 """Prepare single kernel launches for groups of tensors: quantize, amax and clip.
-
 The tensors of a group are its members. The work on a member is divided into pieces, and a thread block processes one
-piece at a time. The addresses and sizes of the members are passed as kernel arguments if the group is small. Otherwise
-they are in a table in device memory. kernels/shared/grouped.cuh uses the same words.
+piece at a time. kernels/shared/grouped.cuh uses the same words.
+
+The addresses and sizes of the members are passed as kernel arguments if the group is small. Otherwise they are in a
+table in device memory.
 
 A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. A launch does
 no work per tensor on the host.

@@ -1,4 +1,7 @@
-"""Launch the kernels that multiply matrices as matrix units do."""
+"""Launch the kernels that multiply matrices as matrix units do.
+Operands are rows of codes along K. A step is the products along K that a matrix unit sums at once. matmul.cu supports
+all operands; matmul_fp4.cu and matmul_fp8.cu are faster, but support only some.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Launch the partial kernels, which quantize matrices that are sharded over several processes.
+A shard is a range [start, end) of the elements of a flattened matrix, the part that one process holds. A run is 16
+consecutive elements of a row.
 
-A shard is a range [start, end) of the elements of a flattened matrix. A run is 16 consecutive elements of a row. These
-are the kernels:
+These are the kernels:
 
 - partial_amax computes the amaxes of blocks and of the tensor from a shard.
 - partial_scales computes the scales of a matrix, and the factors of its blocks, from the amaxes.

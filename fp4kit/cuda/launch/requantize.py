@@ -1,7 +1,6 @@
-"""Launch the kernels of requantize.
-
-requantize.cu keeps the codes of blocks whose new scales the target recipe can represent. count_changed.cu counts
-changed values and finds the largest change.
+"""Launch the kernels of requantize, which converts a quantized array (the source) to another recipe (the target).
+requantize.cu keeps the codes of blocks whose new scales the target can represent. count_changed.cu counts the changed
+values and finds the largest change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
 """Launch the kernels that rotate blocks along an axis by a Hadamard transform or by given matrices.
+Arrays are reshaped to (outer, length, inner), so that the blocks lie along the middle axis. Signs of -1 or 1 multiply
+the elements before the rotation or, for an inverse rotation, the results.
 
 hadamard_rows.cu computes Hadamard transforms of blocks whose elements are neighbors in memory. hadamard_columns.cu
 computes Hadamard transforms of other blocks. Both need aligned arrays. rotate.cu does the rest.
