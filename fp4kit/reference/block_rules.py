@@ -1,6 +1,7 @@
 """Define block rules, which compute the scale of a block from its amax, and the factor that scales its elements.
 Scale codes are uint8 and factors float32, both in the shape of `amax`, the largest magnitudes of the blocks. `tensor`
 holds the scales of the tensor, and `dtype` is the dtype of the elements. Quantization calls the rule of its recipe.
+E4M3(x) is the E4M3 code of x, to nearest even; numbers above 448, the largest value, get the code of 448.
 
 A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 
@@ -83,10 +84,10 @@ def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
-    """Return the minimum function that treats NaN as the recipe's producer does.
+    """Return the function that takes the minimum of two numbers as the recipe's producer does if one of them is NaN.
 
-    If recipe.amax_nan is "propagate", return np.minimum, which gives NaN if one operand is NaN. Otherwise, return
-    np.fmin, which then gives the other operand.
+    If recipe.amax_nan is "propagate", this is np.minimum, which gives NaN. Otherwise it is np.fmin, which gives the
+    other number.
     """
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # as fminf, which drops the NaN of inf * 0
 
@@ -218,7 +219,7 @@ def factor_torchao(
 def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as compressed-tensors computes it.
 
-        code = E4M3(T(amax / 6) * tensor.encode), or the code of 0.125 if that is 0
+        code = E4M3(T(amax / 6) * tensor.encode), or the code of 0.125 if this code is 0
 
     T rounds to dtype, the dtype of the elements. 6 stands for the largest element value, and tensor.encode is the
     encode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code.

@@ -1,9 +1,9 @@
 """Define the amax rules: block rules for user-defined formats, which belong to no producer.
+An amax rule scales a block so that its amax, the largest magnitude, maps to M, the largest magnitude of an element (1
+for MX4; ElementFormat.amax_target). S(x) is the code of x in the recipe's scale format; too large numbers get the code
+of the largest value. A rule is a pair of functions (see block_rules.py, which explains their arguments).
 
-block_rules.py explains what a block rule is, and the arguments of its functions. In the docstrings, M is the largest
-magnitude of an element (1 for MX4; ElementFormat.amax_target). S() gives a code of the scale format of the recipe,
-which saturates at its largest value. All arithmetic is float32 and rounds to nearest even after every written
-operation.
+All arithmetic is float32 and rounds to nearest even after every written operation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _code(rounding: str) -> Code:
-    """Return a function that computes block scale codes for an amax rule, rounded in the given direction.
+    """Return a function code(amax, tensor, recipe, dtype) that computes block scale codes: S(amax / M * tensor.encode).
 
-    rounding: "rn", "rp" or "rz", as in codec.encode_scale.
+    rounding: the direction in which S rounds: "rn" to nearest even, "rp" up, "rz" down.
     """
 
     def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -46,10 +46,11 @@ code_amax, code_amax_up, code_amax_down = _code("rn"), _code("rp"), _code("rz")
 def factor_amax(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode), at most about 1e38.
+    """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode).
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If the magnitude of their
-    product is below 1e-38, the factor is the reciprocal of 1e-38. A NaN scale gives NaN. amax and dtype are not used.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A product with a magnitude
+    below 1e-38 counts as 1e-38, so the factor is at most about 1e38. A NaN scale gives NaN. amax and dtype are not
+    used.
     """
     assert recipe.scale is not None
     return reciprocal_of_scale(decode(codes, recipe.scale) * tensor.decode)

@@ -1,7 +1,7 @@
-"""Define E4M3 block rules of serving engines, KV caches and quantizers: how they scale the blocks that they quantize.
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
-their largest magnitudes. factor_<rule> makes the float32 factors by which elements are multiplied, or divided where the
-docstring says so. `tensor` holds the scales of the tensor. All results have the shape of `amax`.
+"""Define E4M3 block rules of serving engines, KV caches and quantizers: pairs of functions (see block_rules.py).
+code_<rule> returns the scale codes of blocks (uint8), computed from `amax`, their largest magnitudes. factor_<rule>
+returns float32 factors, which multiply elements or, where the docstring says so, divide them. `tensor` holds the tensor
+scales. Results have the shape of `amax`. E4M3(x) is the code of x: to nearest even, above 448 the code of 448.
 
 The rules are those of vLLM, auto-round, Quark, fouroversix, qwix, FlashInfer, comfy-kitchen, MSLK, Nunchaku, aiter and
 DeepSeek.
@@ -100,7 +100,7 @@ def factor_auto_round(
 def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as AMD Quark computes it when it quantizes a loaded model.
 
-        code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if that is 0
+        code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if this code is 0
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. A quotient above 448,
     also an infinite one, gives the code of 448. A NaN quotient gives a NaN code. dtype is not used.
@@ -173,10 +173,10 @@ def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return `ratio` (block scales before they are encoded), or zeros if the amax of the tensor is 0.
+    """Return `ratio`, the block scales before they are encoded, or zeros if the amax of the tensor is 0.
 
-    In a tensor of zeros, tensor.encode is infinite and the block amaxes are 0, so their product, the block scale, is
-    NaN.
+    In a tensor of zeros, block amaxes are 0 and tensor.encode is infinite. Without this replacement, their product
+    would make every block scale NaN.
     """
     return np.where(tensor.amax == 0, ZERO, ratio)
 
@@ -315,11 +315,11 @@ def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def factor_comfy_kitchen(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale * tensor.decode, the divisor of each block's elements in comfy-kitchen; NaN if it is 0.
+    """Return the divisor of each block's elements in comfy-kitchen: scale * tensor.decode, or NaN if this product is 0.
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. With NaN, every element of
-    the block gets the recipe's nan_code. This code is 0, because the producer replaces such elements by +0. amax,
-    recipe and dtype are not used.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN, too.
+    If the divisor is NaN, every element of the block gets the recipe's nan_code, which is 0: the producer replaces NaN
+    by +0. amax, recipe and dtype are not used.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, NAN, scale)
@@ -436,19 +436,20 @@ def factor_nunchaku(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in Nunchaku: rcp(min(amax * fp32(1/6), 448)).
 
-    rcp is PTX rcp.approx.ftz.f32. The scale is not rounded to E4M3 before its reciprocal is taken. If the scale is 0 or
-    subnormal, the factor is infinite, and its products with zeros are NaN. For a code that amax does not give, which
-    the caller has passed to quantize, the factor is the reciprocal of the code's value. tensor, recipe and dtype are
-    not used.
+    rcp is PTX rcp.approx.ftz.f32. Its operand, the block scale, is not rounded to E4M3 first. If the scale is 0 or
+    subnormal, the factor is infinite, and its products with zeros are NaN. If the caller of quantize passed a scale
+    code other than the one that amax gives, the factor is rcp of this code's value. tensor, recipe and dtype are not
+    used.
     """
     return reciprocal_approx_ftz(_scale_or_given(codes, _nunchaku_scale(amax)))
 
 
 def _scale_or_given(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the scale that applies to each block: `scale` if its E4M3 code is the block's code, else the code's value.
+    """Return the scale by which each block is quantized, as float32. There are two cases:
 
-    `scale` is computed from the amax and not rounded to E4M3. A code that differs from its code was passed to quantize
-    by the caller.
+    - The block's code in `codes` is the E4M3 code of `scale`: return `scale`, which is computed from the amax and not
+      rounded to E4M3.
+    - The caller of quantize passed another code: return the value of this code.
     """
     return np.where(encode_e4m3_scale(scale) == codes, scale, decode_scale(codes))
 
@@ -472,9 +473,9 @@ def factor_aiter(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in aiter's Triton kernel: 1 / (amax * fp32(1/6)).
 
-    The division is that of PTX div.full.f32. The divisor is not rounded to E4M3. If it is 0, the factor is infinite,
-    and its products with zeros are NaN. For a code that amax does not give, which the caller has passed to quantize,
-    the divisor is the code's value. tensor, recipe and dtype are not used.
+    The division is that of PTX div.full.f32. The divisor, the block scale, is not rounded to E4M3. If it is 0, the
+    factor is infinite, and its products with zeros are NaN. If the caller of quantize passed a scale code other than
+    the one that amax gives, the divisor is this code's value. tensor, recipe and dtype are not used.
     """
     scale = _scale_or_given(codes, np.asarray(amax * INV6, np.float32))
     return divide_full(np.ones_like(scale), scale)

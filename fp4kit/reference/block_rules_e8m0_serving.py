@@ -76,8 +76,8 @@ def factor_e8m0_quark_even(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in Quark: 2^(127 - code), or NaN if amax is NaN.
 
-    There is one exception. If amax gives the scale 2^-127 or less, code 1 was stored in place of code 0. The factor is
-    then still 2^127. tensor and dtype are not used.
+    There is one exception: if amax gives a scale of 2^-127 or less, code 1 was stored in place of code 0, but the
+    factor is still 2^127. tensor and dtype are not used.
     """
     was_raised = (codes == 1) & (_even_exponent(amax, recipe) < 1)
     return np.where(np.isnan(amax), NAN, np.where(was_raised, np.float32(2.0**127), inverse_e8m0(codes)))
@@ -97,8 +97,8 @@ def factor_e8m0_triton_up(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in triton_kernels: 2^(127 - code).
 
-    For codes 0 and 255 the factor is 0. Finite elements then become zeros, and infinite elements become NaN. amax,
-    tensor, recipe and dtype are not used.
+    For codes 0 and 255, the factor is 0. The products are then zeros for finite elements, and NaN for infinite ones.
+    amax, tensor, recipe and dtype are not used.
     """
     return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
 
@@ -177,13 +177,13 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
     """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang.
 
-    - If amax is infinite or NaN, the code is 0, because the producers cast NaN to an integer.
-    - If amax is 0, the exponent is at_zero.
-    - All exponents are clamped to [-127, 127].
+    - If amax is infinite or NaN, the code is 0, because the producers then cast a NaN to an integer.
+    - If amax is 0, the exponent is replaced by at_zero.
+    - Exponents are clamped to [-127, 127].
 
     exponent: the exponents, float32.
     amax: the block amaxes.
-    at_zero: the exponent if amax is 0.
+    at_zero: the exponent for an amax of 0.
     """
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
@@ -260,8 +260,8 @@ def factor_e8m0_auto_round_rceil_v2(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil_v2: 2^(127 - code).
 
-    It is NaN if amax is infinite or NaN, or if a positive amax divided by 7.25 underflows to 0. tensor, recipe and
-    dtype are not used.
+    The factor is NaN if amax is infinite or NaN. It is also NaN if a positive amax divided by 7.25 underflows to 0.
+    tensor, recipe and dtype are not used.
     """
     return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
 
@@ -291,10 +291,11 @@ def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.
     """Return the divisor that Quark applies to the elements of each block.
 
     If a code is the one that Quark stores for its scale, the divisor is the scale itself, which need not equal the
-    value of the code. Otherwise the caller has passed the code to quantize, and the divisor is the value of the code.
+    value of the code. Otherwise the caller of quantize has passed the code, and the divisor is the value of the code.
 
     codes: the scale codes.
     scale: the scales that _quark_scale makes from amax.
+    amax: the block amaxes.
     """
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 

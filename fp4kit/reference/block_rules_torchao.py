@@ -100,7 +100,7 @@ def factor_e8m0_rceil_018(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in torchao 0.18.0's mode RCEIL: 2^(127 - code).
 
-    For code 0 the factor is 1, so that the elements of such a block become zeros. Code 255 has the factor NaN. amax,
-    tensor, recipe and dtype are not used.
+    For code 0 the factor is 1. The elements of such a block are tiny, so they become zeros. Code 255 has the factor
+    NaN. amax, tensor, recipe and dtype are not used.
     """
     return np.where(codes == 0, ONE, inverse_e8m0(codes))

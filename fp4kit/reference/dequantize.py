@@ -64,10 +64,11 @@ def decode_compressed_tensors(
 
 
 def decode_stored_divisor(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return values * (e4m3(scales) / (1 / tensor.decode)): compressed-tensors' decoding of another producer's codes.
+    """Return values * (e4m3(scales) / (1 / tensor.decode)), as compressed-tensors decodes codes from another producer.
 
-    e4m3() decodes scale codes. A checkpoint of compressed-tensors stores 1 / tensor.decode as the divisor, if the
-    recipe of the codes does not compute a divisor itself. recipe is not used.
+    e4m3() decodes scale codes. A checkpoint of compressed-tensors stores a divisor, the reciprocal of the tensor scale.
+    This rule is for codes whose recipe computes only tensor.decode, so that 1 / tensor.decode is stored. recipe is not
+    used.
     """
     return values * (decode(scales, E4M3)[..., None] / (ONE / tensor.decode))
 
@@ -106,10 +107,10 @@ def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return values * (e4m3(scales) * tensor.decode), with the scale codes 0x7F and 0xFF read as 480 and -480.
+    """Return values * (e4m3(scales) * tensor.decode), where the scale codes 0x7F and 0xFF count as 480 and -480.
 
-    e4m3() decodes scale codes. These two codes usually stand for NaN. recipe is not used. Source: MLX mx.dequantize on
-    a CPU, up to 0.32.2.
+    In E4M3, these two codes are NaN. e4m3() decodes the other scale codes. recipe is not used. Source: MLX
+    mx.dequantize on a CPU, up to 0.32.2.
     """
     numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
     return values * (numbers[..., None] * tensor.decode)
@@ -164,8 +165,8 @@ def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: Tensor
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (e4m3(scales) * tensor.decode), as llama.cpp decodes NVFP4, with +0 for the E2M1 code 8 (-0).
 
-    e4m3() decodes a scale code without bit 7, its sign. Two codes are exceptions: 0x7F, which is NaN in E4M3, gives 0,
-    and 0xFF gives 480.
+    e4m3() decodes a scale code after clearing bit 7, its sign. There are two exceptions: 0x7F, which is NaN in E4M3,
+    gives 0, and 0xFF gives 480. recipe is not used.
     """
     usual = decode(scales & np.uint8(0x7F), E4M3)
     scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), usual))

@@ -1,17 +1,15 @@
-"""Define fake quantizers, which return x with the error of quantization, as float32 (m, k); and gradients.
+"""Define fake quantizers: functions that return x with the error that quantizing and dequantizing it would give.
+All arrays are float32. x is (m, k); `amax` holds its block amaxes, or None to compute them from x. `tensor_amax` holds
+the amaxes for the tensor scales, and `dtype` is the dtype that x had before. s is the scale of a block, y the result.
+clip_gradient computes gradients.
 
 The functions here differ from dequantize(quantize(x)): they reproduce producers' kernels that compute only values, no
-codes. They are the fake rules of recipes/rules.py. All return a float32 array in the shape of x, and take these
-arguments, even if they do not use all of them:
+codes. They are the fake rules of recipes/rules.py. All return a float32 array in the shape of x, and have the same
+arguments, even if they do not use all of them. tensor_amax is None if the recipe has no tensor scale. Only the rules of
+microxcaling use dtype.
 
-- x: float32 (m, k)
-- recipe: the recipe
-- tensor_amax: the tensor amaxes, or None if the recipe has no tensor scale
-- amax: the block amaxes, or None to compute them from x
-- dtype: the dtype of x before it was converted to float32. Only the rules of microxcaling use it
-
-In the docstrings y is the result, s the scale of a block, and M the largest element value. round() rounds to the
-nearest value of the element format, ties to even, and E4M3() rounds to the nearest E4M3 value.
+In the docstrings M is the largest element value. round() rounds to the nearest value of the element format, ties to
+even, and E4M3() rounds to the nearest E4M3 value.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ FP_QUANT_GLOBAL = np.float32(3)  # the global scale that FP-Quant sets for NVFP4
 
 
 def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarray:
-    """Return the block amaxes: `amax` if it is given, or those of x if amax is None. The trace shows them."""
+    """Return the block amaxes, and show them in a trace: `amax` itself, or the amaxes of x if `amax` is None."""
     return show("block amax", block_amax(x, recipe) if amax is None else amax)
 
 
@@ -86,9 +84,9 @@ def nvfp4_modelopt_static(
         e = 1 / a * 448
         s = E4M3(clamp(amax / 6 * e, -448, 448)) * (1 / e)
 
-    s is the scale of a block, and amax the calibrated amax of the block. amax / 6 is rounded in the same way as by the
-    recipe fp8-modelopt with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0. If s is
-    infinite or NaN, it is replaced by 1. Zeros are +0. A NaN element gives -6 s. dtype is not used.
+    s is the scale of a block, and amax the calibrated amax of the block. So s is amax / 6 fake-quantized to FP8, as the
+    recipe fp8-modelopt does it with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0.
+    If s is infinite or NaN, it is replaced by 1. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)
@@ -196,17 +194,20 @@ def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return 2^exponent, rounded to dtype and stored as float32. exponent: integers, stored as floats."""
+    """Return 2^exponent for integer exponents, which are stored as floats. The float32 result is rounded to dtype."""
     return round_to(np.ldexp(np.float32(1), exponent.astype(np.int32)), dtype)
 
 
 def _microxcaling(
     round_magnitude: Callable[[np.ndarray, np.dtype], np.ndarray], flush: bool = False
 ) -> Callable[..., np.ndarray]:
-    """Return the fake quantizer of microxcaling for a rounding mode.
+    """Return the fake quantizer of microxcaling for a rounding mode: y = round(x / s) * s.
+
+    s is 2^(floor(log2(amax)) - emax), where emax is the exponent of the largest element value. Every operation of the
+    fake quantizer is rounded to dtype.
 
     round_magnitude: round_magnitude(v, dtype) rounds numbers v >= 0 to integers.
-    flush: True if a block becomes zero when floor(log2(amax)) is -127 or less.
+    flush: True to set all elements of a block to zero if floor(log2(amax)) is -127 or less.
     """
 
     def rule(
@@ -254,7 +255,7 @@ def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does.
 
-    The result is float32. 1 is subtracted from the result of _half_away where v is a tie that went up to an odd
+    The result is float32. It is the result of _half_away, minus 1 where v is a tie that was rounded up to an odd
     integer.
     """
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)

@@ -1,8 +1,10 @@
 """Quantize by 4over6: try two scales for each block, and keep the result with the smaller error.
+One scale maps the block's amax to the E2M1 value 6, the other to 4. Elements are arrays (m, blocks, 16). A block may
+span several rows; arrays with one entry per block then have fewer than m rows, written (rows of blocks, blocks).
 
-One scale puts the block's amax at the E2M1 value 6, the other at 4. In the docstrings q is the E2M1 value of an
-element, scale is the value of a block's scale code, and x is the element. tensor.encode multiplies elements before
-encoding, and tensor.decode multiplies values after decoding. Sources: Transformer Engine (TE); FlashInfer; fouroversix.
+In the docstrings q is the E2M1 value of an element, scale is the value of a block's scale code, and x is the element.
+tensor.encode multiplies elements before encoding, and tensor.decode multiplies values after decoding. Sources:
+Transformer Engine (TE); FlashInfer; fouroversix.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe, top: int) -> _Candidate:
-    """Quantize blocks with given block scales, before the choice between the two candidates, and return the result.
+    """Return the result of quantizing blocks with one of the two candidate scales per block.
 
     The scales are E4M3(min(base, 448)). If recipe.lane_sums is set and the whole tensor is zero, all scales are 0
     instead.
@@ -117,12 +119,12 @@ def encode_under(
 ) -> np.ndarray:
     """Return the element codes (m, blocks, 16) of blocks with given scale codes, such as those of an earlier call.
 
-    The scale code alone determines the element codes. It does not matter which of the two candidates gave the code.
+    A scale code is used as it is, whichever of the two candidates it came from.
 
     Args:
         scales: the scale codes (m, blocks).
         blocks: the elements, float32 (m, blocks, 16).
-        amax: the block amaxes (m, blocks).
+        amax: the block amaxes (m, blocks), read only to find zero blocks.
         tensor: the tensor scale.
         recipe: a 4over6 recipe.
     """
@@ -132,9 +134,10 @@ def encode_under(
 
 
 def leaves_zero_blocks(recipe: Recipe) -> bool:
-    """Return whether the recipe gives every element of a zero block the code 0, even for -0.
+    """Return True if every element of a zero block gets the code 0, even -0, as in FlashInfer's 4over6.
 
-    FlashInfer skips zero blocks, so their elements lose the sign.
+    FlashInfer skips zero blocks, so their elements lose the sign. With other recipes, -0 keeps its sign bit if the
+    recipe says so.
     """
     return recipe.four_over_six is not None and recipe.flush
 

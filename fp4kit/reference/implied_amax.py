@@ -1,8 +1,6 @@
 """Find the tensor amax that a stored tensor scale implies.
-
 No checkpoint stores the tensor amax, but some recipes need it to decode. The tensor rule of a recipe makes the tensor
-scale from the amax. This module inverts the rule: it searches the float32 numbers for an amax whose tensor rule gives
-exactly the stored scale.
+scale from the amax. This module searches the float32 numbers for an amax from which the rule makes the stored scale.
 """
 
 from __future__ import annotations
@@ -63,13 +61,13 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
 def _first_bits(
     low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the bits of the smallest amax in [low, high] whose scale is at least `scale`, or is larger than it.
+    """Return the bits of the smallest amax in [low, high] that gives a scale of at least `scale`, or a scale above it.
 
-    Return high + 1 if there is no such amax. low, high and the result are the bits of amaxes as integers: int64, one
-    per scale. The search is binary.
+    minimum_order selects the condition. If no amax meets it, return high + 1. low, high and the result are the bits of
+    amaxes as integers: int64, one per scale. The search is binary.
 
-    minimum_order: 0 for a scale of at least `scale`, 1 for a larger scale. _order compares the scales, and counts a
-    scale of JUMP times `scale` or more as smaller.
+    minimum_order: 0 to search for a scale of at least `scale`, 1 for a scale above it. _order compares the scales, and
+        counts a scale of JUMP times `scale` or more as smaller.
     """
     high = high + 1
     while (low < high).any():
@@ -102,7 +100,7 @@ def amax_interval(
 def _kept_interval(
     scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return amax_interval for the float32 numbers with the bytes `scale` and the given shape, cached if possible.
+    """Return amax_interval of the float32 numbers with the bytes `scale` and the given shape, kept in a cache of 1024.
 
     The arrays are shared with later calls, so a caller must not change them. The cache serves programs that identify a
     recipe: they request the interval of one stored scale for many variants of the codes.
@@ -183,11 +181,11 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 
 
 def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return whether the interval [first, last] holds every amax that gives the scale, as one bool per scale.
+    """Return True for each scale whose interval [first, last] is known to hold every amax that gives it.
 
-    The interval was searched within NEAR (8) float32 steps of the amax that the scale suggests. The result is True if
-    the interval is not empty, and if it touches neither end of the range that was searched. If it is False, the caller
-    searches again, within FAR (2^20) steps.
+    The interval was searched within NEAR (8) float32 steps of the amax that the scale suggests. It is complete if it is
+    not empty and touches neither end of the range that was searched. If the result is False, the caller searches again,
+    within FAR (2^20) steps.
 
     first, last: the bits of amaxes as integers, from amax_interval.
     """

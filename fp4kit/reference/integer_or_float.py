@@ -1,8 +1,8 @@
 """Quantize by IF4: encode each block as E2M1 and as INT4 under one scale, and keep the codes with the smaller error.
+The scale maps the block's amax to 6 in both formats, because INT4 values are multiplied by 6/7. Bit 7 of the stored
+scale byte is set if the codes are INT4; the other bits are the scale in E4M3.
 
-The scale puts the block's amax at 6 in both formats, because INT4 values are multiplied by 6/7. Bit 7 of the stored
-scale says whether codes are INT4; the other bits are the scale in E4M3. Source: fouroversix quantize/pytorch/
-reference.py, select_intfloat.
+Source: fouroversix quantize/pytorch/reference.py, select_intfloat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGER_FACTOR = np.float32(7 / 6)  # E2M1's 6 becomes 7
 
 
 class _Codes(NamedTuple):
-    """Hold the codes of elements in one of the two formats of IF4, and their values: both (m, blocks, block)."""
+    """The codes of elements in one of the two formats of IF4, and their values: both (m, blocks, block)."""
 
     codes: np.ndarray
     values: np.ndarray
@@ -42,7 +42,8 @@ def _scaled(blocks: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe:
 def _as_floats(scaled: np.ndarray, recipe: Recipe) -> _Codes:
     """Return the E2M1 codes of scaled elements, and the values of these codes.
 
-    With rounding "rnw", codes of values of 8 or more wrap to four bits. The result then has the values before wrapping.
+    With rounding "rnw", the code of a value of 8 or more wraps to four bits. The returned value is the one before
+    wrapping.
     """
     codes = encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
     return _Codes(show("code as E2M1", codes, E2M1), rounded_values(scaled, codes, recipe))

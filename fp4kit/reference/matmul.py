@@ -123,12 +123,13 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
 
 
 def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
-    """Return the sum of the products t and of c, rounded as an AMD CDNA3 matrix unit does: float32.
+    """Return the sum of the products t and of c, rounded as an AMD CDNA3 matrix unit does: float32 (M, N).
 
     All sums are rounded down (floor); `step` says how many bits each of them keeps (see FloorDotAdd). A zero result
     keeps its sign, NaN is 0x7FFFFFFF, and a result of 2^128 or more is infinite.
 
-    t: the products, Terms (M, N, K). c: the sums so far, Terms (M, N).
+    t: the products, Terms (M, N, K).
+    c: the sums so far, Terms (M, N).
     """
     sums = [Terms(t.significand[..., i :: step.sums], t.exponent[..., i :: step.sums]) for i in range(step.sums)]
     F, largest = step.fraction_bits, [part.exponent.max(axis=-1) for part in sums]
@@ -150,10 +151,9 @@ def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
 def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
     """Return C plus the products of one step of a matrix unit: float32 (M, N). c is not changed.
 
-    A DotAdd adds as truncated_sum does. A C of zero has the exponent step.zero_exponent.
-
-    A FloorDotAdd adds as floored_sum does. If it has one sum and no block scales, a product of 2^128 or more is
-    infinite.
+    - A DotAdd adds as truncated_sum does. A C of zero has the exponent step.zero_exponent.
+    - A FloorDotAdd adds as floored_sum does. If it has one sum and no block scales, a product of 2^128 or more counts
+      as infinite.
 
     a, b: the operands, cut to the K elements of the step.
     c: C, float32 (M, N).

@@ -13,7 +13,7 @@ from fp4kit.recipes import Recipe
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
     """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
 
-    An array of one dimension counts as a single row. All rows are joined into a single matrix if possible, which saves
+    An array of one dimension counts as a single row. Usually, all rows are joined into a single matrix, which saves
     calls. In three cases, there is one matrix per leading index instead:
 
     - blocks span several rows
@@ -42,13 +42,13 @@ def is_per_expert(amax: Any, recipe: Recipe) -> bool:
 
 
 def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
-    """Return the part of a tensor_amax, or tensor_scale, for matrix i in a stack.
-
-    amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block. shape:
-    (number of matrices, rows per matrix). The matrices of one expert are adjacent.
+    """Return the part of a tensor_amax, or tensor_scale, for matrix i in a stack; None if `amax` is None.
 
     The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
-    per row, (rows, blocks) for one entry per block. If amax is None, return None.
+    per row, (rows, blocks) for one entry per block.
+
+    amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block.
+    shape: (number of matrices, rows per matrix). The matrices of one expert are adjacent.
     """
     if amax is None or amax.ndim == 0:
         return amax

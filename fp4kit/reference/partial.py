@@ -22,8 +22,8 @@ from fp4kit.reference.tensor_rules import tensor_scale
 class Segment(NamedTuple):
     """A part of a shard that forms a rectangle in the matrix.
 
-    rows, columns: the rectangle.
-    elements: the indices of its elements in the shard.
+    rows, columns: the rectangle, as slices of the matrix.
+    elements: the slice of the shard that holds its elements, row by row.
     """
 
     rows: slice
@@ -34,8 +34,9 @@ class Segment(NamedTuple):
 def segments(start: int, length: int, K: int) -> Iterator[Segment]:
     """Yield segments that cover elements [start, start + length) of a flattened matrix with K columns.
 
-    The first segment is part of a row, then come whole rows, then part of a row. Each of the three may be missing. Many
-    whole rows are divided into several segments. A length of 0 gives no segment.
+    The first segment is part of a row, then come whole rows, then part of a row. Each of the three may be missing. A
+    segment of whole rows has at most TILE_ELEMENTS elements, or one row if that is longer; more rows give several
+    segments. A length of 0 gives no segment.
     """
     position = 0
     while position < length:

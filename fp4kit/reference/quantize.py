@@ -1,6 +1,5 @@
 """Quantize one matrix: convert elements to codes and block scales. Blocks run along the last axis.
-
-A matrix is processed in tiles of whole blocks (see blocks.py).
+A matrix is processed in tiles: rectangles of whole blocks, with m rows and k columns (see blocks.py).
 """
 
 from __future__ import annotations
@@ -55,10 +54,13 @@ class EncodeOptions(NamedTuple):
 
 
 def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """Return the elements of a tile as contiguous float32, ready for quantization: x itself if it is that already.
+    """Return the elements of a tile as contiguous float32, ready for quantization.
 
-    hadamard: the sign mask of a Hadamard transform; None for no transform. With a mask, the elements are first
-    transformed, and the result is rounded to the dtype of x. recipe is not used.
+    With a Hadamard transform, the elements are transformed first, and the result is rounded to the dtype of x. If x is
+    already contiguous float32 and there is no transform, x itself is returned.
+
+    hadamard: the sign mask of the Hadamard transform; None for no transform.
+    recipe: not used.
     """
     if hadamard is not None:
         x = show("element after the Hadamard transform", hadamard_blocks(x, hadamard))
@@ -105,15 +107,20 @@ def quantize_tile(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the codes (m, k) and block scale codes (m, k / block) of float32 x (m, k).
 
-        scale = code(amax, tensor)
-        factor = factor(scale, amax, tensor)
-        codes = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
+        scales = code(amax, tensor)
+        f = factor(scales, amax, tensor)
 
-    Here code() and factor() are the functions of the recipe's block rule. There are three exceptions:
+    code() and factor() are the functions of the recipe's block rule. recipe.apply says how elements become codes:
+
+    - "multiply": x * f is encoded.
+    - "divide": x / f is encoded.
+    - "compare": the code is chosen whose value * f is nearest to x. With random numbers, x / f is encoded instead.
+
+    There are three exceptions:
 
     - A 4over6 recipe tries two scales per block (see quantize_four_over_six).
     - IF4 tries two element formats per block (see quantize_if4).
-    - If the recipe has no block scales, None is returned for the scale codes, and the factor is the tensor scale.
+    - If the recipe has no block scales, None is returned for the scale codes, and f is the tensor scale.
 
     Codes are uint8, one per byte. The scale of a block of several rows is repeated for each row.
 
@@ -199,7 +206,7 @@ def encode_elements(
         recipe: the recipe.
         dtype: the dtype of the elements before they were converted to float32.
         random: random numbers for stochastic rounding, one per element, or None.
-        tensor: the tensor scale, of which some recipes apply the encode scale after the factor.
+        tensor: the tensor scale. Some block rules also multiply the scaled elements by its field `encode`.
     """
     factor = show(_FACTOR_NAMES[recipe.apply], factor)
     if recipe.apply == "compare" and random is None:
@@ -237,10 +244,10 @@ def encode_elements(
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the codes that auto-round stores: its packing decodes the given codes and encodes the values again.
 
-    With value = T(decode(code) / factor), where T rounds to the dtype of the elements and 1 / 0 counts as 0:
+    With value = T(decode(code) * (1 / factor)), where T rounds to the dtype of the elements and 1 / 0 counts as 0:
 
-    - E8M0 scales: T(value / T(1 / factor)) is encoded. In a format without NaN, inf gets the code of zero, because all
-      its distances are infinite.
+    - E8M0 scales: T(value / T(1 / factor)) is encoded. In a format without NaN, an infinite quotient gets the code of
+      zero, because all its distances are infinite.
     - E4M3 scales: value * factor is encoded.
 
     scaled: the elements times the factor. Where it is NaN, value is NaN. Source: auto-round

@@ -55,11 +55,12 @@ class KeptCodes(NamedTuple):
 
 
 def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
-    """Return q cast from MXFP4 to the NVFP4 recipe target, with the codes of q.
+    """Return q cast from MXFP4 to the NVFP4 recipe target, with its element codes kept, as a KeptCodes; or None.
 
-    The codes are copied, except that code 8 (-0) becomes 0 if q decodes it to +0. The tensor scale is 2^m. m is the
-    largest scale exponent among blocks with a nonzero code, minus 8. If all codes are zero, m is 0. Blocks whose codes
-    are all zero get the scale 0. The result has the shape, dtype and scale layout of q.
+    The codes are copied, except that code 8 (-0) becomes 0 if q decodes it to +0. The tensor scale is 2^m, where m is
+    the largest scale exponent among the blocks with a nonzero code, minus 8. If all codes are zero, m is 0. Blocks
+    whose codes are all zero get the scale 0. The cast array has the shape, dtype and scale layout of q. q is not
+    changed.
 
     Return None in three cases:
 
@@ -89,9 +90,10 @@ def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
 
 
 def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray | None:
-    """Return the tensor amax from which target's tensor rule makes the scale 2^m for each of the given dtypes.
+    """Return the tensor amax that gives the tensor scale 2^m: full_range(target) * 2^m, as float32.
 
-    Return None if no float32 number is this amax, or if the rule makes another scale for one of the dtypes.
+    Return None if this product is infinite, or if target's tensor rule makes another scale from it for one of the
+    dtypes.
     """
     with np.errstate(over="ignore"):
         amax = np.asarray(np.ldexp(full_range(target), m), np.float32)

@@ -29,8 +29,9 @@ def hadamard_factor(size: int) -> np.float32:
 def rotate(x: np.ndarray, r: Rotation) -> np.ndarray:
     """Return x (outer, length, inner) with every block along the middle axis rotated, in the shape and dtype of x.
 
-    Elements are widened to float32, multiplied by the signs of the Rotation r, rotated, and rounded once to the dtype
-    of x. If r.inverse is True, the results are multiplied by the signs instead. NaN results are the positive quiet NaN.
+    The steps are: widen the elements to float32, multiply them by the signs of the Rotation r, rotate, and round once
+    to the dtype of x. If r.inverse is True, the rotated elements are multiplied by the signs instead of the inputs. NaN
+    results are the positive quiet NaN.
     """
     outer, length, inner = x.shape
     y = x.astype(np.float32).reshape(outer, length // r.size, r.size, inner)

@@ -1,8 +1,8 @@
-"""Search amaxes: try a grid of multiples of each amax and keep the best.
+"""Search amaxes: try a grid of multiples of each amax, and keep the multiple with the smallest loss.
+The loss is the sum of a power of the errors of fake quantization. An amax may cover a tensor, an expert, a row or a
+block.
 
-This search is for recipes without block scales, and for recipes with amax rules. The best multiple gives the smallest
-loss. The loss is the sum of a power of the errors of fake quantization. An amax may cover a tensor, an expert, a row or
-a block.
+This search is for recipes without block scales, and for recipes with amax rules.
 
 The grid and the choice come from Model-Optimizer 0.47, torch/quantization/calib/mse.py MseCalibrator. MseCalibrator
 sums float32 errors in PyTorch's order. This search computes exact errors and sums them in float64.

@@ -99,15 +99,13 @@ class TriedCodes:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return a function error(amax, which), which measures the error of quantizing blocks of x with given amaxes.
+    """Return a function error(amax, which) that measures how well candidate amaxes quantize the blocks of x.
 
-    best_by_block uses it to compare candidate amaxes.
+    error returns the sum of squared errors of each selected block: float32, 1-d. Squares are added in float32, in the
+    order that PyTorch uses on a CPU. best_by_block uses it to compare candidates.
 
-    which: a mask that selects blocks.
     amax: the candidate amax of each block.
-
-    It returns the sum of squared errors of each selected block. Squares are added in float32, in the order that PyTorch
-    uses on a CPU.
+    which: a mask that selects blocks.
     """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
@@ -124,10 +122,10 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return code(amax), a function from amaxes to scale codes, by which best_by_block skips candidates of equal error.
+    """Return a function code(amax) that gives the scale codes of amaxes; None if equal codes may have different errors.
 
-    Return None if the recipe's element codes depend on the amax itself, and not only on the scale code. Then no
-    candidate may be skipped.
+    best_by_block uses the function to skip candidates whose scale code was already tried. It is None if the recipe's
+    element codes depend on the amax itself, and not only on the scale code.
     """
     name = recipe.block_rule or ""
     if rules.BLOCK_RULES[name].reads_amax:
@@ -136,9 +134,9 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
-    """Return a search function that multiplies a block's amax by each of the factors, as auto-round does.
+    """Return a search function that tries each block's amax times each of the factors, as auto-round does.
 
-    The search returns, for each block, the multiplied amax with the smallest squared error.
+    The search function returns, for each block, the multiple with the smallest squared error.
     """
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

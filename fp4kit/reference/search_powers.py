@@ -1,7 +1,8 @@
 """Search E8M0 block scales: try powers of two near the amax of each block, and keep the best.
+A candidate is amax * 2^j with an integer j. The best candidate gives the smallest loss, a sum over the errors of the
+block's elements.
 
-The best scale gives the smallest loss, a sum over the errors of the block's elements. Every candidate is quantized and
-dequantized with the recipe's own arithmetic.
+Every candidate is quantized and dequantized with the recipe's own arithmetic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Search E4M3 block scales: try every candidate, with the float32 operations of Model-Optimizer's Triton kernels.
+A candidate is a block amax that gives one of the 126 positive E4M3 scales. The best candidate gives the smallest loss.
+The loss is a sum over the errors of the block's elements, or a quadratic form of the errors with a Hessian.
 
-The best candidate gives the smallest loss. The loss is a sum over the errors of the block's elements, or a quadratic
-form of the errors with a Hessian. Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as
-Triton 3.6 compiles it for sm_90.
+Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as Triton 3.6 compiles it for sm_90.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
 
 
 def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms = DEFAULT_TERMS) -> np.ndarray:
-    """Return, for each block of float32 x, the candidate amax with the smallest loss: one float32 number per block.
+    """Return, for each block of float32 x (M, K), the candidate amax with the smallest loss.
 
-    Among equal losses, the smallest amax is taken. If every loss is NaN or infinite, it is the smallest candidate that
-    terms allow.
+    The result is float32 (ceil(M / block rows), K / 16). Among equal losses, the smallest amax is taken. If every loss
+    of a block is NaN or infinite, it is the smallest candidate that terms allow.
 
     amax: the tensor amax.
     terms: the range of candidates and the loss.

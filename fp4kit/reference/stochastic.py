@@ -1,4 +1,6 @@
-"""Round stochastically with given random numbers, and generate random bytes by Philox, a counter-based generator."""
+"""Round stochastically with given random numbers, and generate random bytes by Philox, a counter-based generator.
+A tile is a rectangle (m, k) of a matrix (M, K), for which random numbers are generated at once.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ class RandomStream(NamedTuple):
 
 
 class GivenNumbers(NamedTuple):
-    """The random numbers of a matrix, given by the caller in an array (M, K): uint8 bytes, or float32 from 0 to 1."""
+    """The random numbers of a matrix that the caller gives, as an array (M, K): uint8 bytes, or float32 from 0 to 1."""
 
     numbers: np.ndarray
 
@@ -94,7 +96,8 @@ class GivenNumbers(NamedTuple):
 class Noise(NamedTuple):
     """The random words of a tile for MSLK's stochastic rounding: uint32. Only their low 22 bits count.
 
-    elements: (m, k). blocks: (m, k / block).
+    elements: one word per element, (m, k).
+    blocks: one word per block, (m, k / block).
     """
 
     elements: np.ndarray
@@ -105,7 +108,9 @@ PlaceT = TypeVar("PlaceT", bound="_Place")
 
 
 class _Place(NamedTuple):
-    """The place of a matrix in an array whose elements and blocks are counted in row-major order.
+    """The place of a matrix in an array, for random numbers that are drawn by the position of an element or a block.
+
+    Elements and blocks of the array are counted in row-major order.
 
     seed: the seed of the random numbers.
     first: the position of the matrix's element (0, 0) in the whole array.
@@ -123,7 +128,10 @@ class _Place(NamedTuple):
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
     def positions(self, rows: slice, columns: slice, step: int = 1) -> np.ndarray:
-        """Return the positions of every step-th element of a tile in the array: int64 (m, k / step)."""
+        """Return the positions, in the whole array, of the elements of a tile: int64 (m, k / step).
+
+        step: the distance of the returned elements within a row; 1 returns all of them.
+        """
         starts = self.first + np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] * self.K
         return starts + np.arange(columns.start, columns.stop, step)
 

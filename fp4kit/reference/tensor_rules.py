@@ -73,8 +73,8 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def full_range(recipe: Recipe) -> np.float32:
     """Return the tensor amax for which the tensor scale is 1: the largest element value times the largest block scale.
 
-    For most recipes that is 2688 = 6 * 448. The largest block scale is recipe.scale_max. For the tensor rule
-    fouroversix_4, 4 takes the place of the largest element value.
+    For most recipes, this is 2688 = 6 * 448. The largest block scale is recipe.scale_max. The tensor rule fouroversix_4
+    uses 4 instead of the largest element value.
     """
     return np.float32(rules.TOPS.get(recipe.tensor_rule or "", recipe.element.max) * np.float32(recipe.scale_max))
 

@@ -1,8 +1,8 @@
 """Record the intermediate results of the specification, so that fp4kit.explain can show them.
+The functions of fp4kit.reference pass these results through show(), which returns them unchanged. Within
+`with traced() as steps`, show() also appends each result to the list `steps`.
 
-The functions of fp4kit.reference pass each result that a reader may want to see through show(), under a name. show()
-returns the result unchanged. Within `with traced() as steps`, it also appends a Step to the list `steps`. So the steps
-are what the specification computes, not a second computation.
+The steps are the results of the specification itself, not those of a second computation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _steps: ContextVar[list[Step] | None] = ContextVar("steps", default=None)
 
 
 def show(name: str, result: T, format: ElementFormat | None = None) -> T:
-    """Return result unchanged. If steps are being recorded, first append result to them under the given name.
+    """Return result unchanged. If steps are being recorded, first append a Step with a copy of the result.
 
+    name: the name of the step.
     format: the format of the codes that result consists of; None for numbers.
     """
     steps = _steps.get()
@@ -49,7 +50,7 @@ def show(name: str, result: T, format: ElementFormat | None = None) -> T:
 
 @contextmanager
 def traced() -> Iterator[list[Step]]:
-    """Yield a list to which show() appends a Step per call within the with block, in the current thread or task.
+    """Yield a list to which each call of show() within the with block appends a Step, in the current thread or task.
 
     Within a nested block, steps go to the inner list only. The list stays usable after the block.
     """

@@ -15,7 +15,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     The M codes of a row of the result must fill whole bytes.
 
     stored: uint8, one row per row of the matrix.
-    packing: ElementFormat.packing, which says how many codes are in how many bytes.
+    packing: the packing of the element format (ElementFormat.packing): how many codes share how many bytes.
     """
     (M, wide), codes = stored.shape, packing.codes
     K = wide // packing.bytes * codes
