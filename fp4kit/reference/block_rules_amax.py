@@ -1,7 +1,7 @@
 """Define the amax rules: block rules for user-defined formats, which belong to no producer.
-An amax rule scales a block so that its amax, the largest magnitude, maps to M, the largest magnitude of an element (1
-for MX4; ElementFormat.amax_target). S(x) is the code of x in the recipe's scale format; too large numbers get the code
-of the largest value. A rule is a pair of functions (see block_rules.py, which explains their arguments).
+An amax rule scales each block so that its amax, the largest magnitude, maps to M, the largest magnitude of an element
+(1 for MX4; ElementFormat.amax_target). S(x) is the code of x in the recipe's scale format; too large numbers get the
+code of the largest value. A rule is a pair of functions (see block_rules.py, which explains their arguments).
 
 All arithmetic is float32 and rounds to nearest even after every written operation.
 """

@@ -1,7 +1,6 @@
 """Build arguments for the calls in fuzz programs: amaxes, options, and preallocated outputs.
-
-A *fault* is a deliberate mistake in a case, so that fp4kit must reject its call. The functions here also apply the
-fault of a case.
+A case describes one random test, and a program is the list of calls that the test makes. A fault is a deliberate
+mistake in a case, so that fp4kit must reject its call. The functions here also apply the fault of a case.
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:
-    """Apply the fault of a fuzz case if it is a wrong length, axis or dtype, and return the case.
+    """Return the case with its fault applied to x or the axis, or unchanged if the fault concerns other arguments.
 
-    A fault is a deliberate mistake that fp4kit must reject. Other faults leave the case unchanged; the functions below,
-    which build options, apply them. A wrong length is left out for recipes that allow every length, and a wrong dtype
-    for arrays of uint8.
+    - "length": the quantized axis of x is one element too long, unless the recipe allows every length.
+    - "axis": the axis is out of range.
+    - "dtype": x is float64, unless it is uint8.
+
+    The functions below that build options apply the other faults.
     """
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:

@@ -1,9 +1,8 @@
 """Draw random test arrays from a seed, with strides, axis orders and offsets in memory; and make guarded outputs.
+Filler is the byte 0x5A, which fills the memory around and between the elements of a view. Guards are the filler around
+an output; a call must not change them.
 
 The printed program of a failing case calls these functions, so it builds the arrays that were compared.
-
-Local words: *filler* is the byte 0x5A, which fills the memory around and between the elements of a view. *Guards* are
-the filler around an output. A call must not change them.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ class View:
     """The memory layout of an array that is a strided view of a larger array.
 
     Attributes:
-        order: the axes in the order of memory, the slowest-varying first.
-        steps: the step along each axis of the larger array; a negative step reverses the axis.
-        offset: number of elements in front of the view.
+        order: the axes of the array in the order of memory, the slowest-varying first.
+        steps: for each axis, the step with which the view takes elements of the larger array; a negative step reverses
+            the axis.
+        offset: the number of elements of the larger array in front of the view.
     """
 
     order: tuple[int, ...]
@@ -371,7 +371,7 @@ def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> A
 def touched(g: Guarded) -> int:
     """Return the number of guard bytes of an output that have changed since guarded() made it.
 
-    The number is 0 if calls wrote only to the elements of the output. Nothing is changed.
+    The number is 0 if calls wrote only to the elements of the output.
     """
     total = 0
     for whole, shape, step, dtype in g.buffers:

@@ -1,4 +1,6 @@
 """Run a fuzz program on the specification and a second engine, and compare the results after every statement.
+A program is a list of statements: Make an array or recipe, call a function (ProgramCall), or require that two results
+are equal (Same).
 
 A case ends as equal, rejected by both engines, declined by the second engine (NotImplementedError), or failed.
 """
@@ -158,7 +160,7 @@ class EngineRun:
     def host(self, argument: Any) -> Any:
         """Return an argument with every Ref in it replaced by its result, and with CuPy arrays copied to NumPy arrays.
 
-        So results of different engines can be compared. NumPy arrays are not copied.
+        This makes results of different engines comparable. NumPy arrays are not copied.
         """
         return self.place.engine.get(self.value(argument))
 

@@ -176,7 +176,7 @@ def drawn_codes(pattern: str, name: str, rng: Rng, shape: Shape, dtype: np.dtype
 
     pattern: a key of PATTERNS, such as "near 1".
     name: the name of the format, a key of FORMATS.
-    dtype: uint8.
+    dtype: the dtype of the result, always uint8.
     """
     codes: np.ndarray = PATTERNS[pattern](rng, shape, codes_of(np.dtype(FORMATS[name]))).astype(dtype)
     return codes
@@ -187,7 +187,7 @@ def drawn_scales(low: int, high: int, rng: Rng, shape: Shape, dtype: np.dtype) -
 
     In a third of the draws, about 2 % of the scales are replaced by 0 or by a random byte.
 
-    dtype: uint8.
+    dtype: the dtype of the result, always uint8.
     """
     scales = rng.integers(low, high, shape).astype(dtype)
     other = np.where(rng.random(shape) < 0.5, 0, rng.integers(0, 256, shape)).astype(dtype)

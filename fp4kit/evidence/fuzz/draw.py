@@ -1,4 +1,6 @@
 """Draw a fuzz case from an integer: plain data that describes an operation, a recipe, arrays and options.
+The pool (pool.py) holds the recipes, operations and options that may be drawn. A variant is a recipe with some fields
+changed.
 
 Options contain no sizes. An option says, for example, only that a call gets an array of random bytes. The sizes of
 amaxes, random bytes and outputs follow from the shapes of the arrays when the program is built. A case therefore stays
@@ -42,11 +44,10 @@ BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """The options of a fuzz case: everything except the operation, recipe, arrays and axis.
+    """The options of a fuzz case: everything except the operation, recipe, arrays, axis and matrix product.
 
-    Every default is the simplest choice.
-
-    Random bytes and amaxes are drawn from ``seed``.
+    Every default is the simplest choice, such as no option or the linear layout. Random bytes and amaxes are drawn from
+    ``seed``.
     """
 
     seed: int = 0

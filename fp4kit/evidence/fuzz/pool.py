@@ -1,4 +1,6 @@
-"""Define the pool of recipes, operations and options that fuzz cases are drawn from, and pick from it at random."""
+"""Define the pool of recipes, operations and options that fuzz cases are drawn from, and pick from it at random.
+A case describes one random test. A variant is a recipe, or a matrix unit, with some fields changed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Print the program of a failing case as Python source, so that the failure can be reproduced."""
+"""Print the program of a failing case as Python source, so that the failure can be reproduced.
+A program is a list of statements (program_ir.py): Make an array or recipe, call a function (ProgramCall), or require
+that two results are equal (Same). A Ref refers to the result of an earlier statement.
+"""
 
 from __future__ import annotations
 
@@ -118,8 +121,8 @@ def _names(statement: Any) -> set[str]:
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
     """Yield the lines of Python source for a statement.
 
-    If the result is to be compared between engines, the last line is a ``yield`` of the result. If only the
-    specification runs the statement, the lines stand under "if on.host:".
+    If the statement is a call whose result is compared between engines, the last line is a ``yield`` of the result. If
+    only the specification runs the statement, the lines stand under "if on.host:".
 
     writable: the names of arrays that calls may write to.
     """

@@ -1,4 +1,7 @@
-"""Describe and draw matrix products (operation "matmul"): two operands, a matrix unit, an addend and a factor."""
+"""Describe and draw matrix products (operation "matmul"): two operands, a matrix unit, an addend and a factor.
+An operand is an array or a Quantized. A matrix unit models how hardware adds the products, in steps of some products
+each; a unit may have an order of addition instead of steps. The pool holds the recipes and units to draw from.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +194,10 @@ def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
 
 
 def _other_step(d: Picks, step: Any) -> Any:
-    """Return a copy of ``step`` with random bit counts and zero_exponent; k is kept or, less often, doubled."""
+    """Return a copy of ``step`` with random bit counts and a random zero_exponent.
+
+    In a third of the draws, k is doubled. The bit counts are fraction_bits, and output_bits (DotAdd) or sum_bits (other steps).
+    """
     changes: dict[str, Any] = {"k": step.k * int(d.pick((1, 1, 2))), "zero_exponent": -int(d.pick((900, 139, 120, 2)))}
     if isinstance(step, DotAdd):
         changes |= {"fraction_bits": int(d.rng.integers(1, 41)), "output_bits": int(d.rng.integers(1, 24))}
@@ -206,9 +212,11 @@ def _other_step(d: Picks, step: Any) -> Any:
 def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
     """Return a random matrix product. If operand ``a`` is a Quantized, it has the given recipe.
 
-    The matrix unit is one of the pool that supports both operands. There are two exceptions, in which it is any unit of
-    the pool, so that the call may have to be rejected: no unit of the pool supports the operands of 20 draws, or the
-    pool allows faults, in 3 % of the draws.
+    The matrix unit is one of the pool that supports both operands. In two cases, it is any unit of the pool, so that
+    the call may have to be rejected:
+
+    - For none of 20 drawn pairs of operands, the pool has a unit that supports them.
+    - The pool allows faults: in 3 % of the draws.
     """
     for _ in range(20):
         kinds = _kinds(d, recipe)
@@ -234,9 +242,10 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
     """Return the kinds of two operands, as a pair. A kind is the dtype of an array, or the recipe of a Quantized.
 
-    In 30 % of the draws, both kinds are dtypes: equal ones, or two of one float8 family. Otherwise, both are recipes:
-    the first is `recipe`, and the second is `recipe` too, or one with which a matrix unit of real hardware can multiply
-    it.
+    - In 30 % of the draws, both kinds are dtypes. They are equal, but a float8 dtype may be paired with another one of
+      its family (fnuz or not).
+    - Otherwise, both are recipes: the first is `recipe`, and the second is `recipe` too, or one with which a matrix
+      unit of real hardware can multiply it.
     """
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))

@@ -168,7 +168,7 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 
 
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
-    """Return a list with one argument per array of a group, such as its amax, for a grouped function.
+    """Return one argument of a grouped function, such as its amaxes: a list with one entry per array of the group.
 
     Return None if the case does not pass this argument, or if the group is empty.
 
@@ -176,7 +176,7 @@ def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str
         p: the program.
         case: the case.
         make: the function tensor_amax or block_amax of arguments.py, which is called for each array.
-        name: the beginning of the arguments' names.
+        name: the beginning of the entries' names in the program.
         count: number of arrays.
     """
     found = [make(p, case, i, f"{name}{i}") for i in range(count)]
@@ -219,10 +219,10 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """Return the positional arguments that follow x in a call of amax, and the argument axis, as a pair.
+    """Return the arguments of a call of amax besides x: (positional arguments after x, argument axis).
 
-    If the case divides a matrix into shards (options.cuts), they are the recipe and the quantized axis. Otherwise,
-    there is no recipe, and axis is what to reduce: None, one axis, or a tuple of all axes.
+    - If the case divides a matrix into shards (options.cuts): the recipe, and the quantized axis.
+    - Otherwise: no positional argument, and the axes to reduce: None, one axis, or a tuple of all axes.
     """
     if case.options.cuts:
         return (Ref("r"),), case.axis
@@ -336,8 +336,11 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 def _swizzle(p: Program, case: DrawnCase) -> None:
     """Append calls that convert the block scales of a Quantized to the layout ``target_layout``, and back.
 
-    Three equalities are required. Both unswizzled results are equal: of the Quantized and of its converted form. The
-    layout ``layout`` gives the first Quantized again. Decoded values do not change.
+    Three equalities are required:
+
+    - Unswizzling the converted Quantized gives the same result as unswizzling the original.
+    - Converting that result to the original layout gives the original Quantized again.
+    - The converted Quantized decodes to the values of the original.
     """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -420,7 +423,7 @@ def _scales_by_finite(case: DrawnCase) -> bool:
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Append a call that casts several weights by cast_master_weights in one process, and one quantize per weight.
+    """Append a call of cast_master_weights that casts several weights in one process, and one quantize per weight.
 
     The results must be equal. With the option ``columnwise``, for square blocks, the transposes are compared too.
     """

@@ -1,4 +1,6 @@
-"""Build the program that searches block scales (operation "search_scales")."""
+"""Build the program that searches block scales (operation "search_scales"): calls, and which results must be equal.
+`p` is the program, to which statements are appended, and `case` describes the array x, the recipe and the options.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
-    """Append calls to search_scales, and the statements that their results must be equal.
+    """Append calls to search_scales, and Same statements for the results that must be equal.
 
     - If x is strided, a contiguous copy of x must give the same result.
     - Weights of 1 must give the result of a search without weights. This call is left out for cases with weights or a

@@ -1,4 +1,6 @@
-"""Build the program that quantizes with given scales (arguments block_scale and tensor_scale)."""
+"""Build the program that quantizes with given scales (arguments block_scale and tensor_scale).
+`p` is the program, to which statements are appended, and `case` describes the array x, the recipe and the options.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,13 @@ SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor s
 
 
 def with_scales(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize with the scales that an earlier quantize gave, and with random scales.
+    """Append calls that quantize x: first as usual, then with the scales of the first result, then with random scales.
 
-    If gives_back(recipe, dtype) is True, the program also requires that the scales of the earlier call give the codes
-    of that call again. The later call computes block amaxes from x. So it is not required to give the same codes if the
-    earlier call had other block amaxes (given, searched or random), and the recipe computes factors from amaxes or
-    flushes subnormals.
+    - The second result must hold the scales that were passed.
+    - The second result must also have the codes of the first result if gives_back(recipe, dtype) is True. There is an
+      exception: the second call computes block amaxes from x. If the first call had other block amaxes (given, searched
+      or random), and the recipe computes factors from amaxes or flushes subnormals, the codes may differ.
+    - Results with random scales are decoded and compared between engines.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options, amax = codes_options(p, case), tensor_amax(p, case)
@@ -66,7 +69,7 @@ def _scales_of(r: Recipe) -> dict[str, bool]:
 def gives_back(r: Recipe, dtype: str) -> bool:
     """Return True if quantizing with the scales of an earlier result must give that result's codes again.
 
-    This is so in two cases:
+    There are two cases:
 
     - Elements are not multiplied by the encode scale, so that the scales alone determine the codes.
     - x has a 16-bit dtype, because the stored tensor scale then determines the amax. The tensor rule te_primary_weight

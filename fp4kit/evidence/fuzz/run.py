@@ -44,7 +44,7 @@ class Failure:
 
     Attributes:
         case: the integer that the case is drawn from.
-        kind: kind of the verdict.
+        kind: the kind of the failure, such as "differs" (see check.Verdict).
         function: the function that failed.
         text: what is wrong.
         drawn: the case as one line.
@@ -66,8 +66,9 @@ class Report:
     """The counts and failures of a fuzzer run.
 
     Attributes:
-        operations: {operation: counts of COUNTED}.
-        sums: {id of a unit: number of sums of matmul compared, equal in every bit}. Variants count for their unit.
+        operations: {operation: {name of a count: count}}, with the names in COUNTED, such as "cases" and "failed".
+        sums: {id of a matrix unit: number of sums of matmul that were compared and equal}. Variants count for their
+            unit.
         reasons: {why a call was rejected or declined: number of such calls}.
         redrawn: number of variants that Recipe rejected.
         seconds: running time.
@@ -121,8 +122,8 @@ class Report:
     def wants(self, failure: Failure | Verdict) -> bool:
         """Return True if a failure should be added to the report.
 
-        That is so if the report has failures of fewer than MAX_FAILURES kinds and functions, and none with the kind and
-        function of this one.
+        A failure is added if the report has failures of fewer than MAX_FAILURES kinds and functions, and none with the
+        kind and function of this one.
         """
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported

@@ -1,6 +1,5 @@
 """Shrink a failing case to a smaller case that fails in the same way.
-
-The first simpler candidate that still fails replaces the case. This is repeated until no candidate fails.
+The first simpler case that still fails replaces the case. This is repeated until no simpler case fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Shrink arrays of failing cases: which parts of an axis to keep, and which elements to set to zero or one."""
+"""Shrink arrays of failing cases: which parts of an axis to keep, and which elements to set to zero or one.
+shrink.py tries the arrays in order, and keeps the first one with which the case still fails.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are
 
 
 def parts(n: int, unit: int) -> Iterator[slice]:
-    """Yield slices of an axis of length ``n`` to keep: the first unit, each half, all but the last or first unit.
+    """Yield slices of an axis of length ``n``, to try keeping only that part of the axis.
 
-    A unit is ``unit`` elements, and the halves are divided at a multiple of the unit. If ``n`` is above 16, the slices
-    for the least common multiple of ``unit`` and 16 follow. Slices that are empty or keep the whole axis are left out.
+    A unit is ``unit`` elements. The slices are the first unit, each half (divided at a multiple of the unit), all but
+    the last unit, and all but the first unit. If ``n`` is above 16, the same slices follow for a unit that is the least
+    common multiple of ``unit`` and 16. Slices that are empty or keep the whole axis are left out.
     """
     for step in sorted({unit, lcm(unit, 16) if n > 16 else unit}):
         half = n // 2 // step * step

@@ -1,4 +1,6 @@
-"""Shrink a failing matrix product: fewer matrices, rows and elements along K, and simpler operands."""
+"""Shrink a failing matrix product: fewer matrices, rows and elements along K, and simpler operands.
+shrink.py tries the products in order, and keeps the first one that still fails.
+"""
 
 from __future__ import annotations
 

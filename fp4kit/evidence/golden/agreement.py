@@ -1,5 +1,4 @@
 """Find which recipes give the same bytes on ordinary data, for each input dtype.
-
 Ordinary data is finite and contains no -0 and no subnormals.
 """
 

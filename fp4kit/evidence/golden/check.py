@@ -1,13 +1,9 @@
-"""Compare recipes with recorded outputs of producers. A *mask* (bool, True: excused) says what is not compared.
+"""Compare recipes with recorded outputs of producers, bit for bit.
+A row (GoldenRow) says which recorded outputs a recipe must equal. A case (RecordedCase) is one input of a row. A part
+is one recorded array of a case, such as "codes". A mask is a bool array in the shape of the input, True for excused
+elements: they may differ.
 
 `fp4kit recipes --check` prints the result; the tests assert it.
-
-Local words:
-
-- A *row* (GoldenRow) says which recorded outputs a recipe must equal.
-- A *case* (RecordedCase) is one input of a row.
-- A *part* is one recorded array of a case, such as "codes".
-- A *mask* is a boolean array in the shape of the input, True for elements whose differences are excused.
 
 By default the results of the specification are compared. `fp4kit selftest` passes the EngineOperations of another
 engine instead. Every array is compared bit for bit, with two exceptions. A row may excuse differences by `skip` and
@@ -47,7 +43,7 @@ Mask = np.ndarray
 
 
 class EngineOperations(NamedTuple):
-    """Public functions that run on one engine, such as quantize; they take and return NumPy arrays."""
+    """The public functions of fp4kit that are compared, bound to one engine. They take and return NumPy arrays."""
 
     quantize: Callable[..., Any]
     fake_quantize: Callable[..., np.ndarray]
@@ -58,7 +54,7 @@ class EngineOperations(NamedTuple):
 
     @classmethod
     def of(cls, engine: ComparedEngine) -> EngineOperations:
-        """Return the functions, bound so that they run on ``engine`` and take and return NumPy arrays."""
+        """Return the public functions, bound so that they run on ``engine`` and take and return NumPy arrays."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
@@ -209,10 +205,13 @@ def _skip_flushed_block(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask of the values not to compare, because Quark scaled them by something other than the stored scale.
+    """Return a mask of the elements that are not compared, because Quark did not scale them by the stored scale.
 
-    The recorded array "scale_applied" has the scales that Quark applied. Blocks with inf or NaN are not compared
-    either, whether or not that array was recorded.
+    The mask covers two kinds of blocks:
+
+    - blocks in which the recorded array "scale_applied", the scale that Quark used, differs from the stored scale;
+      there are none if that array was not recorded
+    - blocks with inf or NaN
     """
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:
@@ -229,13 +228,13 @@ class RecordedCase:
     """One input of a GoldenRow, the producer's recorded outputs for it, and the recipe that must give these outputs.
 
     Attributes:
-        row: the row.
-        golden: the set that holds the recorded arrays.
-        name: name of the input.
+        row: the GoldenRow.
+        golden: the GoldenSet that holds the recorded arrays.
+        name: the name of the input.
         recipe: the recipe, with the block size of the row.
         x: the input.
         ops: the engine's functions whose results are compared.
-        q: the engine's result of quantize, set when the case is compared.
+        q: the result of the engine's quantize. It is set when the case is compared.
     """
 
     row: GoldenRow
@@ -251,9 +250,10 @@ class RecordedCase:
         return f"{self.name}/{self.row.variant}/{part}"
 
     def part(self, part: str) -> np.ndarray | None:
-        """Return the recorded array named ``part``, or None if it was not recorded. uint16 is returned as bfloat16.
+        """Return the recorded array named ``part``, or None if it was not recorded.
 
-        If the array was recorded both on a CPU and on a GPU, return the array from the GPU.
+        If the array was recorded both on a CPU and on a GPU, return the array from the GPU. Arrays stored as uint16 are
+        bfloat16 bit patterns, and are returned as bfloat16.
 
         part: the name of the array, such as "codes", "scales" or "global_amax".
         """
@@ -287,9 +287,14 @@ class RecordedCase:
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments with which quantize or fake_quantize is called for this case.
 
-        They are the row's options and the amaxes that ``row.given_amaxes`` takes from the file: "tensor" and
-        "global_scale" take a tensor amax, and "static" block amaxes too. An amax that was not recorded or holds NaN is
-        left out, so that the call computes it.
+        They are the row's options, random numbers for stochastic rounding if the row has a torch_seed, and recorded
+        amaxes. The field ``row.given_amaxes`` says which amaxes:
+
+        - "tensor" or "global_scale": tensor_amax
+        - "static": tensor_amax and block_amax
+        - "": none
+
+        An amax that was not recorded or holds NaN is left out, so that the call computes it.
         """
         options = dict(self.row.options)
         if self.row.torch_seed is not None:
@@ -352,8 +357,8 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) 
 def check_recipe(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
     """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
 
-    These arrays are the outputs of all rows of the recipe, and those that check_bytes compares. A recipe without
-    recorded arrays gives a GoldenResult with the count 0.
+    The arrays are the outputs of all GoldenRows of the recipe, and the arrays that check_bytes compares. A recipe
+    without recorded arrays gives a GoldenResult with the count 0.
 
     name: the recipe's id.
     golden: the recorded arrays.

@@ -1,8 +1,9 @@
 """Read recorded outputs of the producers (golden vectors): a directory with one `<file>.npz` per producer.
-
 The keys of a file are `<input>/<variant>/<part>`, such as "normal__bf16/nvfp4/codes". The keys of `inputs.npz` are the
-names of the inputs. A file has the original form (numpy.savez) or the packed form (fp4kit/evidence/golden/packed.py); a
-directory may hold both. tools/pack_golden.py packs files. fp4kit/evidence/recorded/README.md describes the arrays.
+names of the inputs. A file is either a plain file, as numpy.savez writes it, or a packed file (see packed.py).
+
+A directory may hold both kinds of files. tools/pack_golden.py packs files. fp4kit/evidence/recorded/README.md describes
+the arrays.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class GoldenSet:
 
     @classmethod
     def find(cls) -> GoldenSet:
-        """Open the set in the package, fp4kit/evidence/recorded. Raises FileNotFoundError if it is missing."""
+        """Open the recorded outputs that the package contains, fp4kit/evidence/recorded.
+
+        Raises FileNotFoundError if they are missing.
+        """
         return cls.open(RECORDED)
 
     def files(self) -> tuple[str, ...]:
@@ -124,7 +128,7 @@ class GoldenSet:
 
 
 class _ArrayFiles:
-    """Read the .npz files of a directory: call the object with NAME to get {key: array} of NAME.npz.
+    """A cache of the .npz files of a directory. Call the object with NAME to get {key: array} of NAME.npz.
 
     Each file is read only once. A packed file may refer to other files, which are read by this object too.
     """
@@ -141,7 +145,7 @@ class _ArrayFiles:
 
 
 def _read_original(path: Path) -> dict[str, NumpyArray]:
-    """Return {key: read-only array} for all arrays of a file in the original form, the form of numpy.savez."""
+    """Return {key: read-only array} for all arrays of a plain file, as numpy.savez writes it."""
     with np.load(path, allow_pickle=False) as npz:
         arrays = {key: npz[key] for key in npz.files}
     for array in arrays.values():

@@ -1,4 +1,5 @@
 """Read packed files of recorded outputs: one `<file>.npz` per producer, which stores every distinct array once.
+An array may be stored as a difference to another array, its base: as the XOR of their bytes.
 
 The member `index.json` of a packed file is
 
@@ -39,10 +40,10 @@ def is_packed(path: Path) -> bool:
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (base file, base key)} for all arrays of a packed file. The base is what an array differs from.
+    """Return {key: (base file, base key)} for all arrays of a packed file.
 
-    The value is () for an array that is stored whole, not as a difference to another array. For a file in the original
-    form, return {}.
+    The value is () for an array that is stored whole, not as a difference to a base. For a plain file (numpy.savez),
+    return {}.
     """
     if not is_packed(path):
         return {}
@@ -52,7 +53,7 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> dict[str, NumpyArray]:
-    """Return {key: read-only array} of one packed file. Keys for which the file stores one array share this array.
+    """Return {key: read-only array} of one packed file. If the file stores one array for several keys, they share it.
 
     base: base(file) returns {key: array} of another file of the directory. It is called only for arrays that are stored
         as differences.

@@ -1,5 +1,4 @@
 """Compare arrays that producers computed from codes and scales alone, without input values.
-
 These arrays are of two kinds: the decoded values of all codes with all scales, and GGUF blocks that converters made
 from other producers' codes.
 """

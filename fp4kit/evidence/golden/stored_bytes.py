@@ -1,7 +1,6 @@
 """Compare recorded arrays other than codes and scales.
-
-These arrays are the bytes that a producer stores, decoded values, scales that are not stored, and the amaxes that a
-scale search chooses.
+These are the bytes that a producer stores, decoded values, scales that it does not store, and the amaxes that a scale
+search chooses. A RecordedCase (check.py) is one input and its recorded arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DECODED = {"dequant": None, "dequant_i32": "fouroversix_float32"}
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield items to compare for a RecordedCase: stored bytes, decoded values, and scales that no tensor stores.
+    """Yield items to compare for a RecordedCase: stored bytes, decoded values, and arrays that are not stored.
 
     Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). Arrays that were
     not recorded give no item.

@@ -1,7 +1,7 @@
 """Define adapters: data that says how to call a producer's function for each recipe that must match it bit for bit.
+A producer is a library that quantizes, such as torchao. Each module of `producers/` defines one Adapter named ADAPTER.
 
-A *producer* is a library that quantizes, such as torchao. Each module of `producers/` defines one Adapter named
-ADAPTER. The functions of an adapter import the producer only when they are called.
+The functions of an adapter import the producer only when they are called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProducerCall:
 
     Attributes:
         function: takes a 2-d array whose rows hold whole blocks, and returns the producer's result as Parts, {name in
-        compare.PARTS: array}.
+            compare.PARTS: array}.
         dtypes: the dtypes of the array that the producer accepts.
         columns: the row length must be a multiple of this number.
         exempt: the exceptions, which say for which elements a difference is excused. Every use is counted.

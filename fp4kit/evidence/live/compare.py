@@ -1,7 +1,6 @@
 """Compare a producer's arrays with fp4kit's arrays for the same input, bit for bit.
-
-Local words: a *part* is one array of the result, such as "codes" (PARTS lists them). For a part, ``theirs`` is the
-producer's array and ``ours`` is fp4kit's.
+A part is one array of the result, such as "codes" (PARTS lists them). `theirs` is a part from the producer, and `ours`
+the part from fp4kit.
 """
 
 from __future__ import annotations
@@ -140,15 +139,14 @@ def _mask(
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
     """Convert a mask of the elements of x to a mask of a part, such as the block scales.
 
-    - A block scale is masked if any element of its block is masked.
-    - A tensor scale is masked if all elements are masked; the mask then has the shape ().
+    - For block and tensor scales, return None if ``scales`` is False. Otherwise, a block scale is masked if any element
+      of its block is masked, and the tensor scale is masked if all elements are masked; its mask has the shape ().
     - For any other part, which has one entry per element, ``where`` itself is returned.
-    - If the part holds scales and ``scales`` is False, None is returned.
 
     Args:
         part: the name of the part, a key of PARTS.
         where: the mask over elements.
-        scales: whether the exception applies to scales, too.
+        scales: True if the exception applies to scales, too.
         r: the recipe, which determines the size of a block.
     """
     if part in ("block_scale", "tensor_scale") and not scales:

@@ -1,4 +1,6 @@
 """Run producers and fp4kit on random inputs, and count every difference (`fp4kit recipes --live`).
+An adapter says how to call a producer for each recipe. A part is one array of a result, such as "codes". An exception
+names elements that are excused: differences in them are not counted.
 
 Each producer runs for some seconds. A few differences per recipe are shrunk to small inputs and printed as programs.
 """
@@ -45,7 +47,8 @@ class FoundDifference:
 
     Attributes:
         recipe: id of the recipe.
-        kind: kind of the drawn array; "codes and scales" for an input of a decoder.
+        kind: kind of the drawn array (a distribution of values, such as "ties"); "codes and scales" for an input of a
+            decoder.
         dtype: dtype of the drawn array, or of the decoded values.
         number: number of the input.
         text: what differs after shrinking.
@@ -249,8 +252,9 @@ def _key(version: str) -> tuple[int, ...]:
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
     """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``.
 
-    Return the seconds spent on shrinking, or 0 if nothing was shrunk. At most MAX_SHRUNK differences per recipe are
-    shrunk and stored in result.found. Only the first difference of each dtype and set of parts is shrunk.
+    Return the seconds spent on shrinking, or 0 if nothing was shrunk. A difference is shrunk and stored in result.found
+    if it is the first of its dtype and set of parts, and if fewer than MAX_SHRUNK differences of the recipe were
+    shrunk.
 
     Args:
         id: id of the recipe.

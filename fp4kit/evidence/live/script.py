@@ -1,5 +1,4 @@
 """Print a difference between a producer and fp4kit as a Python program that shows it.
-
 The program contains the producer's call, with the source of the adapter's functions, and fp4kit's call.
 """
 

@@ -1,8 +1,8 @@
 """Load one file of an installed package without importing the package.
+A stand-in is an empty module that replaces a module that such a file imports.
 
 vLLM, SGLang and Transformer Engine need CUDA libraries when they are imported. Their files with reference arithmetic
-are plain PyTorch and need none of these libraries. A *stand-in* is an empty module that replaces a module that such a
-file imports.
+are plain PyTorch and need none of these libraries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Quantize every float32 on a device, and compare the codes with the specification's codes.
+The specification is too slow to quantize 2^32 numbers. Instead, it finds the runs: the ranges of adjacent magnitudes
+with equal codes. Each sign has at most one run per code, because the code never decreases as the magnitude grows.
 
-The specification is too slow to quantize 2^32 numbers. Instead, it finds the *runs*: the ranges of adjacent magnitudes
-with equal codes. Each sign has at most one run per code, because the code never decreases as the magnitude grows. NaNs
-form the last run.
+NaNs form the last run.
 
 1. Bisection over bit patterns finds the start of each run in the specification.
 2. The device quantizes every magnitude. Each code is compared with the code of the run that the magnitude is in.
@@ -109,7 +109,7 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Find the ranges of adjacent magnitudes to which the specification gives equal codes: the runs.
+    """Find the runs: the ranges of adjacent magnitudes to which the specification gives equal codes.
 
     Return two arrays (starts, codes) with one entry per run. Two neighboring runs may have the same code, because the
     smallest and the largest magnitudes always begin a run.

@@ -1,7 +1,8 @@
 """List what `fp4kit selftest` runs: comparisons of the operations on a device with the specification, bit for bit.
+A task compares results of the tested engine (the GPU or the host's compiled engine) with the specification's results,
+or with recorded outputs of a producer. An Outcome holds the counts of a comparison.
 
-A *task* compares results of the tested engine (the GPU or the host's compiled engine) with the specification's results,
-or with recorded outputs of a producer. Any NaN equals any other NaN; every other value must agree in all bits.
+Any NaN equals any other NaN; every other value must agree in all bits.
 """
 
 from __future__ import annotations
