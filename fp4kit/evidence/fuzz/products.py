@@ -196,7 +196,8 @@ def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
 def _other_step(d: Picks, step: Any) -> Any:
     """Return a copy of ``step`` with random bit counts and a random zero_exponent.
 
-    In a third of the draws, k is doubled. The bit counts are fraction_bits, and output_bits (DotAdd) or sum_bits (other steps).
+    In a third of the draws, k is doubled. The bit counts are fraction_bits, and output_bits for a DotAdd or sum_bits
+    for other steps.
     """
     changes: dict[str, Any] = {"k": step.k * int(d.pick((1, 1, 2))), "zero_exponent": -int(d.pick((900, 139, 120, 2)))}
     if isinstance(step, DotAdd):
