@@ -1,4 +1,7 @@
-"""Read the contract that is stored in a checkpoint, or infer one from its config, its containers and its bytes."""
+"""Read the contract that is stored in a checkpoint, or infer one from its config, its containers and its bytes. A
+contract describes how a model is quantized: its settings are the recipe of the weights, patterns of layers with other
+recipes, and settings of the server, such as the recipe of activations.
+"""
 
 from __future__ import annotations
 

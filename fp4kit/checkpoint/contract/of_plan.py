@@ -1,4 +1,7 @@
-"""Make the contract that a conversion writes beside its manifest."""
+"""Make the contract that a conversion writes beside its manifest. A contract describes how a model is quantized: its
+settings are the recipe of the weights, patterns of layers with other recipes, and settings of the server, such as the
+recipe of activations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Open a path for fp4kit.parity, which compares two of them: its contract, and its tensors, read one at a time."""
+"""Open a path for fp4kit.parity, which compares two of them: its contract, and its tensors, read one at a time. A
+contract describes how a model is quantized.
+"""
 
 from __future__ import annotations
 

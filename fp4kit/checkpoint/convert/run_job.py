@@ -4,10 +4,6 @@ and infinities. If layers share a tensor scale, all of them are measured before 
 
 Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
 byte ranges of the output files.
-
-Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
-byte ranges of the output files. If layers share a tensor scale, all of them are measured before any is written. To
-measure a layer is to read it once, and to find its amax and the number of NaN and infinities.
 """
 
 from __future__ import annotations
@@ -156,7 +152,7 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
     Raise CheckpointError if the output cannot hold a scale of the weight.
 
     shared: the combined measurements of the layers that share a tensor scale with the job's layer; None for a job that
-    needs no measurements.
+        needs no measurements.
     tick: called with the number of bytes after each read; None for no call.
     """
     with Readers(tick) as readers, _Output(job.targets) as output:

@@ -1,4 +1,7 @@
-"""Apply a patch: write the new version of a checkpoint from the old one and a patch file."""
+"""Apply a patch: write the new version of a checkpoint from the old one and a patch file. For each file of the new
+version, the patch holds either runs of changed bytes, which replace bytes of the old file, or the whole file. A file is
+divided into chunks; no run extends beyond its chunk.
+"""
 
 from __future__ import annotations
 

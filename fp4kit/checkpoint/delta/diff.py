@@ -1,4 +1,7 @@
-"""Make a patch: find the bytes that differ between two versions of a checkpoint, and count the codes that changed."""
+"""Make a patch: find the bytes that differ between two versions of a checkpoint, and count the codes that changed. A
+patch stores a file as runs (ranges of changed bytes) or as a whole. A file is divided into chunks; no run extends
+beyond its chunk.
+"""
 
 from __future__ import annotations
 

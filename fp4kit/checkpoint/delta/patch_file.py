@@ -1,4 +1,6 @@
-"""Define the patch file: one safetensors file that stores what changed between two versions of a checkpoint.
+"""Define the patch file: one safetensors file that stores what changed between two versions of a checkpoint. It stores
+a changed file as runs, which are ranges of changed bytes, and a new file as a whole. Files are divided into chunks; no
+run extends beyond its chunk.
 
 A patch stores each file of the new version in one of three ways:
 

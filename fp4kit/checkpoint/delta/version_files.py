@@ -1,6 +1,7 @@
-"""Find the files of one version of a model, which is a directory, a safetensors file or a GGUF model.
+"""Find the files of one version of a model, which is a directory, a safetensors file or a GGUF model. A patch between
+two versions names files so that both have equal names, whatever the user named them.
 
-A patch names files so that both versions have equal names, whatever the user named them:
+These names are:
 
 - in a directory, by their path in it;
 - a single file, model.safetensors or model.gguf;

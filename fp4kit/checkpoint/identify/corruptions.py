@@ -1,7 +1,7 @@
 """List the faults that can happen to a layer's bytes between the quantizer and the file, and undo them. Such a fault is
 called a mishap. Its name is a clause such as "nibbles are swapped". The source is the original weight of the layer.
 
-Such a fault is called a mishap. Its name is a clause such as "nibbles are swapped". There are four kinds:
+There are four kinds of mishaps:
 
 - a wrong order of codes, which is undone on the stored bytes
 - a wrong order of block scales, which is undone on the stored bytes

@@ -354,8 +354,7 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
     """Return (number of bytes that are equal in a and b, number of all bytes), counting bytes of packed codes.
 
     a, b: codes in the format of ``r``, one per byte. Each pair of 4-bit codes counts as one byte, which is equal if
-    both
-        codes are.
+        both codes are.
     """
     same = a == b
     if r.element.packing.codes == 2:

@@ -113,9 +113,8 @@ class CheckpointVerdict:
 
     recipes: the ids of the recipes that explain the most layers; empty if no layer is explained, or if a rule explains
         more layers than any recipe.
-    mishap: the most frequent mishap (a fault such as swapped nibbles) of the explained layers; None if most of them
-    have
-        no mishap, or if no layer is explained.
+    mishap: the most frequent mishap (a fault such as swapped nibbles) of the explained layers; None if layers
+        without a mishap are more frequent, or if no layer is explained.
     layers: the verdicts on all layers of all formats, in their order.
     others: the verdicts on all formats but the one with the most layers, one per format.
     rules: descriptions of the rules that explain the most layers; empty if a recipe explains them.

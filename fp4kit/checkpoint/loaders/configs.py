@@ -1,4 +1,7 @@
-"""Check that the configs of a quantized checkpoint (config.json, hf_quant_config.json) declare what engines require."""
+"""Check that the configs of a quantized checkpoint (config.json, hf_quant_config.json) declare what engines require. A
+container, such as "modelopt NVFP4", is a way to store quantized layers as tensors. A finding is a fault that one engine
+would meet.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""List the containers that engines load, with the format that writes them and the syntax of their exclusion lists.
-
-A container is a way to store quantized layers as tensors. An exclusion list names the layers that stay unquantized.
+"""List the containers that engines load, with the format that writes them and the syntax of their exclusion lists. A
+container is a way to store quantized layers as tensors. An exclusion list names the layers that stay unquantized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Name the examined engines and their versions, and define Finding, a fault that an engine would meet."""
+"""Name the examined engines and their versions, and define Finding, a fault that an engine would meet. Engines are
+vLLM, SGLang and other programs that load quantized checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Decide which modules an engine leaves unquantized, given a checkpoint's exclusion list.
+"""Decide which modules an engine leaves unquantized (excludes), given a checkpoint's exclusion list. A fused layer is
+one layer that an engine makes of several, its parts, such as qkv_proj of q, k and v. A container of experts is the
+module that contains all experts of a layer, such as ``layers.0.mlp.experts``.
 
 There is one predicate per engine and format. A predicate takes the name of one module and the patterns of the list. The
-module is a linear layer, a fused layer that joins several linear layers (``...qkv_proj``), or a container of experts
-(``...mlp.experts``). Modules have their names in the checkpoint. An engine that renames a model's modules renames the
-list, too.
+module is a linear layer, a fused layer, or a container of experts. Modules have their names in the checkpoint. An engine
+that renames a model's modules renames the list, too.
 
 A predicate raises PartsDisagree if some parts of a fused layer are excluded and others are not, because the engine
 refuses to load such a checkpoint. It raises ValueError for a pattern that the engine cannot compile.

@@ -1,4 +1,6 @@
-"""Write and check exclusion lists, which tell engines which layers of a checkpoint are not quantized.
+"""Write and check exclusion lists, which tell engines which layers of a checkpoint are not quantized. A fused layer,
+such as qkv_proj, is one that engines make of several. A container of experts is the module that contains all experts of
+a layer. MLA projections, such as kv_b_proj, belong to DeepSeek's attention.
 
 Each container has its own syntax. A list contains:
 

@@ -1,4 +1,6 @@
-"""Check that the tensors of a checkpoint have the names, dtypes, shapes and scales that engines require.
+"""Check that the tensors of a checkpoint have the names, dtypes, shapes and scales that engines require. A container,
+such as "modelopt NVFP4", is a way to store quantized layers as tensors. A finding is a fault that one engine would
+meet. N and K are the numbers of rows and columns of a layer.
 
 The functions work on plain data; no file is read. The table lists the required tensors of a linear layer ``P`` of shape
 [N, K]. For a stack of E experts, every shape has a leading E.

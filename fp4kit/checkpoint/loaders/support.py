@@ -1,8 +1,9 @@
-"""Tell which engine loads which container for which family of models.
+"""Tell which engine loads which container for which family of models. A container, such as "modelopt NVFP4", is a way
+to store quantized layers as tensors. A family, such as "llama" or "moe", groups models that engines treat alike. The
+facts are a table with one cell per container, family and engine.
 
-The table has one cell per engine, container and family. A cell says what the engine does, and how this is known: "run"
-(the engine's own code loaded such a file) or "read" (its source was read). If there is no cell, it is unknown what the
-engine does. The table determines:
+A cell says what the engine does, and how this is known: "run" (the engine's own code loaded such a file) or "read" (its
+source was read). If there is no cell, it is unknown what the engine does. The table determines:
 
 - the default format of a conversion
 - which formats are rejected, because no engine loads them

@@ -1,8 +1,8 @@
-"""Run calls in this process, in worker threads or processes, or through any concurrent.futures executor.
+"""Run calls in this process, in worker threads or processes, or through any concurrent.futures executor. A call is a
+function with its arguments.
 
-A call is a function with its arguments. A cluster is used through an executor of dask.distributed or mpi4py.futures.
-Its workers need the version of fp4kit that this process has, and must see the source and the destination under the
-paths that this process uses.
+A cluster is used through an executor of dask.distributed or mpi4py.futures. Its workers need the version of fp4kit that
+this process has, and must see the source and the destination under the paths that this process uses.
 """
 
 from __future__ import annotations

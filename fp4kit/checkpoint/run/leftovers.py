@@ -1,9 +1,10 @@
-"""Find and remove leftovers: a lock and a journal that a killed run did not remove from a finished result.
+"""Find and remove leftovers: a lock and a journal that a killed run did not remove from a finished result. A run first
+renames its result to the destination, and then removes its lock and journal. If it is killed in between, these files
+stay.
 
-A run first renames its result to the destination, and then removes its lock and journal. If it is killed in between,
-these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. If the result is
-one or several files, such as a GGUF model, the leftover is the partial directory beside them (see staging.py), which
-then contains no other file. While a run is alive and holds the lock, its files are not leftovers.
+For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. If the result is one or several
+files, such as a GGUF model, the leftover is the partial directory beside them (see staging.py), which then contains no
+other file. While a run is alive and holds the lock, its files are not leftovers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Prefetch files into the page cache before a run reads them.
-
-Prefetching starts while worker processes or a GPU start, which takes seconds, and continues during the run.
+"""Prefetch files into the page cache before a run reads them. Prefetching starts while worker processes or a GPU start,
+which takes seconds, and continues during the run.
 """
 
 from __future__ import annotations

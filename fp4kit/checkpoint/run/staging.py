@@ -1,7 +1,7 @@
-"""Create output directories and files that appear complete or not at all.
-
-A run writes to the partial directory, which is the hidden directory ``.NAME.partial`` beside the destination NAME. At
-the end, the partial directory (or a single file in it) is renamed to the destination.
+"""Create output directories and files that appear complete or not at all. A run writes to the partial directory, which
+is the hidden directory ``.NAME.partial`` beside the destination NAME. At the end, the partial directory (or a single
+file in it) is renamed to the destination. A lock file in it shows that a run is alive, and a journal records finished
+work.
 
 The destination of a split GGUF model is NAME.gguf, and its files have final paths such as NAME-00001-of-00003.gguf. At
 the end, each file is renamed to its final path, the first file last, because users pass the first file to loaders.

@@ -1,4 +1,6 @@
-"""Compare two checkpoints a and b: their tensors, quantized layers, configs and file metadata.
+"""Compare two checkpoints a and b: their tensors, quantized layers, configs and file metadata. A layer is a linear
+layer, or one expert of a stack. An Origin describes the rows of a tensor in which a layer is stored. SQNR is the
+signal-to-noise ratio of quantization in decibels.
 
 Tensors are compared by name: presence, dtype, shape and bytes. If a layer is quantized in at least one checkpoint, its
 codes, scales and decoded values are compared as well, and the SQNR is computed. ``compare_configs.py`` compares configs
@@ -69,7 +71,7 @@ class LayerDifference:
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """All differences between two checkpoints. How tensors are distributed over files is not compared.
+    """All differences between two checkpoints a and b. How tensors are distributed over files is not compared.
 
     same: the number of tensors that are equal in dtype, shape and every byte. Between a model directory and a GGUF
         file, layers and norms with equal values count too.
@@ -196,10 +198,10 @@ def _described(entry: TensorEntry) -> str:
 
 
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
-    """Return a difference with the number of bytes that differ in a tensor, or None if all bytes are equal.
+    """Count the bytes that differ in a tensor. Return a TensorDifference with their number, or None if there are none.
 
-    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If both checkpoints share the bytes (one
-    file and one position), the bytes are equal and are not read.
+    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If it is the same tensor of the same
+    file, nothing is read.
 
     Args:
         left, right: the checkpoints a and b.
@@ -215,8 +217,8 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
     """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer to compare.
 
-    These layers are quantized in at least one checkpoint, have equal shapes in both, and have a tensor that differs. An
-    expert of a stack is a layer of its own.
+    A layer is compared if it is quantized in at least one checkpoint, has equal shapes in both, and is stored in a
+    tensor that differs. Each expert of a stack is a layer of its own; its name ends in its number, such as "[3]".
 
     changed: the names of the tensors that differ between the checkpoints.
     """
@@ -272,7 +274,7 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the counts that are not None, or None if all counts are None, as in an unquantized layer."""
+    """Return the sum of the counts that are not None; None if all counts are None, as for an unquantized layer."""
     present = [count for count in counts if count is not None]
     return sum(present) if present else None
 

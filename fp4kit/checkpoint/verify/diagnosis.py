@@ -1,4 +1,5 @@
-"""Find the fault that makes a layer differ from its source, so that verify can name it.
+"""Find the fault that makes a layer differ from its source, so that verify can name it. A fault is, for example,
+swapped nibbles. A Check holds one matrix of the checkpoint and the rows of the source model from which it was made.
 
 For the first four layers that differ, the faults that fp4kit.identify knows are tried, such as swapped nibbles. For AWQ
 layers, it is first tried whether the factors per column are stored as their reciprocals.
@@ -26,10 +27,10 @@ _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within t
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Find the faults that explain the bytes of the first four layers in ``names``. Return a dict: layer name -> fault.
+    """Find the faults of the first four suitable layers in ``names``. Return a dict: layer name -> fault as text.
 
-    Layers without source rows, stacks of experts and layers of more than 2^26 elements are not examined. They do not
-    count among the four. Examined layers whose fault is not found are left out of the result.
+    A layer is suitable if it has source rows, is not a stack of experts, and has at most 2^26 elements. Layers whose
+    fault is not found are left out of the dict.
 
     Args:
         checks: the matrices of the checkpoint, with their source rows.
@@ -57,10 +58,10 @@ def _group(check: Check, groups: Mapping[str, str]) -> str:
 
 
 def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
-    """Return the fault of one layer; "" if none is found.
+    """Return the fault of one layer as text, such as "nibbles are swapped"; "" if none is found.
 
     check: the layer, with its source rows.
-    members: the layers that may share its tensor scale.
+    members: the layers that may share its tensor scale; empty if there are none.
     readers: where to read the layers from.
     """
     form, origin = check.stored.container, check.origin
@@ -82,8 +83,9 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
     """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals.
 
-    The first 64 rows are decoded. Their SQNR must be above the usual SQNR of the format minus 10 dB. Return False if
-    the layer has no such factors, if it has a low-rank part, or if its usual SQNR is unknown.
+    The first 64 rows are decoded. Their SQNR in decibels must be at most 10 below the SQNR that the format usually
+    gives. Return False if the layer has no factors per column, if it has a low-rank part, or if its usual SQNR is
+    unknown.
 
     check: the layer, with its source rows.
     readers: where to read both from.

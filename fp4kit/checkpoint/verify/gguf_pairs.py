@@ -1,4 +1,6 @@
-"""Pair the layers and norms of a model directory with a GGUF file, in which names and row orders differ."""
+"""Pair the layers and norms of a model directory with a GGUF file, in which names and row orders differ. An Origin
+describes the rows of a tensor in which a layer is stored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
 """Check the input scales of a checkpoint: outliers, reciprocals in place of scales, and differences in fused layers.
+The input scale of a layer is the tensor scale of its activations. It follows from the input amax, the largest magnitude
+of the activations that were measured.
 
 ``loaders/requirements.py`` already reports input scales that are missing, zero, negative, NaN or infinite.
 """
@@ -68,9 +70,9 @@ def unlike_activations(
 ) -> Iterator[Issue]:
     """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations.
 
-    The stored float32 must equal the computed one. Layers without an input scale are ignored, because the requirements
-    of engines already report them. Scales that ``stored`` lacks are ignored too. Raises CheckpointError if the
-    activations do not fit the layers (see Activations.of_layers).
+    The stored float32 must equal the input scale that is computed from the activations, bit for bit. Layers without an
+    input scale are ignored, because another check reports them (see loaders/requirements.py). Scales that ``stored``
+    lacks are ignored too. Raises CheckpointError if the activations do not fit the layers (see Activations.of_layers).
 
     weights: the layers of the checkpoint.
     stored: tensor name -> stored value of input scales.
@@ -92,11 +94,11 @@ def unlike_activations(
 
 
 def recorded_activations(root: Path) -> tuple[Any, Any]:
-    """Return (rule, unseen), the options by which a conversion computed input scales from activations.
+    """Return (rule, unseen), the options by which the conversion computed input scales from measured activations.
 
-    The manifest of the checkpoint ``root`` records them. They have the meaning of the arguments of Activations.of:
-    ``unseen`` says what to do with experts that saw no input other than zero. Each option is None if the manifest does
-    not record it, if its value is unknown, or if there is no manifest.
+    Both are read from the manifest of the checkpoint ``root``. They are arguments of Activations.of: ``rule`` turns the
+    measurements into an amax, and ``unseen`` says what to do with experts that saw no input other than zero. An option
+    is None if the manifest does not record it, if its value is unknown, or if there is no manifest.
     """
     request = (load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None
@@ -106,9 +108,9 @@ def recorded_activations(root: Path) -> tuple[Any, Any]:
 
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
-    """Return the amax of a layer's inputs that follows from its input scale.
+    """Return the input amax of a layer, 2688 * input scale, as it follows from the stored scale or divisor.
 
-    Return 0 if the layer has no input scale, or one that is not positive and finite.
+    Return 0.0 if the layer has no input scale, or one that is not positive and finite.
 
     weight: the layer.
     stored: tensor name -> stored value of input scales.
@@ -144,7 +146,9 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
 
 
 def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
-    """Yield a warning for every group of layers that engines fuse but that have different input scales.
+    """Yield a warning for every fused layer whose parts have different input scales.
+
+    The parts are the layers that engines fuse, such as q, k and v.
 
     amaxes: layer name -> amax of the inputs, from the input scale.
     divides: the names of the layers whose containers store divisors.

@@ -1,4 +1,7 @@
-"""Check a checkpoint without its source: unknown content, scales that lose values, and the requirements of engines."""
+"""Check a checkpoint without its source: unknown content, scales that lose values, and the requirements of engines.
+Every check gives issues (errors and warnings). A container is the way in which a format stores a layer: the names,
+dtypes and layout of its tensors.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     """Yield an issue for each of these contradictions within a checkpoint:
 
     - A config declares factors per column (AWQ), and no layer has them.
-    - Fewer than half of the NVFP4 layers lack a tensor scale, or fewer than half have one.
+    - Most NVFP4 layers have a tensor scale and some lack it, or the reverse.
     - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The nibbles of a layer seem to be swapped.
     - The head is quantized although the config ties it to the embedding.
@@ -120,9 +123,9 @@ _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
-    """Yield an error for every item that reading refuses, and a warning for every item that ``--ignore`` leaves out.
+    """Yield an error for every item that fp4kit refuses to read, and a warning for every item that is left out.
 
-    Nothing is yielded for all other items.
+    All other items give no issue.
 
     items: the tensors, config keys and metadata entries of a checkpoint, each with the group that it belongs to.
     """
@@ -145,8 +148,8 @@ _FACTS = (
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales.
 
-    Yield a warning too if the largest value that the scales allow is above 65504 or below 2^-14, but not 0. Trained
-    weights have no such values.
+    Yield a warning too if the largest value that the scales allow is above 65504, or below 2^-14 and not 0, because
+    trained weights do not have such values.
 
     name: the layer's name.
     tally: the counts of its stored values.
@@ -228,7 +231,9 @@ _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 
 
 def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return the issues of the layers of one container in a mixed checkpoint, or a warning that they are not checked.
+    """Return the issues of the layers of one container in a mixed checkpoint.
+
+    If the requirements of engines for this container are unknown, the only issue is a warning that says so.
 
     model: the checkpoint.
     name: the name of the container.
@@ -257,10 +262,10 @@ def _unknown(container: str, names: list[str]) -> Issue:
 
 
 def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
-    """Group the layers of a mixed checkpoint that are not in ``form`` by the names of their containers.
+    """Return the layers of a mixed checkpoint that are in other containers than ``form``, as {container: layer names}.
 
-    Layers that are checked together with the layers of ``form`` are left out, as in DeepSeek-V4. Return {} if ``form``
-    is None.
+    Layers that are checked together with the layers of ``form`` are left out (see _is_checked_with). Return {} if
+    ``form`` is None.
 
     model: the checkpoint.
     form: the container that most layers have, from _form.
@@ -371,8 +376,8 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
     """Merge issues that have equal severity, loader and text, so that a report can show them in one line.
 
-    Return one pair per group, in the order in which the groups first occur: (first issue of the group, with the sum of
-    all counts; the subjects of all its issues).
+    Return one pair per group, in the order in which the groups first occur: (a copy of the first issue of the group,
+    with the sum of all counts; the list of the subjects of all issues of the group).
     """
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:

@@ -1,7 +1,6 @@
-"""Repair a checkpoint in which layers that a loader joins into one have different tensor scales.
-
-A loader joins q, k and v, or gate and up, into one fused layer. These layers are its parts. vLLM uses one tensor scale
-for a fused layer and does not rescale the parts, so values are wrong if the parts have different tensor scales.
+"""Repair a checkpoint in which layers that a loader joins into one have different tensor scales. A loader joins q, k
+and v, or gate and up, into one fused layer. These layers are its parts. vLLM uses one tensor scale for a fused layer
+and does not rescale the parts, so values are wrong if the parts have different tensor scales.
 
 Let s be the tensor scale of a part, as a multiplier on decode, and t the largest s of the fused layer. Then
 
@@ -116,9 +115,9 @@ def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
 
 
 def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
-    """Return the part of a fused layer that has the largest tensor scale.
+    """Return the part of a fused layer that has the largest tensor scale, as a multiplier on decode.
 
-    Among parts with equal scales, return the part with the smallest stored number. Stored numbers can differ only if
+    Among several such parts, return the one with the smallest stored number. Their stored numbers can differ only if
     they are divisors with equal reciprocals.
 
     parts: part name -> weight.

@@ -1,8 +1,9 @@
-"""Re-encode the layers of a checkpoint from its source, and compare the result with the checkpoint byte by byte.
+"""Re-encode the layers of a checkpoint from its source, and compare the result with the checkpoint byte by byte. The
+source is the original model. A weight is a single layer, or a stack with one matrix per expert. A job describes how one
+matrix is converted; its result is compared with the file instead of being written.
 
-A layer is re-encoded by the function that a conversion uses (run_job.produce). Its bytes are compared with the file
-instead of being written. If layers share a tensor scale, their amax is computed from the source first. Each worker
-holds at most a slab (some rows of a layer) in memory.
+A layer is re-encoded by the function that a conversion uses (run_job.produce). If layers share a tensor scale, their
+amax is computed from the source first. Each worker holds at most a slab (some rows of a layer) in memory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def origins_of(
 ) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
 
-    A single layer has the expert number 0. A matrix is left out in these cases:
+    The matrices are those of the weights in the checkpoint. A single layer has the expert number 0. A matrix is left
+    out in these cases:
 
     - The source has no counterpart of equal shape, or only a transposed one.
     - Neither the matrix nor its counterpart is quantized, and the counterpart has another name.
@@ -114,9 +116,9 @@ class Settings:
     patterns: tuple[tuple[str, Recipe], ...] = ()
 
     def recipe_of(self, original: str) -> Recipe | None:
-        """Return the recipe of a layer, or None if the recipe is unknown.
+        """Return the recipe of a layer: that of the first pattern that matches its name, otherwise ``recipe``.
 
-        The first pattern that matches decides. If none matches, it is the recipe of the checkpoint.
+        None means that the recipe is unknown.
 
         original: the name that the layer has in the source.
         """
@@ -133,7 +135,8 @@ class Check:
     origin: the rows of the source from which the matrix was made; None if there are none.
     job: the job that re-encodes the matrix; None if it cannot be re-encoded.
     why: the reason why there is no job; "" if there is a job or no ``origin``.
-    may_saturate: True if it is unknown whether the conversion replaced NaN and infinities. The job keeps them.
+    may_saturate: True if it is unknown whether the conversion replaced NaN and infinities. The job keeps them; if its
+        result differs from the file, run_check tries again with replacements.
     """
 
     stored: Weight
@@ -183,7 +186,8 @@ class ReencodedLayer:
     check: the check that was run.
     tally: counts of the stored values, such as NaN or saturated values.
     action: the action by which the matrix was re-encoded, such as "quantize"; "" if it was not.
-    compared, differing: part (codes, scales, ...) -> the number of bytes that were compared, and that differ.
+    compared, differing: part (codes, scales, ...) -> the number of bytes that were compared, and of those that differ.
+        Both are empty if the matrix was not re-encoded.
     error: the error message if re-encoding failed; otherwise "".
     usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the check
         has a job, or if the function ``usual_db`` cannot compute it, for example without source rows.
@@ -226,9 +230,9 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 def checks_of_restored(
     stored: Iterable[Weight], layers: Iterable[SplitLayer | ExpertStack], settings: Settings
 ) -> Iterator[Check]:
-    """Yield Checks of the unquantized weights that a conversion put together from several weights of the source.
+    """Yield Checks for the unquantized weights that a conversion put together from several weights of the source.
 
-    There is one Check per part of a weight, such as one expert of a stack.
+    There is one Check per part that comes from one source weight, such as one expert of a stack.
 
     stored: the weights of the checkpoint, without those that are checked already.
     layers: the layers that can be put together from weights of the source. Layers that are not in ``stored``, or that
@@ -258,10 +262,10 @@ def checks_of_restored(
 
 
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Return a dict: layer name -> name of its group, for the layers that share a tensor scale with other layers.
+    """Return a dict: layer name -> name of its group. A group consists of layers that share a tensor scale.
 
-    Such layers are, for example, q, k and v. Unquantized layers, and layers without a tensor scale or a partner, are
-    left out.
+    For example, q, k and v are a group. Unquantized layers, layers without a tensor scale, and layers that share it
+    with no other layer are left out.
 
     stored: the weights of the checkpoint.
     """
@@ -421,10 +425,10 @@ def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check like run_check, except that the result has no ``doubt``.
+    """Run one check like run_check, but leave the field ``doubt`` of the result empty.
 
-    If the check has no job, nothing is re-encoded: the result has only the counts of the stored values and the usual
-    SQNR.
+    If the check has no job, nothing is re-encoded. The result then has only the counts of the stored values and the
+    usual SQNR.
     """
     with Readers() as readers:
         found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
@@ -483,9 +487,9 @@ def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int
 
 
 def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts:
-    """Count the stored values of some rows. If their source ``x`` is given, count the errors against it too.
+    """Count the stored values of some rows. If their source ``x`` is given, also sum the errors against it.
 
-    The low-rank matrix of SVDQuant is subtracted from the source first, because the codes store only the difference.
+    For SVDQuant, the low-rank matrix is subtracted from the source first, because the codes store only the difference.
 
     form: the container of the rows.
     slab: the stored codes, scales and low-rank part of the rows.
@@ -509,9 +513,11 @@ _SAMPLED_ROWS = 64
 def usual_db(check: Check, readers: Readers) -> float | None:
     """Return the SQNR in decibels that a usual recipe for the format gives on the first 64 rows of a matrix's source.
 
-    More rows are used if a block of the source is taller. Columns after the last multiple of 32 are left out. Return
-    None if the matrix is unquantized, has no source rows, or has fewer than 32 columns. Return None too if these rows
-    contain NaN or infinity, or only zeros.
+    The rows are extended to whole blocks of the source. Columns after the last multiple of 32 are left out. Return None
+    in these cases:
+
+    - The matrix is unquantized, has no source rows, or has fewer than 32 columns.
+    - The rows contain NaN or infinity, or only zeros.
     """
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:

@@ -1,4 +1,5 @@
-"""Write the report of a verification as one self-contained HTML page.
+"""Write the report of a verification as one self-contained HTML page. The page has a list of issues, charts of
+quantities such as the SQNR (signal-to-noise ratio in decibels) over the layer number, and a table of layers.
 
 The page needs no network, no further files and no fonts; charts are SVG. All text from the checkpoint is escaped. The
 page's Content-Security-Policy allows only its own style and script, identified by their SHA-256.
@@ -89,7 +90,7 @@ def _head(report: VerifyReport) -> str:
 
 
 def _summary(report: VerifyReport) -> str:
-    """Return the HTML of the summary in words: layers as expected, what the SQNR means, and what was not checked.
+    """Return the HTML of the summary: how many layers are as expected, what the SQNR means, and what was not checked.
 
     Return "" if there is nothing to say.
     """
@@ -128,9 +129,11 @@ def _issues(report: VerifyReport) -> str:
 
 
 class _Point(NamedTuple):
-    """One point of the charts: the summed counts of all layers with one layer number and one kind.
+    """One point of the charts. It stands for all layers that have its layer number and its kind.
 
-    The layer number is the first number in a layer's name. The kind is the name without numbers.
+    number: the layer number, which is the first number in a layer's name.
+    kind: the name of the layers without numbers, such as "mlp.up_proj".
+    tally: the counts of stored values, summed over these layers.
     """
 
     number: int
@@ -182,10 +185,8 @@ def _share(count: int, of: int) -> float:
 def _charts(report: VerifyReport) -> Iterator[str]:
     """Yield the HTML of the legend, then of one chart per quantity, such as the SQNR.
 
-    - If there are several points, and all known values of a quantity are equal, a sentence takes the place of its
-      chart.
-    - A quantity that is unknown in all layers is left out.
-    - If no layer name has a number, nothing is yielded.
+    If all known values of a quantity are equal in several points, a sentence takes the place of its chart. A quantity
+    that is unknown in all layers is left out. If no layer name has a number, nothing is yielded.
     """
     points, other = _points(report.layers)
     if not points:
@@ -249,19 +250,19 @@ def _chart(
 
 
 def _tip(point: _Point, value: float, other: int | None) -> str:
-    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4".
+    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4", with its kind, layer number and value.
 
     value: the value of the point, in the unit of the chart.
-    other: the number that is labelled "other"; None if there is none.
+    other: the layer number that stands for layers without a number, and is left out; None if there is none.
     """
     number = "" if point.number == other else f" {point.number}"
     return f"{point.kind}{number}: {value:.4g}"
 
 
 def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
-    """Return the numbers to label on a chart's vertical axis, from two to six.
+    """Return the numbers to label on a chart's vertical axis: two to six round, equally spaced numbers.
 
-    The numbers are round and equally spaced, and enclose all values.
+    No value is below the first or above the last number.
 
     values: finite numbers; if there are none, the axis is made for the value 0.
     least: the smallest difference between the first and the last number.
@@ -377,7 +378,7 @@ def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
 
 
 def _decibels(value: float | None) -> str:
-    """Return a number of decibels as text with two decimals, or "-" for None."""
+    """Return a number of decibels as text with two decimals, such as "20.41"; "-" for None."""
     return "-" if value is None else f"{value:.2f}"
 
 

@@ -1,6 +1,5 @@
-"""Measure the error of quantized layers on a sample of their rows, so that a conversion can report it at once.
-
-SQNR is the signal-to-quantization-noise ratio in decibels. It is 10 log10(S / N), where S is the sum of squares of the
+"""Measure the error of quantized layers on a sample of their rows, so that a conversion can report it at once. The
+error is given as SQNR, the signal-to-noise ratio in decibels: 10 log10(S / N), where S is the sum of squares of the
 source, and N is the sum of squares of the differences.
 """
 
@@ -27,8 +26,8 @@ _OUTLIER_DB = 3.0  # a layer this far below the median loses much more than the 
 class SampledError:
     """The SQNR of sampled layers.
 
-    layers: (name, SQNR in decibels) of the sampled layers, worst first. A matrix of a stack has its expert number in
-        brackets. Layers without error, such as those whose codes were kept, are left out.
+    layers: (name, SQNR in decibels) per sampled layer, smallest SQNR first. Each expert of a stack is a layer, with its
+        number in brackets in the name. Layers without error, such as those whose codes were kept, are left out.
     total: the number of quantized matrices in the checkpoint that have a counterpart in the source.
     """
 
@@ -52,7 +51,7 @@ class SampledError:
 def sampled_error(destination: str | Path, source: Source) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each.
 
-    If there are more than 256 matrices, or if they are large, only some of them are measured, evenly spaced. Layers
+    At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices. Layers
     without a counterpart in the source, and layers whose SQNR is infinite or undefined, are left out.
 
     destination: the quantized checkpoint.
@@ -105,10 +104,9 @@ def _elements(check: Check) -> int:
 
 
 def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
-    """Return ``count`` evenly spaced spans (first row, end row) of a matrix.
+    """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or one span of all rows if it is small.
 
-    Each span begins where a block of the matrix and of its source begins. If ``count`` spans would cover all rows,
-    return one span of all rows.
+    Each span begins at a row at which blocks begin, both in the matrix and in its source.
     """
     rows, origin = check.stored.shape[-2], check.origin
     forms = (check.stored.container, None if origin is None else origin.weight.container)

@@ -1,8 +1,8 @@
-"""Recognize smoothed layers, so that verify does not report them as damaged.
+"""Recognize smoothed layers, so that verify does not report them as damaged. SmoothQuant and AWQ make activations
+easier to quantize: they divide the weight of a norm by one factor per column, and multiply the columns of the layers
+after the norm by these factors.
 
-SmoothQuant and AWQ make activations easier to quantize. They divide the weight of a norm by one factor per column, and
-multiply the columns of the layers after the norm by these factors. The model computes an equal function, but norm and
-layers differ from the source.
+The model then computes an equal function, but norm and layers differ from the source.
 
 Let f = source norm / stored norm, and let W be the source of a layer after the norm. If the layer was smoothed, its
 decoded values are near W * f.
@@ -42,10 +42,12 @@ class Smoothing(NamedTuple):
 def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
     """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them.
 
-    Smoothing divides a norm by factors f, one per column, and multiplies the columns of the layers after it by f. So f
-    is source norm / stored norm. A layer counts as smoothed if multiplying its source by f improves its SQNR by at
-    least 0.5 dB. A norm counts as smoothed if one of its layers then comes within 1 dB of the usual SQNR of its format.
-    Layers of other norms are left out.
+    The factors f of a norm, one per column, are source norm / stored norm. Its layers are those below its parent module
+    that have as many columns. Norms and layers are found so:
+
+    - A norm is smoothed if the SQNR of one of its layers, with f applied to the source, is at least 0.5 dB better than
+      without, and at most 1 dB below the usual SQNR of the format.
+    - A layer is smoothed if its norm is, and f makes its SQNR at least 0.5 dB better.
 
     changed: (stored, source) pairs of unquantized tensors whose bytes differ.
     checks: the matrices of the checkpoint, with their source rows.

@@ -1,4 +1,6 @@
-"""Summarize a verification in words: layers as expected, what the errors mean, and what was not checked."""
+"""Summarize a verification in words: layers as expected, what the errors mean, and what was not checked. SQNR is the
+signal-to-noise ratio of the quantized values in decibels.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ DECIBELS = (
 
 
 def worst_first(report: VerifyReport) -> list[LayerReport]:
-    """Return the layers with errors, then the layers with warnings, then all others, each by increasing SQNR.
+    """Return the layers sorted: those with errors first, then those with warnings, then all others.
 
-    In each of the three groups, layers without an SQNR come last.
+    Each of these three groups is sorted by increasing SQNR; layers without an SQNR come last.
     """
     ranks: dict[str, int] = {}
     for issue in report.issues:

@@ -1,6 +1,6 @@
-"""Verify a checkpoint: check its files, its stored values and the requirements of engines.
-
-If the source is given, the checkpoint is also compared with it byte by byte.
+"""Verify a checkpoint: check its files, its stored values and the requirements of engines. If the source (the model
+that the checkpoint was made from) is given, every layer that can be made again from it is re-encoded and compared byte
+by byte. SQNR is the signal-to-noise ratio of the quantized values in decibels.
 """
 
 from __future__ import annotations
@@ -309,12 +309,12 @@ def prepare(
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Check the items of the source. Return the names of its tensors that the checkpoint does not need.
+    """Check that fp4kit knows all contents of the source. Return the names of tensors that a conversion does not need.
 
-    These are the matrices of transforms that were undone when the source was decoded. If the checkpoint has quantized
-    layers, no transform was undone: the result is an empty set, and a source with transforms is refused.
+    These are the matrices of Hadamard and similar transforms, which a conversion to unquantized values undoes. If the
+    checkpoint has quantized layers, the set is empty, and a source with transforms is refused.
 
-    Raise CheckpointError if an item is refused.
+    Raise CheckpointError if the source has a tensor, config key or metadata entry that is unknown or refused.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:
@@ -398,7 +398,7 @@ def _settings(
 
 
 def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
-    """Raise CheckpointError for the first pattern that decides about no layer with a counterpart in the source.
+    """Raise CheckpointError for the first pattern that sets the recipe of no layer with a counterpart in the source.
 
     checks: the matrices of the checkpoint.
     patterns: the patterns that the user gives, in order.
@@ -414,7 +414,7 @@ def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
 
 
 def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:
-    """Return the recorded [pattern, recipe id] pairs of a checkpoint: in fp4kit's record, or in a single file's header.
+    """Return the [pattern, recipe id] pairs that a checkpoint records in its config or in a single file's header.
 
     Return [] if no patterns are recorded.
 
@@ -443,8 +443,9 @@ def _recipe_of_file(model: Checkpoint) -> str | None:
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     """Return a warning for every file of the given source that is not the file from which the checkpoint was made.
 
-    The manifest records the size and header of each file of the source. A warning is returned for a file whose size or
-    header differs, that is missing, or that is not recorded. Return [] if the manifest records no source.
+    The manifest records the size and header of each source file. There is a warning for each file whose size or header
+    differs, for each recorded file that is missing, and for each file that is not recorded. Return [] if the manifest
+    records no source.
     """
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
@@ -504,11 +505,12 @@ class _SourceComparison:
         self.copies = tuple(self._alike.values())
 
     def _copied(self) -> tuple[dict[str, tuple[Located, Located]], dict[str, str]]:
-        """Return two dicts for the unconverted tensors that the checkpoint and the source have under one name.
+        """Return two dicts for the unconverted tensors that the checkpoint and the source have under one name:
 
-        The first maps names to the (stored, source) pairs that can be compared. Their shapes are equal, and their
-        dtypes are equal or both floats, because tools cast some tensors, such as the router's. The second maps all
-        other names to a text that says what differs.
+        1. name -> (stored, source), if the tensors can be compared: their shapes are equal, and their dtypes are equal
+        or
+           are both float dtypes, because tools cast some tensors, such as the router's.
+        2. name -> a text that says what differs, for all other tensors.
         """
         alike, unlike = {}, {}
         for name, (file, entry) in self._model.tensors.items():
@@ -724,9 +726,9 @@ _REPAIR = ", as the source shows; undo this in the file, or convert the source a
 
 
 def _is_unlike(layer: LayerReport) -> bool:
-    """Return whether more than 1% of the bytes of the codes, or of the block scales, differ.
+    """Return whether more than 1% of the bytes of a layer's codes differ, or more than 1% of those of its block scales.
 
-    A few damaged bytes cannot be the reason then, so it is worthwhile to search for a fault of the whole layer.
+    Then the reason is not a few damaged bytes, and it is worthwhile to search for a fault of the whole layer.
     """
     return any(100 * differing > compared for differing, compared in (layer.codes, layer.scales))
 
