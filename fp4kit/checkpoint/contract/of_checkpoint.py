@@ -64,8 +64,8 @@ def _loaded(path: Path) -> Contract:
 def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
     """Return the contract of a file that fp4kit.save wrote.
 
-    Its ``weights`` is the recipe that most tensors have; the first of them if several are equally frequent. Its
-    ``patterns`` give every tensor of another recipe this recipe. The settings of the server are unknown.
+    ``weights`` is the most frequent recipe; if several are equally frequent, the first. ``patterns`` has one (name,
+    recipe) pair for every tensor with another recipe. The settings of the server are unknown.
 
     recipes: tensor name -> recipe, as the file records them; not empty.
     """
@@ -79,9 +79,9 @@ def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
 
 
 def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
-    """Return the contract that a checkpoint implies.
+    """Infer the contract of a checkpoint from what it stores and declares.
 
-    The recipe and settings of the server are listed as unknown if the checkpoint does not imply them. If no layer is
+    ``weights`` and the settings of the server are listed as unknown if they cannot be inferred. If no layer is
     quantized, only the settings of the server are unknown.
 
     source: the model that the checkpoint was made from; None if there is none. It serves to identify the recipe if the
@@ -114,7 +114,7 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
 
 
 class _Inferred:
-    """The settings that were inferred from a checkpoint, and how. A value of None or () is not stored."""
+    """The settings of a contract that were inferred from a checkpoint, and how each was found."""
 
     def __init__(self) -> None:
         self.values: dict[str, object] = {}
@@ -131,9 +131,8 @@ class _Inferred:
     def identified(self, verdict: CheckpointVerdict) -> None:
         """Store what an identification found as the settings ``weights`` and ``patterns``.
 
-        ``weights`` is the first recipe of the verdict. ``patterns`` name the layers that another recipe explains, but
-        none of the verdict's recipes. Layers that no recipe explains get no pattern. If the verdict has no recipe,
-        store nothing.
+        ``weights`` is the first recipe of the verdict. ``patterns`` has one (layer name, recipe) pair for every layer
+        that some recipe explains, but none of the verdict's recipes. If the verdict has no recipe, nothing is stored.
 
         verdict: the result of identify_checkpoint.
         """
@@ -171,8 +170,8 @@ def _recorded_patterns(checkpoint: Checkpoint) -> tuple[tuple[str, Recipe], ...]
 def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of leaf names, such as (q_proj, k_proj, v_proj), whose layers share a tensor scale.
 
-    A group consists of layers that loaders fuse. It is returned if, in every fused layer of the model, its parts have
-    equal tensor scales. A leaf name is the last part of a layer's name.
+    A leaf name is the last part of a layer's name. The layers of a group are those that loaders fuse. A group is
+    returned if its layers have equal tensor scales wherever they occur in the model.
     """
     scaled = [name for name, one in layers.items() if one.container is not None and one.container.has_tensor_scale]
     found: dict[tuple[str, ...], set[str]] = {}

@@ -53,11 +53,13 @@ def contract_of_plan(plan: Plan) -> Contract:
 
 
 def signs_of(rotation: WeightRotation | None) -> str | None:
-    """Return the signs of a rotation as text of "+" and "-", for a contract; None if there is no rotation.
+    """Return the signs of a rotation (Hadamard transform) as text of "+" and "-", for a contract; None if it has none.
 
-    Return None too for a rotation without signs, except if it has 16 elements: then return 16 plus signs, which change
-    no value. In a contract, a transform of 16 elements without signs stands for the transform inside fp4kit.quantize,
-    but a conversion uses fp4kit.hadamard.
+    There is one exception: for a rotation of size 16 without signs, return 16 plus signs, which change no value. In a
+    contract, size 16 without signs would mean the transform inside fp4kit.quantize, but a conversion uses
+    fp4kit.hadamard.
+
+    rotation: the rotation; None if there is none, for which None is returned.
     """
     if rotation is not None and not rotation.signs and rotation.size == HADAMARD_BLOCK:
         return "+" * rotation.size
@@ -84,8 +86,8 @@ def _shares(plan: Plan) -> bool:
 def shared_leaves(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``.
 
-    A leaf name is the last part of a layer's name. Each group is returned once, however many fused layers of the model
-    have it. A fused layer of which ``modules`` has only one part is ignored. Return () if there is no group.
+    A leaf name is the last part of a layer's name. Each group is returned once, even if many fused layers of the model
+    have it. A fused layer with only one part in ``modules`` is ignored. Return () if there is no group.
     """
     found: dict[tuple[str, ...], set[str]] = {}
     for (_, fusion), members in fused_groups(modules).items():

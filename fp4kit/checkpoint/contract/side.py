@@ -97,9 +97,9 @@ def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale]]:
-    """Return two dicts by layer: functions that read the weights, and the static input scales that are stored.
+    """Return two dicts: layer name -> function that reads its weight, and layer name -> its stored static input scale.
 
-    The first dict lacks layers that are only some of the rows of a quantized matrix.
+    Layers that are only some of the rows of a quantized matrix are not in the first dict.
     """
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another
@@ -131,7 +131,7 @@ def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
 
 
 def _matrix(read: Callable[[str], Quantized], weight: Weight, expert: int) -> Quantized:
-    """Return one matrix of a quantized weight as a Quantized of two axes.
+    """Return one matrix of a quantized weight as a Quantized with two axes.
 
     read: module name -> the Quantized of the whole weight.
     expert: the number of the matrix in a stack of experts; 0 for a single layer.

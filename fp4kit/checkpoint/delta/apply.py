@@ -106,8 +106,8 @@ def _write_file(
 ) -> None:
     """Write one file of the new version, unless an interrupted run has completed it.
 
-    The patch holds the whole file, or the bytes in which it differs from the old file. Raise CheckpointError if the
-    SHA-256 of the written file or of the old file differs from the SHA-256 in the patch.
+    The new file is synced to disk. Raise CheckpointError if the SHA-256 of the written file, or of the old file if it
+    is needed, differs from the SHA-256 in the patch.
 
     name: the name of the file.
     facts: the size and SHA-256 that the new file must have.
@@ -152,11 +152,11 @@ def _patched(
 ) -> None:
     """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over it.
 
-    The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, the copy is equal to
-    the old file. The caller compares the two hashes with the hashes in the patch.
+    The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, the copy equals the old
+    file. The hashes ``written`` and ``read`` are updated, so that the caller can compare them with the patch.
 
-    Raise CheckpointError if the old file is missing. Raise it also if the patch is damaged, so that its runs of changed
-    bytes do not add up or lie outside their chunk.
+    Raise CheckpointError if the old file is missing, or if the patch is damaged: its runs of changed bytes do not add
+    up, or lie outside their chunk.
 
     name: the name of the file in the patch.
     root: the old version: a directory or a file.

@@ -241,8 +241,8 @@ def _spool_runs(
 ) -> None:
     """Join the differing bytes of one chunk to runs, and append the runs to the temporary files.
 
-    Differing bytes at most 16 positions apart are in one run, so that a run may contain equal bytes. For a chunk
-    without differing bytes, only its counts, two zeros, are appended.
+    Neighboring differing bytes belong to one run if they are at most 16 positions apart, so that a run may contain
+    equal bytes. For a chunk without differing bytes, only its counts, two zeros, are appended.
 
     out: part (counts, starts, lengths, bytes) -> temporary file.
     at: the indices within the chunk of the bytes that differ, in ascending order.

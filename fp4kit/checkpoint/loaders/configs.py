@@ -48,11 +48,11 @@ _WITH_INPUT_SCALES = (
 
 
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint must store input scales according to compressed-tensors' config.
+    """Return whether the config of compressed-tensors requires the checkpoint to store input scales.
 
-    Input scales are needed if the container is one of NVFP4 or of FP8 per tensor or per row, and a config group
-    quantizes input activations with scales that are not computed at run time (its ``dynamic`` is not true). Return
-    False for all other containers.
+    It does so if the container is for NVFP4, or for FP8 with one scale per tensor or row, and a config group quantizes
+    input activations with scales that are not computed at run time (its ``dynamic`` is not true). Return False for all
+    other containers.
 
     container: one of ``containers.CONTAINERS``.
     config: the content of config.json.
@@ -91,8 +91,8 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors.
 
     The algorithm, the group size and, for NVFP4, the input activations are checked. If the algorithm is another one
-    that stores such tensors, such as AWQ, only engines that do not know this algorithm are reported, and
-    nothing else is checked.
+    that stores such tensors, such as AWQ, there is a finding only for each engine that does not know this algorithm,
+    and nothing else is checked.
 
     container: the container of the tensors, one of ``containers.CONTAINERS``.
     config: the content of config.json.
@@ -120,7 +120,7 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding per engine if the config declares a group size that is not the container's.
+    """Yield a finding for vLLM and one for SGLang if the config declares a group size that is not the container's.
 
     section: the ``quantization_config``; if it declares no group size, nothing is yielded.
     """
@@ -155,12 +155,15 @@ def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterato
 
 
 def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reduce the config.json of a mixed checkpoint to what it declares for the layers of one container.
+    """Return a copy of a mixed checkpoint's config.json with only the declarations for the layers of one container.
 
-    Return a changed copy, so that these layers can be checked as if the checkpoint had no others. For Model-Optimizer,
-    the copy's ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``. For compressed-tensors, the
-    copy has only the ``config_groups`` with the container's format and, if any of them has it, the container's
-    strategy. Return ``config`` itself if it is not mixed, or if no algorithm in ``quantized_layers`` fits.
+    These layers can then be checked as if the checkpoint had no others. The copy differs as follows:
+
+    - Model-Optimizer: its ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``.
+    - compressed-tensors: it has only the ``config_groups`` with the container's format. If some of these have the
+      container's strategy too, only those are kept.
+
+    Return ``config`` itself if it is not mixed, or if no algorithm in ``quantized_layers`` fits.
 
     kind: the kind of the layers, such as "nvfp4".
     container: the container of the layers, one of ``containers.CONTAINERS``.

@@ -3,8 +3,8 @@ one layer that an engine makes of several, its parts, such as qkv_proj of q, k a
 module that contains all experts of a layer, such as ``layers.0.mlp.experts``.
 
 There is one predicate per engine and format. A predicate takes the name of one module and the patterns of the list. The
-module is a linear layer, a fused layer, or a container of experts. Modules have their names in the checkpoint. An engine
-that renames a model's modules renames the list, too.
+module is a linear layer, a fused layer, or a container of experts. Modules have their names in the checkpoint. If an
+engine renames a model's modules, it renames the list too.
 
 A predicate raises PartsDisagree if some parts of a fused layer are excluded and others are not, because the engine
 refuses to load such a checkpoint. It raises ValueError for a pattern that the engine cannot compile.
@@ -35,7 +35,7 @@ _FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 
 
 class PartsDisagree(ValueError):
-    """Raised if an exclusion list has some parts of a fused layer but not all, so that the engine fails to load."""
+    """Raised if an exclusion list excludes some but not all parts of a fused layer, so that the engine fails to load."""
 
 
 def container_of(module: str) -> str | None:
@@ -57,7 +57,8 @@ def container_of(module: str) -> str | None:
 class Patterns(tuple[str, ...]):
     """The patterns of an exclusion list, with a cache of what the predicates derive from them.
 
-    Predicates accept any sequence of patterns, but repeated calls are faster with this class.
+    A predicate is a function such as vllm_modelopt, which decides whether a module is excluded. Predicates accept any
+    sequence of patterns, but repeated calls are faster with this class.
     """
 
     @lazy_property
@@ -77,7 +78,7 @@ class Patterns(tuple[str, ...]):
 
     @lazy_property
     def with_and_without_model(self) -> Patterns:
-        """A list with every pattern twice: all patterns without a leading ``model.``, then all of them with it."""
+        """A Patterns with every pattern twice: all patterns without a leading ``model.``, then all of them with it."""
         bare = [pattern.removeprefix("model.") for pattern in self]
         return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
 
@@ -130,7 +131,7 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
     module: the name of the fused layer, for the message.
     parts: the names of the layers that it joins.
-    hit: a function that tells whether one of them is excluded.
+    hit: a function that takes the name of a part and returns whether it is excluded.
     """
     hits = [part for part in parts if hit(part)]
     if hits and len(hits) < len(parts):
@@ -160,9 +161,9 @@ def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``. Yield every other pattern unchanged.
+    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``, and every other pattern unchanged.
 
-    ``*`` alone and patterns that end in ``.*`` are unchanged too.
+    The pattern ``*`` and patterns that end in ``.*`` are yielded unchanged too.
     """
     for pattern in patterns:
         if len(pattern) > 1 and pattern[-1] == "*" and pattern[-2] != ".":
@@ -290,15 +291,15 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _ct_expression(pattern: str) -> str | None:
-    """Return the text after ``re:`` of a compressed-tensors pattern. Return None if the pattern has no such beginning.
+    """Return the text after ``re:`` of a compressed-tensors pattern; None for a pattern without ``re:``, a plain name.
 
-    A pattern without ``re:`` is a plain name. The text is not checked: it may be no regular expression.
+    The text is not checked to be a regular expression.
     """
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
 def _ct_name(module: str, prepared: Patterns) -> bool:
-    """Return whether the list has the exact name of ``module``, or a ``re:`` pattern that matches its beginning.
+    """Return whether a list has the exact name of ``module``, or a ``re:`` pattern that matches the name's beginning.
 
     prepared: the exclusion list.
     """
@@ -376,10 +377,10 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Return a regular expression that accepts a match of ``pattern`` only if it ends at a boundary of a dotted name.
+    """Return a regular expression like ``pattern`` whose matches must end at a boundary between parts of a dotted name.
 
-    A boundary is just before a dot, just after a dot, or at the end of the name. Example: "model.layers.1" matches the
-    beginning of "model.layers.1.mlp" but not of "model.layers.10.mlp".
+    A boundary is just before a dot, just after a dot, or at the end of the name. For example, the result for
+    "model.layers.1" matches the beginning of "model.layers.1.mlp" but not that of "model.layers.10.mlp".
 
     pattern: a regular expression.
     """
@@ -389,9 +390,13 @@ def _up_to_a_part(pattern: str) -> str:
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint.
 
-    A pattern, read as a regular expression, applies if it matches the whole name or a leading part of it that ends just
-    before or after a dot. A pattern also applies if the name ends in the pattern as plain text. Raise ValueError if a
-    pattern is not a regular expression.
+    A module is listed in two cases:
+
+    - A pattern, as a regular expression, matches the whole name or a beginning of it that ends just before or after a
+    dot.
+    - The name ends in a pattern, taken as plain text.
+
+    Raise ValueError if a pattern is not a regular expression.
 
     patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
 
@@ -475,8 +480,8 @@ class Reader:
     def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
         """Group modules by the name that the engine looks up for them: looked-up name -> the modules that it covers.
 
-        For example, a fused layer's name covers those of the layers it joins that are in ``modules``. Modules that the
-        engine does not look up are left out.
+        For example, the name of a fused layer covers its parts, but only those in ``modules``. Modules that the engine
+        does not look up are left out.
         """
         fused_of = {part: leaf for leaf, parts in self.fused.items() for part in parts}
         groups: dict[str, list[str]] = {}

@@ -45,7 +45,7 @@ def _parents(module: str) -> Iterator[str]:
 
 
 def _below(module: str, roots: Collection[str]) -> str | None:
-    """Return the member of ``roots`` that contains ``module``, the innermost if there are several, or None.
+    """Return the innermost member of ``roots`` that contains ``module``, or None if there is none.
 
     A module does not contain itself.
     """
@@ -94,9 +94,9 @@ def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
 def _starred(name: str) -> str:
     """Return a pattern that excludes the MLA projection ``name`` in its own layer only, such as "a.kv_b_proj*".
 
-    The pattern ends in ``*``, which turns off SGLang's MLA rule, by which the name would apply to every layer. For the
-    fused layer of MLA projections, the pattern is "a.fused_qkv_a_proj*", which matches vLLM's and SGLang's names of it.
-    Any other name is returned unchanged.
+    Without the ``*``, SGLang's MLA rule would apply the pattern to every layer. For the fused layer of MLA projections,
+    the pattern is "a.fused_qkv_a_proj*", which matches the names that vLLM and SGLang give it. Any other name is
+    returned unchanged.
     """
     parent, leaf = split_module(name)
     if leaf == _MLA_ALIAS:
@@ -131,8 +131,8 @@ def _mounted(root: str) -> str:
     - "model.layers.X" is unchanged.
     - Any other name loses a leading "model.".
 
-    A list needs regular expressions for both names, because engines map plain names in a list to their own names, but
-    not regular expressions.
+    An exclusion list needs a regular expression for each of the two names, because engines translate plain names in a
+    list into their own names, but not regular expressions.
     """
     name = root.removeprefix("model.")
     if name.startswith("language_model."):
@@ -196,9 +196,9 @@ def _dotted(names: set[str], roots: set[str], containers: set[str], converted: C
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list of a gpt-oss model for transformers: names.
+    """Return the exclusion list of a gpt-oss model for transformers. It consists of names.
 
-    Names with special characters are escaped, because transformers reads names as regular expressions.
+    Special characters in names are escaped, because transformers reads the names as regular expressions.
 
     names: names of single layers to exclude.
     roots: prefixes below which everything is excluded.
@@ -300,7 +300,7 @@ def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
 
 
 def _mla_advice(reader: Reader, culprit: str) -> str:
-    """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model, otherwise "".
+    """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model; otherwise "".
 
     reader: how the engine looks up modules. Only SGLang has the MLA rule.
     culprit: " by PATTERN", with the pattern that excludes the module; "" if no pattern does so on its own.
@@ -317,10 +317,10 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
 def _verdict(
     reader: Reader, name: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
 ) -> str | None:
-    """Return a message about the fault that an engine meets when it looks up ``name`` in the list.
+    """Return a message about the fault that an engine meets when it looks up ``name`` in the exclusion list, or None.
 
-    Return None if there is no fault: all ``members`` are quantized and not excluded, or all are unquantized and
-    excluded.
+    There is no fault if all ``members`` are quantized and ``name`` is not excluded, or if all are unquantized and
+    ``name`` is excluded.
 
     reader: how the engine looks up modules.
     members: the modules that ``name`` covers, such as the layers that a fused layer joins.
@@ -366,14 +366,16 @@ def check(
 
 
 def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str]) -> tuple[Reader, Sequence[str]]:
-    """Return a reader that takes names of the checkpoint, and the exclusion list for it.
+    """Return (reader, exclusion list) with which modules can be looked up under their names in the checkpoint.
 
-    For multimodal models, engines rename modules or the list:
+    For multimodal models, engines rename modules or the list, and so does the result:
 
     - transformers renames modules before it looks them up. The returned reader does so too.
-    - vLLM and SGLang rename the plain names in a list of compressed-tensors. The returned list has the checkpoint's
-      names beside the names that transformers uses.
-    - All other readers and lists are returned unchanged.
+    - vLLM and SGLang rename the plain names in a list of compressed-tensors. In the returned list, the checkpoint's
+    names
+      are added to the names that transformers uses.
+
+    All other readers and lists are returned unchanged.
 
     reader: how the engine looks up modules.
     patterns: the exclusion list.
@@ -403,7 +405,8 @@ def _check(
 ) -> Iterator[Finding]:
     """Yield an error for each module that an engine would load wrongly, for every engine that reads ``container``.
 
-    An engine loads a module wrongly if the module is quantized and excluded, or neither, or quantized only in part.
+    A module is loaded wrongly if it is quantized but excluded, if it is unquantized but not excluded, or if only some
+    of its parts are quantized.
 
     listed: the exclusion list.
     modules: names of all layers, copied or quantized.

@@ -21,8 +21,8 @@ _INPUT_SCALES = (".input_scale", ".input_global_scale")
 def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
     """Return a clause that says what ``engine`` does if the tensor ``suffix`` of a layer is missing.
 
-    If it is not known what the engine does, the clause says so for an input scale. For any other tensor, it then says
-    that the layer cannot be decoded.
+    If this is not known, the clause says so for an input scale; for any other tensor, it says that the layer cannot be
+    decoded.
 
     engine: the name of the engine. Only vLLM and SGLang are known.
     container: the id of the container, such as "modelopt NVFP4".

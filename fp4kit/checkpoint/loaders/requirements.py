@@ -76,7 +76,7 @@ _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
 
 
 def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
-    """Return what is required of the two tensors of an MXFP4 or MXFP8 layer: first the codes, then the block scales.
+    """Return the requirements for the two tensors of an MXFP4 or MXFP8 layer: first the codes, then the block scales.
 
     weight, scale: the suffixes of codes and block scales.
     kind: "packed" for 4-bit codes, "bytes" for 8-bit codes.
@@ -85,7 +85,7 @@ def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
 
 
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
-    """Return what is required of the tensors of an NVFP4 layer: the codes, the block scales, then the scalars.
+    """Return the requirements for the tensors of an NVFP4 layer: the codes, the block scales, then the scalars.
 
     weight: the suffix of the codes.
     scalars: the suffixes of the float32 scalars, such as the tensor scale.
@@ -98,7 +98,7 @@ _HALVES = ("BF16", "F16")  # dtypes of FP8 scales that engines convert to float3
 
 
 def _fp8(shape: str, *scalars: str) -> tuple[Required, ...]:
-    """Return what is required of the tensors of an FP8 layer: its codes, its scales, and scalars such as input scales.
+    """Return the requirements for the tensors of an FP8 layer: its codes, its scales, and scalars such as input scales.
 
     shape: the shape of the scales.
     scalars: the suffix of each scalar, such as ".input_scale".
@@ -178,11 +178,16 @@ def _is_quantized(parts: LayerTensors) -> bool:
 def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> tuple[Required, ...]:
     """Return the tensors that engines require for a layer.
 
-    The container determines them, with two exceptions. A compressed-tensors config can require input scales. In a
-    DeepSeek-V4 model, the dtype of the layer's weight decides, because some layers are FP8 and, beside NVFP4 experts,
-    some experts are MXFP4.
+    The container determines them, with two exceptions:
 
+    - A compressed-tensors config can require input scales.
+    - In a DeepSeek-V4 model, some layers are FP8, and some experts may be MXFP4 beside NVFP4 experts. There, the dtype
+    of
+      the layer's weight decides.
+
+    container: one of ``containers.CONTAINERS``.
     parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
+    config: the content of config.json.
     """
     dtype = parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
@@ -205,7 +210,7 @@ def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Return (leading sizes, N, K) of a layer from the stored shape of its codes, or None if the rank is wrong.
+    """Return (leading sizes, N, K) of a layer, derived from the stored shape of its codes; None if the rank is wrong.
 
     The leading sizes are (E,) for a stack of E experts and () for a single layer. Codes of gpt-oss (``_blocks``) are
     stored as (E, N, K / 32, 16). All other codes are stored as (..., N, K), or as (..., N, K / 2) if packed.
@@ -293,7 +298,7 @@ def _layer_findings(
 ) -> Iterator[Finding]:
     """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container.
 
-    The foreign tensors of a layer share one finding. Dtypes and shapes are checked only if ``required`` is not empty.
+    All foreign tensors of a layer share one finding. Dtypes and shapes are checked only if ``required`` is not empty.
 
     parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
     required: the tensors that engines require.
@@ -380,13 +385,13 @@ _EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only 
 
 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
-    """Yield a warning for each engine that is known to reject or misread a sound checkpoint in this container.
+    """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container.
 
-    An engine is known to do so if its cell in the table of observations has a note, and the status "fails" or "wrong
+    An engine is known to do so if its cell in the table of support.py has a note, and the status "fails" or "wrong
     values". There are two exceptions:
 
-    - Some faults concern only experts, or only layers that are not experts. They are yielded only if the checkpoint
-      has such layers.
+    - If the fault concerns only experts, or only layers that are not experts, and the checkpoint has no such layers,
+      nothing is yielded.
     - The fault SPLIT_EXPERTS is never yielded here; ``split_experts`` reports it.
 
     container: one of ``containers.CONTAINERS``.
@@ -408,13 +413,12 @@ _TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container
 
 
 def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield a finding per engine that needs whole blocks of rows and would meet layers without them.
+    """Yield warnings about layers whose rows are not a multiple of the 128 rows of a block, for engines that need this.
 
-    vLLM and SGLang reject a fused layer if the rows of a part, except the last part, are not whole blocks. Only the
-    first such fused layer is named.
-
-    Without a GPU, transformers takes rows / scale rows for the height of a block in "fp8 128x128". This is wrong if the
-    last of several blocks is shorter.
+    - vLLM and SGLang: they reject a fused layer if any part except the last has such rows. One warning per engine names
+      the first such layer.
+    - transformers, for "fp8 128x128": without a GPU, it computes the height of a block as rows / scale rows, which is
+      wrong if the last of several blocks is shorter. One warning names the first such layer.
 
     container: one of ``containers.CONTAINERS``. Nothing is yielded if its blocks have one row.
     rows: name of a quantized layer -> its number of rows.

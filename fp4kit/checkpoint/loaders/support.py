@@ -109,7 +109,7 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 
 
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
-    """Return the names of the serving engines (vLLM, SGLang, transformers) that load a container for a family.
+    """Return the serving engines (vLLM, SGLang, transformers) that load a container, for models of a family, by name.
 
     Return () if none is known to load it. Raises ValueError for a container, or a family of models, that is unknown.
 
@@ -134,7 +134,7 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
 
 
 def _candidates(kind: str) -> list[LoaderContainer]:
-    """Return the quantized containers that can store recipes of ``kind``, one per format, in the order of FORMATS."""
+    """Return the containers that can store recipes of ``kind``, one per format except bf16, in the order of FORMATS."""
     found = (container(format, kind) for format in FORMATS if format != "bf16")
     return [each for each in found if each is not None]
 
@@ -142,12 +142,11 @@ def _candidates(kind: str) -> list[LoaderContainer]:
 def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
 
-    Return None if no engine is known to load any format. Among formats with equally many engines, these are preferred,
-    in this order:
+    Return None if no engine is known to load any format. If several formats have equally many engines, choose the one
 
-    - the format that fewer engines silently misread
-    - the format that more engines were seen to load in a run
-    - the first in FORMATS
+    - that the fewest engines silently misread, then
+    - that the most engines were seen to load in a run, then
+    - that is first in FORMATS.
 
     kind: a kind of recipe, one of KINDS, such as "nvfp4".
     family: one of FAMILIES.
@@ -258,9 +257,13 @@ def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator
 def family_of(config: Mapping[str, Any]) -> str:
     """Return the family of a model, one of FAMILIES, judged by the content of its config.json.
 
-    The first of these that tells the family decides: the model types whose experts are read as stacks, a nested
-    ``text_config`` or ``vision_config`` ("vlm"), any other model type, and the architecture. If none does, return "moe"
-    if the config has a positive number of experts, otherwise "dense".
+    The first of these that is known decides:
+
+    1. ``model_type``, if it is one whose experts transformers reads as stacks
+    2. a nested ``text_config`` or an entry ``vision_config``: "vlm"
+    3. any other known ``model_type``
+    4. the name of the architecture
+    5. the number of experts: "moe" if it is positive, otherwise "dense"
     """
     by_stacks = _FAMILY_OF_STACKS.get(str(config.get("model_type", "")))
     if by_stacks is not None:
@@ -298,9 +301,9 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
 
 
 def _alike(container_id: str) -> list[list[str]]:
-    """Group the families that every engine treats alike, for one container. Return a list of groups of family names.
+    """Return groups of families that every engine treats alike for one container, as lists of family names.
 
-    A group of families about which nothing is known is left out, so that the result may be [].
+    Families about which nothing is known are left out, so that the result may be [].
     """
     groups: dict[tuple[Cell, ...], list[str]] = {}
     for family in FAMILIES:

@@ -75,9 +75,11 @@ def start_devices(devices: Sequence[int], user_executor: Executor | None) -> Non
 def executor_of(user_executor: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
     """Yield the executor to pass to ``run_all``, or None if the calls are to run in this process.
 
-    The result is ``user_executor`` if it is not None; its owner must close it. Otherwise, the result is None for one
-    worker, and a pool of threads or processes for several. The pool ends with the with statement. If the run fails or
-    is stopped, or if this process is killed, the pool's worker processes end at once.
+    - If ``user_executor`` is given, it is yielded. Its owner must close it.
+    - Otherwise, for one worker: None.
+    - Otherwise: a pool of threads or processes, which ends with the with statement. If the run fails or is stopped, or
+    if
+      this process is killed, the pool's worker processes end at once.
 
     user_executor: an executor that the user gave, or None.
     workers: the number of workers of the pool.
@@ -210,10 +212,10 @@ def run_all(
 
 
 def pending_limit(user_executor: Executor | None, workers: int) -> int:
-    """Return the argument ``max_pending`` of ``run_all`` for an executor of ``executor_of``.
+    """Return how many calls ``run_all`` should submit at a time (``max_pending``) to an executor from ``executor_of``.
 
-    The limit is one running and one waiting call per worker. With so few waiting calls, calls that are added later
-    start soon. If the user gave an executor, the limit is MAX_PENDING, because the number of workers is unknown.
+    The limit is 2 per worker: one running and one waiting call. With so few waiting calls, calls that are added later
+    start soon. If the user gave an executor, the limit is MAX_PENDING, because the number of its workers is unknown.
 
     user_executor: an executor that the user gave, or None.
     workers: the number of workers of the pool, which is used if the user gave no executor.
@@ -253,9 +255,10 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 
 @contextmanager
 def _worker_death_as_error() -> Iterator[None]:
-    """Raise ChildProcessError, with advice, if the body raises an exception that means that a worker process died.
+    """Run the body of the with statement, and raise ChildProcessError with advice if a worker process has died.
 
-    This is a context manager. All other exceptions of its body are raised unchanged.
+    The death of a worker is recognized by the exception that the body raises. All other exceptions are raised
+    unchanged.
     """
     try:
         yield

@@ -24,13 +24,13 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # holds the memory limit of this pro
 class Prefetcher:
     """Prefetch files in order, in background threads, until the with statement ends.
 
-    The with statement returns a function. The run must call it after each of its reads with the number of bytes read.
-    From these calls, the threads know the position of the run, and prefetch at most an eighth of the memory ahead of
-    it. Where posix_fadvise does not exist (macOS), nothing is prefetched.
+    The with statement gives a function. The run must call this function after each of its reads, with the number of
+    bytes read. From these calls, the threads know the position of the run. They stay ahead of it by at most an eighth
+    of the memory. Where posix_fadvise does not exist (macOS), nothing is prefetched.
 
     files: the files, in the order in which the run reads them.
     total: the number of bytes that the run will read. It exceeds the size of the files if some are read twice.
-    progress: a function to report progress. It is called with each number of bytes that the run reports.
+    progress: called with each number of bytes that the run reports.
     """
 
     def __init__(self, files: Iterable[SafetensorsFile], total: int, progress: Callable[[int], None]) -> None:
@@ -69,7 +69,8 @@ class Prefetcher:
     def _read(self) -> None:
         """Prefetch pieces of files until no piece is left or the with statement ends. Each thread runs this method.
 
-        A thread waits while its piece is too far ahead of the run, and skips bytes that the run has already read.
+        A thread waits while its piece is too far ahead of the run, and skips bytes that the run has already read. Files
+        that cannot be read are skipped, because the run itself reports them.
         """
         while self._pieces and not self._stopped.is_set():
             # Ignore OSError, because the run itself reports unreadable files. An IndexError means that the other thread

@@ -325,7 +325,8 @@ class Stage:
     """The state of the partial directory to which a run writes.
 
     folder: the partial directory.
-    is_ours: True if this run may remove the content. A resumed run sets it to True once it has accepted the journal.
+    is_ours: True if this run may remove the content of the directory. It is False at first for a resumed run, which
+        sets it to True once it has accepted the journal.
     published: True once the directory, or the result files in it, have been renamed to their final paths.
     """
 
@@ -347,11 +348,14 @@ def staged_directory(
 ) -> Iterator[Stage]:
     """Create and lock the partial directory of a destination, yield it, and rename it to the destination at the end.
 
-    The result is a Stage. The caller writes its output into Stage.folder within the with statement.
+    Use it in a with statement, which gives a Stage. The body of the with statement writes the output into Stage.folder.
+    If the body raises an exception, nothing is renamed:
 
-    After a CheckpointError, the partial directory is removed. After any other exception (KeyboardInterrupt, SystemExit,
-    a full disk, a dead worker), it is kept if it has a journal. A resumed directory is kept in every case until the run
-    sets Stage.is_ours.
+    - After a CheckpointError, the partial directory is removed.
+    - After any other exception (KeyboardInterrupt, SystemExit, a full disk, a dead worker), it is kept if it has a
+    journal,
+      otherwise removed.
+    - If ``resume`` is True, it is kept after every exception until the run sets Stage.is_ours.
 
     resume: True to continue in the partial directory of an interrupted run, False to create a new one.
     paths: name of a file in the partial directory -> its final path. Only these files are renamed, the first one last.
