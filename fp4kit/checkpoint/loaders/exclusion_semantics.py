@@ -35,7 +35,7 @@ _FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 
 
 class PartsDisagree(ValueError):
-    """Raised if an exclusion list excludes some but not all parts of a fused layer, so that the engine fails to load."""
+    """Raised if some but not all parts of a fused layer are excluded, so that the engine fails to load."""
 
 
 def container_of(module: str) -> str | None:
