@@ -37,10 +37,10 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject once it is quantized.
+    """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject if it were quantized.
 
-    The loader pads a layer whose rows are not a multiple of 16 (NVFP4) or 32 (MXFP8), and rejects stacks of experts. Do
-    nothing if there is no such layer.
+    The loader pads a layer whose number of rows is not a multiple of 16 (NVFP4) or 32 (MXFP8), and rejects stacks of
+    experts. Do nothing if all layers are usable.
 
     Args:
         form: the container to write, one of FORMS.

@@ -148,12 +148,12 @@ def mixed_declarations(
     The first is ``quantization_config`` of config.json. The second is hf_quant_config.json, or None for
     compressed-tensors.
 
-    Both formats have one config group per container, whose targets are the container's layers. Model-Optimizer's
-    MIXED_PRECISION also names the algorithm of every layer, but no unquantized layers.
+    Both formats have one config group per container, whose targets are the container's layers. Model-Optimizer also
+    gets ``quantized_layers``, which states the algorithm of every quantized layer. Its config has no exclusion list.
 
     Args:
-        layers: container -> names of its layers.
-        ignore: the exclusion list of compressed-tensors.
+        layers: container -> names of its layers. All containers belong to one of the two formats.
+        ignore: the exclusion list, which names the layers that stay unquantized; used for compressed-tensors only.
         scaled: the names of the containers whose layers have input scales.
         own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
     """
@@ -183,8 +183,8 @@ def mixed_declarations(
 def _targets(names: Sequence[str]) -> list[str]:
     """Return the targets by which a config group of compressed-tensors names its layers, sorted.
 
-    The target of a layer is its name. All experts of a module together have one target, a regular expression ("re:...")
-    that matches all names in MODULE.experts, because engines need one container for all of them.
+    A layer outside experts is named itself. All experts of a module share one target, a regular expression ("re:...")
+    that matches every name in MODULE.experts, because engines need one container for all of them.
 
     Args:
         names: the names of the layers in the group.
@@ -199,12 +199,12 @@ def _targets(names: Sequence[str]) -> list[str]:
 def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of Model-Optimizer for the layers of one container, without the entry ``targets``.
 
-    The group has the entry ``weights`` and, if inputs are quantized too, ``input_activations``.
+    The group has the entry ``weights``. If the layers have input scales, it also has ``input_activations``. MXFP8 and
+    FP8 per row always have it.
 
     Args:
         form: the container.
-        has_input_scale: True if the layers have input scales, so that the group also describes inputs. The groups of
-            MXFP8 and of FP8 per row always do.
+        has_input_scale: True if the layers have input scales.
 
     Source: Model-Optimizer modelopt/torch/export/convert_hf_config.py _quant_algo_to_group_config.
     """
@@ -350,7 +350,7 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
 
 
 def _fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of FP8 in 128x128 blocks, as DeepSeek-V3 and Qwen3 releases have it.
+    """Return the ``quantization_config`` of FP8 in 128x128 blocks, as the releases of DeepSeek-V3 and Qwen3 have it.
 
     The exclusion list is written under two names, because some engines read one name and some the other.
 

@@ -1,9 +1,7 @@
-"""Describe containers: how a quantized linear layer is stored as tensors.
-
-A container determines the names, dtypes and shapes of a layer's tensors, and whether the tensor scale is stored as a
-multiplier or a divisor. A part is one of these tensors: the codes, the block scales, the tensor scale or the input
-scale. A few containers have further parts, such as factors per column. A stack is a tensor that holds one layer of all
-experts of a mixture-of-experts model.
+"""Describe containers. A container is one way to store a quantized linear layer: it fixes the names, dtypes and shapes
+of the layer's tensors, and whether the tensor scale is stored as a multiplier or as a divisor. A part is one of these
+tensors: codes, block scales, tensor scale, input scale and, in a few containers, others such as factors per column. A
+stack is a tensor that holds one layer of all experts of a mixture-of-experts model.
 
 table.py has all containers.
 """
@@ -41,13 +39,13 @@ Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """Describe one tensor to be written.
+    """Describe one tensor of the output: its name, dtype and shape, and which part of a layer it holds.
 
     Attributes:
         name: the tensor's name.
         dtype: the tensor's safetensors dtype.
         shape: the tensor's shape.
-        part: what the tensor holds of its layer, such as CODES or SCALES; VALUES for an unquantized tensor.
+        part: the part of a layer that the tensor holds, such as CODES or SCALES; VALUES for an unquantized tensor.
     """
 
     name: str
@@ -67,22 +65,21 @@ class Container:
 
     Attributes:
         name: the container's unique name, as in the table at the head of table.py.
-        format: the value of ``--format`` that writes it; "" for containers that are only read.
+        format: the value of ``--format`` with which fp4kit writes this container; "" if fp4kit only reads it.
         kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (128x128 blocks), "fp8 rows" or "fp8 tensor".
         element: the element format of the codes.
         scale: the element format of the block scales; None for float32 scales.
         block: (rows, columns) that share one block scale. 0 columns stand for a whole row.
-        suffixes: part (CODES, SCALES, ...) -> suffix. The name of the part's tensor is the module's name and this
-            suffix.
+        suffixes: part (CODES, SCALES, ...) -> suffix. A part's tensor is named by the module's name and this suffix.
         codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
-        tensor_scale_shape: the shape of the tensor scale and input scale of a single layer.
+        tensor_scale_shape: the shape of the tensor scale, and of the input scale, of a single layer.
         divides: True if decoding divides by the stored tensor scale; False if it multiplies.
-        stack: how experts are stored: "" for separate layers, "rows" for [E, N, K] as in MLX and GGUF, "blocks" for
-            [E, N, K/32, 16], "columns" for [E, K/2, N].
-        tensor_scale_unit: the stored value is the tensor scale times this factor.
-        is_exact: True if some other container differs from this container only in the shape of the scales or in the
-            tensor scale. Then a layer with scales of the wrong shape, or without its tensor scale, is never read as
-            this container. For other containers, such layers may be read to report the damage.
+        stack: how experts are stored: "" for separate layers, "rows" for [E, N, K] as in MLX and GGUF, "blocks" for [E,
+            N, K/32, 16], "columns" for [E, K/2, N].
+        tensor_scale_unit: the stored value divided by the tensor scale; 1 for all containers except "mlx nvfp4 global".
+        is_exact: True if a layer with scales of the wrong shape, or without its tensor scale, must not be read as this
+            container, because it may belong to a similar container. If False, such a layer can be read, to report the
+            damage.
         in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's
             shape.
         high_first: True if a byte of 4-bit codes has the even element in the high nibble.
@@ -90,8 +87,8 @@ class Container:
         rounds: True if decoded values are rounded to the dtype in which the scales are stored.
         flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
         method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
-        algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none is
-            needed.
+        algorithm: the ``quant_algo`` that config.json must declare before a layer is read as this container; "" if no
+            declaration is needed.
     """
 
     name: str
@@ -118,9 +115,9 @@ class Container:
 
     @property
     def producer(self) -> str:
-        """The tool or format that defines this container, as recipe ids name it, such as "modelopt" or "comfy-kitchen".
+        """The tool or format that defines this container, such as "modelopt" or "comfy-kitchen".
 
-        This is the first word of ``name``, except where recipe ids use another word for it.
+        Recipe ids use the same word. It is usually the first word of ``name``; _PRODUCERS lists the exceptions.
         """
         word = self.name.partition(" ")[0]
         return _PRODUCERS.get(word, word)
@@ -151,8 +148,9 @@ class Container:
     def row_multiple(self) -> int:
         """The number that must divide K, the number of elements per row, so that a layer can be quantized.
 
-        For GGUF, it is the number of elements per block, otherwise ``group_size``. If that is 0, it is the number of
-        codes in one element of the codes tensor: 1 for 8-bit codes.
+        - For GGUF, it is the number of elements per block.
+        - For all other containers, it is ``group_size``, or 1 if that is 0 (8-bit codes with one scale per row or
+          layer).
         """
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
@@ -169,10 +167,10 @@ class Container:
 
     @property
     def needed(self) -> set[str]:
-        """The parts without which a layer cannot be read, except the tensor scale.
+        """The parts that a layer must have to be read as this container, except the tensor scale.
 
-        These are the codes, block scales, column scale and low-rank factors, as far as the container has them. The
-        input scale and ComfyUI's tag are optional. The tensor scale is checked separately.
+        These are the codes, block scales, factors per column and low-rank factors, as far as the container has them.
+        The input scale and ComfyUI's tag are optional. The tensor scale is checked separately.
         """
         return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
 
@@ -245,9 +243,10 @@ class Container:
 
     @property
     def slab_rows(self) -> int:
-        """The number that must divide the rows of a slab when a layer is written in slabs (some rows at a time).
+        """The number of rows that slabs must be a multiple of. A slab is some rows of a layer, written at a time.
 
-        The number is 128 if scales are swizzled, otherwise 1. The last slab of a layer may have any number of rows.
+        The number is 128 if scales are swizzled, otherwise 1. Only the last slab of a layer may have any number of
+        rows.
         """
         return 128 if self.swizzled else 1
 
@@ -265,9 +264,11 @@ class Container:
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``.
 
-        Return None if no layer in this container has a codes tensor of this shape. That is so if the number of axes
-        does not fit, if the tensor is empty, or if a row does not consist of whole blocks. Rows may end in a partial
-        block if blocks have several rows (128x128).
+        Return None if no layer in this container has a codes tensor of this shape:
+
+        - The number of axes is wrong, or an axis has the length 0.
+        - The container stores stacks as [E, N, K/32, 16], and the last axis has another length.
+        - A row does not consist of whole blocks. Only blocks of several rows (128x128) may be partial.
         """
         if self.stack == "columns":
             if len(codes) != 3:
@@ -350,10 +351,11 @@ class Container:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """The element format, scale format, block, and presence of column factors and low-rank parts, as a tuple.
+        """The facts that determine how stored numbers are decoded, as a tuple for ``same_codes`` to compare.
 
-        These facts determine a layer's decoded values, together with the stored numbers. The kind stands for the block
-        of FP8 containers with one scale per layer or per row, because both have the block (1, 0).
+        They are the element format, the scale format, the block, and whether there are factors per column and low-rank
+        parts. For FP8 with one scale per layer or per row, the tuple has the kind in place of the block, because both
+        have the block (1, 0).
         """
         more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block

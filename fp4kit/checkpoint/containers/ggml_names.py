@@ -113,7 +113,8 @@ _BEFORE_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?")
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (module, fault as text) for each module whose tensor scale (``.scale``) llama.cpp cannot use.
 
-    There is at most one fault per module: llama.cpp rejects the file, ignores the scale, or aborts.
+    The fault says what llama.cpp does: it rejects the file, ignores the scale, or aborts. A module has at most one
+    fault.
 
     Args:
         architecture: the value of ``general.architecture`` in the file's header.

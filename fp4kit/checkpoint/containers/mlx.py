@@ -116,7 +116,8 @@ def check(config: Mapping[str, Any], modules: Collection[str]) -> None:
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
     """Yield (module or file, fault as text) for each reason why mlx-lm would reject a directory or load it wrongly.
 
-    A layer without an entry of its own in ``quantization`` is not compared with the entries for all layers.
+    A layer is compared with its own entry in ``quantization``. If it has no entry, its container is not checked against
+    the default entry.
 
     Args:
         config: the content of config.json.

@@ -225,11 +225,11 @@ MODELOPT_AWQ = replace(
 def _svdquant(name: str, prefix: str) -> Container:
     """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode.
 
-    The low-rank matrix is the product B A of two further parts (see Slab.low_rank).
+    The low-rank matrix is the product B A of two additional parts of the layer, B [N, r] and A [r, K].
 
     Args:
         name: the container's name without "modelopt".
-        prefix: the beginning of the names of the low-rank parts, after the layer's name.
+        prefix: what follows the layer's name in the names of the low-rank parts.
     """
     low_rank = {LOW_RANK_A: f"{prefix}svdquant_lora_a", LOW_RANK_B: f"{prefix}svdquant_lora_b"}
     return replace(MODELOPT_AWQ, name=f"modelopt {name}", suffixes={**MODELOPT_AWQ.suffixes, **low_rank})
@@ -296,10 +296,10 @@ TORCHAO = (
 
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
-    """Return the container for one of MLX's formats.
+    """Return the container "mlx NAME" for one of MLX's formats.
 
     Args:
-        name: the kind of the container, such as "mxfp4". "mlx " and this kind are its name.
+        name: the kind of the container, such as "mxfp4".
         element, scale: the element formats of codes and block scales.
         size: the number of elements per block.
     """

@@ -1,13 +1,10 @@
-"""Account for everything in a checkpoint that may concern quantization, so that nothing is ignored in silence.
+"""Account for everything in a checkpoint that may concern quantization, so that nothing is silently ignored. Each such
+tensor, config key and metadata entry is an item. An item is understood (fp4kit uses it, or it agrees with the tensors),
+carried (known not to change the decoded weights), refused (unknown, or contradicts the tensors) or ignored (it would be
+refused, but the user named it with ``--ignore``).
 
-Reading is closed-world: an entry that fp4kit does not know is refused, not skipped. Each tensor of a quantized layer or
-beside one, each config key that concerns quantization and each entry of the safetensors metadata is an *item*. An item
-belongs to one of four groups:
-
-- understood: what fp4kit reads depends on it, or it was compared with the tensors and agrees.
-- carried: it is known not to change the decoded weights. A conversion copies or replaces it.
-- refused: fp4kit does not know it, or it contradicts the tensors. No command computes values while there is one.
-- ignored: it would be refused, but the user named it with ``--ignore``.
+Reading is closed-world: an entry that fp4kit does not know is refused, not skipped. No command computes values while an
+item is refused. A conversion copies or replaces carried items.
 """
 
 from __future__ import annotations
@@ -62,13 +59,16 @@ class OpenedModel(Protocol):
 def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
     """Return every item (tensor, config key or metadata entry) of an opened model that may concern quantization.
 
-    Items that fp4kit refuses, because it does not know them, are included (see ``account``).
+    Refused items are included, so this never fails because of one. To raise an error for them, use ``check_model``.
 
     Args:
         model: the opened model.
         weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the
-            group IGNORED.
+        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the group
+            IGNORED.
+
+    Raises:
+        CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
     """
     return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
 
@@ -100,15 +100,15 @@ def account(
 ) -> tuple[Item, ...]:
     """Return every item of a checkpoint: first its tensors, then its configs, then its metadata.
 
-    If no layer is quantized, the configs and the metadata have no items.
+    If no layer is quantized, only tensors give items.
 
     Args:
         tensors: tensor name -> (its file, its header entry), for all tensors of the checkpoint.
         weights: the weights that ``weights_of`` finds in the tensors.
         config: the content of config.json; None if the file is missing.
         hf_quant_config: the content of hf_quant_config.json; None if the file is missing.
-        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the
-            group IGNORED.
+        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the group
+            IGNORED.
 
     Raises:
         CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
@@ -204,14 +204,14 @@ _TRANSFORMS = re.compile(
 
 
 def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each tensor that concerns quantization. Unquantized weights and other plain tensors give none.
+    """Yield an item for each tensor that concerns quantization. Skip other tensors, such as unquantized weights.
 
     These tensors give an item:
 
     - codes and scales of quantized layers, and tensors whose names begin with the name of a quantized layer;
-    - scales of the KV cache;
+    - scales of the KV cache or of attention;
     - tensors of adapters, such as LoRA;
-    - tensors that may transform weights if a layer is quantized;
+    - if a layer is quantized, tensors whose names say that they transform weights or inputs;
     - tensors that look like codes or scales of an unknown format.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
@@ -340,10 +340,12 @@ def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
 def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] | None:
     """Find the layer whose name is the beginning of a tensor's name, to tell which layer the tensor may concern.
 
-    Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
-    rest follows a dot. It may also follow an underscore if the layer is a stack of experts or the rest is in
-    _REFUSED_TENSORS. If several layers fit, a rest after a dot wins, and then the layer with the longest name. Return
-    None if there is no such layer.
+    Return (layer, rest of the tensor's name), or None if there is no such layer. The tensor "mlp.up_proj.bias" gives
+    (layer "mlp.up_proj", "bias").
+
+    The rest usually follows a dot. It may follow an underscore if the layer is a stack of experts, or if the rest is in
+    _REFUSED_TENSORS. A match at a dot is preferred to a match at an underscore; among equals, the longest layer name is
+    taken.
 
     Args:
         name: the name of a tensor.
@@ -366,7 +368,7 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
 
 
 def is_scale_of_layer(item: Item) -> bool:
-    """Return whether an item is a tensor with the input scale or output scale of a layer, and its group is CARRIED.
+    """Return whether an item is a carried tensor that holds the input scale or output scale of a layer.
 
     A conversion to unquantized output leaves these tensors out, because a decoded layer has no such scales.
     """
@@ -380,12 +382,13 @@ _SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
 def is_known_beside(rest: str, entry: TensorEntry) -> bool:
     """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight.
 
-    Known are biases and the scales of inputs, outputs, attention and the KV cache.
+    This is so for biases and for the scales of inputs, outputs, attention and the KV cache, with two restrictions:
+    tensors of integers or booleans are never known, and a scale of inputs or outputs must have a float dtype and at
+    most one axis.
 
     Args:
         rest: the end of the tensor's name, after the layer's name (see layer_above).
-        entry: the tensor's dtype and shape. Integers are never known. A scale of inputs or outputs must have a float
-            dtype and at most one axis.
+        entry: the tensor's dtype and shape.
     """
     is_usual = len(entry.shape) < 2 and entry.dtype in FLOAT_DTYPES
     return rest in _CARRIED_TENSORS and not _is_integer(entry) and (rest not in _SCALES_OF_LAYERS or is_usual)
@@ -428,8 +431,9 @@ def _unknown_format(name: str, tensors: Tensors) -> str:
 def _recognized(name: str, tensors: Tensors) -> str:
     """Return what is known about the unsupported format of a tensor's layer, for a message.
 
-    It is the name of the format, such as "GPTQ or AWQ integers". If the format is not recognized, it is the nearest
-    container, and what keeps the layer from being read as that; or "" if no container is near.
+    - If the format is recognized, return its name, such as "GPTQ or AWQ integers".
+    - Otherwise, return the container that the layer nearly fits, and why it does not fit (see _nearest_container).
+    - Return "" if no container is near.
     """
     module = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
     tool = next((tool for suffix, tool in _OTHER_TOOLS.items() if module + suffix in tensors), "")
@@ -478,8 +482,8 @@ def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
 def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
     """Return whether a stack of packed 4-bit codes [E, K, N/2] has one scale byte per 32 elements along N.
 
-    N is the output axis. Containers that fp4kit reads have blocks along the input axis K. Return False if there is no
-    tensor ``stack``.
+    N is the output axis. fp4kit reads no such stack: in its containers, blocks run along the input axis K. Return False
+    if there is no tensor ``stack``.
 
     Args:
         stack: the tensor name of the codes. The scales must be in ``{stack}_weight_scale``.
@@ -600,8 +604,8 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
     Args:
         weight: the layer; ``.comfy_quant`` is one of its parts.
         file: the file that holds the tensor.
-        tagged: layer -> entry in ComfyUI's metadata, or None for a layer without entry (see ``comfy_layers``). If an
-            entry exists, it is used instead of the content of ``.comfy_quant``.
+        tagged: layer -> its entry in ComfyUI's metadata, or None if it has none (see ``comfy_layers``). An entry is
+            used instead of the content of ``.comfy_quant``.
 
     Raises:
         CheckpointError: if the layer has no entry, and the tensor does not hold a JSON object.
@@ -616,8 +620,12 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
     """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
 
-    The entry is refused if it is not a JSON object, has an unknown key, or declares a format or shape that the tensors
-    do not have. For 4-bit codes, the entry must also contain a key that tells the order of nibbles.
+    The entry is refused in these cases:
+
+    - It is not a JSON object, or has an unknown key.
+    - It declares a format or shape that the tensors do not have.
+    - The layer has 4-bit codes, and the entry has neither ``orig_shape`` nor ``orig_dtype``. The order of nibbles is
+      then unknown.
 
     Args:
         weight: the layer.
@@ -653,9 +661,12 @@ _CONCERNS_WEIGHTS = re.compile(
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each metadata entry of the checkpoint's safetensors files.
 
-    - ComfyUI's entry gives several items, because it describes many layers.
-    - A torchao layer without an entry gives a refused item.
-    - The metadata of GGUF files is not checked here.
+    - ComfyUI's entry describes many layers, and gives several items.
+    - An entry named after a tensor or layer is torchao's; it gives one item. A torchao layer without an entry gives a
+      refused item.
+    - Any other entry gives one item. It is refused if its key sounds like quantization and fp4kit does not know it.
+
+    The metadata of GGUF files is not checked here.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     files = {file.path: file for file, _ in tensors.values()}
@@ -679,8 +690,9 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
     """Return whether a metadata entry says how layers are stored, as ComfyUI and torchao write them.
 
-    ComfyUI has one entry for all layers. Every entry whose key is the name of a tensor or of a quantized layer counts
-    as torchao's. A conversion does not copy such entries, because its result stores the layers differently.
+    These are ComfyUI's entry, which describes all layers, and every entry whose key is the name of a tensor or of a
+    quantized layer, as torchao writes them. A conversion does not copy such entries, because it stores the layers
+    differently.
 
     Args:
         key: the key of the entry.
@@ -691,13 +703,13 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
 
 
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items (entries to account for) of ComfyUI's metadata, which describes the quantized layers of a file.
+    """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file.
 
-    - One item, always understood, stands for the metadata as a whole.
     - An unknown key or version gives a refused item.
     - A described layer that is missing or unquantized gives a refused item.
     - A described layer without a tensor ``.comfy_quant`` gives an item, which is refused if the metadata contradicts
-      the layer's tensors.
+      the layer's tensors. (For a layer with this tensor, the tensor gives the item; see _tag_item.)
+    - One further item, always understood, stands for the metadata as a whole.
 
     Args:
         text: the metadata, as JSON.
@@ -737,9 +749,12 @@ _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
     """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
 
-    The item is refused if the entry is malformed, names an unknown class, does not declare its scales as swizzled, or
-    contradicts the layer. The class "Tensor" (a plain tensor) needs no such declaration. If there is no layer, the
-    entry cannot contradict it.
+    The item is refused if one of these is true, otherwise understood:
+
+    - The entry is malformed or names an unknown class.
+    - It does not declare its scales as swizzled. The class "Tensor", which is an unquantized tensor, needs no such
+      declaration.
+    - It contradicts the tensors of a torchao layer. If ``weight`` is None or in another container, this is not checked.
 
     Args:
         key: the name of the tensor.
@@ -766,12 +781,11 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
 def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
     """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees.
 
-    The kind of the layer and its block size are compared.
+    The kind of the layer and its block size are compared. A field that the entry lacks is not compared.
 
     Args:
         kind: the class that the entry names, such as "NVFP4Tensor".
-        data: the fields of the entry. Without block_size, every size agrees. Without elem_dtype, a class other than
-            NVFP4Tensor may be MXFP4 or MXFP8.
+        data: the fields of the entry, such as block_size and elem_dtype. The class NVFP4Tensor needs no elem_dtype.
         form: the container of the layer.
     """
     size = data.get("block_size", form.group_size)

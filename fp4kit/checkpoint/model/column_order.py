@@ -1,4 +1,5 @@
-"""Recognize layers whose nibbles are swapped, by the sizes of their columns. No source is needed.
+"""Recognize layers whose nibbles are swapped, by the magnitudes of their columns. The unquantized source is not needed.
+A profile is the logarithm of each column's magnitude, shifted and scaled to mean 0 and standard deviation 1.
 
 Swapped nibbles exchange neighboring columns within their block, so codes still fit their scales. But in trained models,
 the sizes of a layer's columns are correlated with tensors that nibbles do not touch. These tensors are the weight of
@@ -36,7 +37,7 @@ SWAPPED_NIBBLES = (
 def swapped_layers(
     weights: Iterable[Weight], tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 ) -> list[Weight]:
-    """Return the layers whose nibbles seem to be swapped, about which SWAPPED_NIBBLES warns.
+    """Return the layers whose nibbles seem to be swapped; [] if there are none. SWAPPED_NIBBLES is the warning text.
 
     Only matrices of 4-bit codes with at least 128 columns are examined, and at most 512 matrices per number of columns.
     They are compared with the norms and unquantized weights that have the same number of columns. If there are no such
@@ -66,17 +67,16 @@ def _references(
     columns: int,
     readers: Readers,
 ) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) for tensors that tell the order of ``columns`` columns: norms, and unquantized weights.
+    """Yield (name, profile) for tensors to compare columns with: norms and unquantized matrices.
 
-    A profile is the logarithm of each column's magnitude, shifted and scaled to mean 0 and standard deviation 1. The
-    magnitude is that of a norm's element, or the root mean square over the first rows (at most 128) of a weight. At
-    most _MOST_REFERENCES norms and _MOST_REFERENCES weights are used. A tensor is left out if its columns are nearly
-    equal, or if half of them or more are zero or not finite.
+    A column's magnitude is that of the norm's element or, for a matrix, the root mean square over the first rows (at
+    most 128). At most _MOST_REFERENCES norms and _MOST_REFERENCES matrices are used. A tensor is left out if its
+    columns are nearly equal, or if at least half of them are zero or not finite.
 
     Args:
-        weights: the weights of the model, of which only unquantized matrices with ``columns`` columns are used.
+        weights: the weights of the model.
         tensors: the model's tensors: name -> (file, header entry).
-        columns: the number of columns.
+        columns: the number of columns that the tensors must have.
         readers: where to read the tensors from.
     """
     norms = [
@@ -94,12 +94,12 @@ def _references(
 def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
     """Yield (name, profile) once, or nothing if the columns do not vary enough to tell their order.
 
-    That is so if their sizes are nearly equal, or if half of them or more are 0 or not finite. The profile is the
-    logarithm of the sizes, shifted to mean 0 and scaled to standard deviation 1. It is 0 for columns whose size is 0 or
-    not finite.
+    They do not if their magnitudes are nearly equal, or if at least half of them are 0 or not finite. A column whose
+    magnitude is 0 or not finite has the value 0 in the profile.
 
-    name: the name of the tensor.
-    sizes: the magnitude of each column.
+    Args:
+        name: the name of the tensor.
+        sizes: the magnitude of each column.
     """
     usable = np.isfinite(sizes) & (sizes > 0)
     if 2 * np.count_nonzero(usable) > sizes.size:
@@ -112,7 +112,7 @@ def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
 def _sizes(weight: Weight, readers: Readers) -> _Floats:
     """Return the root mean square of each column over the first rows (at most 128) of a weight: float64 (K,).
 
-    Factors per column are left out.
+    The weight's factors per column (AWQ) are not applied.
     """
     count = min(_ROWS, weight.shape[-2])
     slab = next(slabs(readers, weight, 0, (0, count), max_bytes=1 << 40))
@@ -123,15 +123,15 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
 
 
 def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
-    """Return whether the sizes of a layer's columns follow a reference only if neighboring columns are exchanged.
+    """Return whether a layer's columns match a reference only if neighboring columns are exchanged.
 
-    To follow means to be correlated. The correlation with the best reference must be large if neighbors are exchanged,
-    and clearly larger than without the exchange (see _LEAST, _GAIN and _SIGMAS). Return False if the order of the
-    columns cannot be told, because they have nearly equal sizes, or because half of them or more are zero or not
-    finite.
+    The columns match if their magnitudes are correlated with the reference. The correlation with the best reference
+    must be large if neighbors are exchanged, and clearly larger than without the exchange (see _LEAST, _GAIN and
+    _SIGMAS). Return False if the layer's columns do not vary enough to tell (see _if_varied).
 
-    sizes: the sizes of the layer's columns.
-    references: the profiles of the tensors to compare with (see _references), at least one.
+    Args:
+        sizes: the magnitude of each column of the layer.
+        references: the profiles of the tensors to compare with (see _references), at least one.
     """
     profile = next((found for _, found in _if_varied("", sizes)), None)
     if profile is None:

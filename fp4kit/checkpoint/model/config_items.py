@@ -1,10 +1,7 @@
-"""Compare what the config files of a checkpoint declare about quantization with its tensors.
-
-Each entry of config.json and hf_quant_config.json that concerns quantization becomes an item (see closed_world.py). An
-entry that is unknown or contradicts the tensors is refused.
-
-A check (see EntryCheck) is a function that decides about one entry. Its arguments are the entry's value and the
-quantized layers of the checkpoint. It returns the reason to refuse the entry, or "" to accept it.
+"""Compare what the config files of a checkpoint declare about quantization with its tensors. Each entry of config.json
+and hf_quant_config.json that concerns quantization becomes an item (see items.py), which is refused if the entry is
+unknown or contradicts the tensors. A check (EntryCheck) is a function from an entry's value and the quantized layers of
+the checkpoint to the reason to refuse the entry, or "" to accept it.
 """
 
 from __future__ import annotations
@@ -40,10 +37,7 @@ class _Layers(NamedTuple):
 
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Accept every value of a config entry: return "", which stands for no reason to refuse it.
-
-    The arguments are not used.
-    """
+    """Accept every value of a config entry: return "". This is a check, whose arguments are not used here."""
     return ""
 
 
@@ -106,7 +100,7 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 
 
 def _kinds_beside(allowed: Collection[str], layers: _Layers) -> str:
-    """Return text that lists the kinds of layers that are not allowed, or "" if there are none.
+    """Return text that lists the kinds of quantized layers that are not in ``allowed``, or "" if there are none.
 
     Each kind is followed by the name of its first layer: "fp8 (lm_head), nvfp4 (model.layers.0.mlp.up_proj)".
     """
@@ -188,7 +182,8 @@ _SCHEME: dict[str, EntryCheck] = {
 def _scheme(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the scheme of weights in a config group, or "" to accept it.
 
-    The scheme is refused if it is not an object, if _SCHEME lacks one of its keys, or if a check there refuses a value.
+    The scheme is refused if it is not an object, if it has a key that _SCHEME does not list, or if the check of a key
+    refuses the value.
 
     Args:
         value, layers: the scheme, and the quantized layers, with which some of its values are compared.
@@ -316,10 +311,10 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 
 def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Return the reason to refuse config groups because they contradict the tensors of a layer; "" if all layers agree.
+    """Return the reason to refuse config groups that contradict the tensors of a layer; "" if all layers agree.
 
-    Every quantized layer must be a target of at least one group whose format and scheme fit it. If no group has the key
-    ``targets``, nothing is compared. The reason names the first layer that fails.
+    Every quantized layer must be a target of at least one group whose format and scheme fit it. The reason names the
+    first layer for which there is no such group. If no group has the key ``targets``, nothing is compared.
 
     Args:
         groups: the config groups, in which _known_groups has found nothing to refuse.
@@ -391,10 +386,10 @@ def _is_class(target: str) -> bool:
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``transform_config``, or "" if it is null, empty or has no transform.
+    """Return the reason to refuse ``transform_config``, or "" if it is null, is empty or has no transform.
 
-    Transforms rotate the stored weights. Only a conversion to BF16 can undo them, and only some of them (see
-    transforms.py). ``layers`` is ignored.
+    Transforms rotate the stored weights, so values are wrong unless they are undone. Only a conversion to BF16 undoes
+    transforms, and only some kinds (see transforms.py). ``layers`` is ignored.
     """
     if not value or value == {"config_groups": {}}:
         return ""
@@ -420,7 +415,8 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
     refused, because they may rotate the weights. A null or empty value is accepted.
 
     Args:
-        value: the value of the entry: an algorithm, or a list of them. Each is a name or an object with a name.
+        value: the value of the entry: an algorithm, or a list of algorithms. An algorithm is a name, or an object with
+            a name.
         layers: ignored.
     """
     for one in value if isinstance(value, list) else [value] if value else []:
@@ -474,9 +470,9 @@ _QUARK_DTYPES = {
 def _quark_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" to accept it.
 
-    For each layer, at least one of its entries must fit. These are the entries of layer_quant_config whose name or glob
-    matches the layer. If there are none, they are all entries of layer_type_quant_config and global_quant_config. A
-    layer for which no entry declares a scheme of weights is accepted.
+    At least one entry must fit each layer. The candidates are the entries of layer_quant_config whose name or glob
+    matches the layer. If no entry matches, the candidates are all entries of layer_type_quant_config, and
+    global_quant_config. A layer is accepted if no candidate declares a scheme of weights.
 
     Args:
         value: the whole config. It is refused if layer_quant_config or layer_type_quant_config is not an object.
@@ -509,8 +505,8 @@ def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits.
 
-    ``mx_element_dtype``, if present, takes the place of ``dtype``. ``group_size`` is compared only for NVFP4, MXFP4 and
-    MXFP8. There, null, -1 and 0 fit too.
+    If ``mx_element_dtype`` is present, it is compared instead of ``dtype``. ``group_size`` is compared only for NVFP4,
+    MXFP4 and MXFP8, where the values null, -1 and 0 fit too.
     """
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
@@ -529,13 +525,16 @@ _AUTO_ROUND_KINDS = {
 
 
 def _auto_round_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer, or "" otherwise.
+    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer; "" to accept it.
+
+    The config's ``extra_config`` has entries for some layers, by name or regular expression. Each overrides bits,
+    data_type and group_size of the whole config. A layer is accepted in two cases:
+
+    - One of the entries that match it fits.
+    - No entry has exactly the layer's name, and the config without overrides fits.
 
     Args:
-        value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. An
-            entry overrides bits, data_type and group_size of the whole config. A layer fits if one of its entries
-            fits. If no entry has the layer's exact name, the layer may also fit the config without overrides. An
-            ``extra_config`` that is not an object of objects is refused.
+        value: the whole config. It is refused if ``extra_config`` is not an object of objects.
         layers: the quantized layers of the checkpoint.
     """
     extra = value.get("extra_config") or {}
@@ -802,9 +801,10 @@ def _entries(
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers.
 
-    If the scheme of a layer contradicts its tensors, a single refused item is yielded, and no other. Otherwise, one
-    refused item is yielded per entry that is unknown or names a layer that is not quantized. Then follows an item that
-    says that ``quantization`` agrees with the tensors.
+    - If it is not an object, or if the scheme of a layer contradicts its tensors, yield one refused item and nothing
+      else.
+    - Otherwise, yield a refused item per entry that is unknown or names a layer that is not quantized, and at the end
+      an item that says that ``quantization`` agrees with the tensors.
 
     Args:
         value: the content of ``quantization``.
@@ -835,10 +835,10 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 def lost_column_scales(
     config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, weights: Mapping[str, Weight]
 ) -> str:
-    """Return a warning if Model-Optimizer's AWQ is declared, but no layer has factors per column; "" otherwise.
+    """Return a warning if the config declares Model-Optimizer's AWQ, but no layer has factors per column; "" otherwise.
 
-    Model-Optimizer multiplies most factors into preceding layers and does not store them. A checkpoint that has lost
-    its factors therefore looks like a checkpoint without stored factors. Return "" if ``weights`` is empty.
+    Such a checkpoint may be intact, because Model-Optimizer multiplies most factors into preceding layers and does not
+    store them. It may also have lost its factors; the tensors do not tell which. Return "" if ``weights`` is empty.
 
     Args:
         config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.

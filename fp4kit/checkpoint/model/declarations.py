@@ -14,10 +14,10 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (path, content) for a config and for each config nested in it, such as ("text_config.", {...}).
+    """Yield (path, content) for a config and for each config nested in it, at any depth.
 
-    A nested config is an object whose key ends with "_config", other than the KEYS that declare quantization. Its path
-    ends with a dot. The path of the config itself is "".
+    The config itself has the path "". A nested config is an object whose key ends in "_config", except the KEYS that
+    declare quantization. Its path ends with a dot, such as "text_config.".
     """
     yield "", config
     for key, value in config.items():
@@ -32,11 +32,11 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the config with the checkpoint's declaration of its quantization as ``quantization_config``.
+    """Return the config with the checkpoint's declaration of its quantization under the key ``quantization_config``.
 
-    A declaration in hf_quant_config.json is used only if config.json has none. Its keys are translated to those of
-    ``quantization_config``, also if config.json holds a declaration in the form of hf_quant_config.json. If there is no
-    declaration at all, return ``config`` unchanged.
+    If config.json declares a quantization, that is used; otherwise the declaration in hf_quant_config.json. Keys in the
+    style of hf_quant_config.json are translated to those of ``quantization_config``, whichever file they are from. If
+    neither file declares a quantization, return ``config`` unchanged.
 
     Args:
         config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
@@ -59,10 +59,10 @@ def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a copy of a config without the given keys, also in the configs nested in it. ``config`` is not changed.
+    """Return a copy of a config without the given keys. ``config`` is not changed, but values are shared with it.
 
-    A nested config is an object whose key ends in "_config". In a text_config, the given keys are left out, in all
-    other nested configs only KEYS. Values that are not nested configs are shared with ``config``.
+    Nested configs (objects whose keys end in "_config") are copied too. ``keys`` are left out of a text_config, and
+    KEYS of all other nested configs.
     """
     return {
         key: _without(value, keys if key == "text_config" else KEYS)

@@ -26,9 +26,9 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
 
 
 def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
-    """Return an error message if the config files of a model without quantized tensors declare quantization.
+    """Return the error message for config files that declare quantization, for a model without quantized tensors.
 
-    Return "" if they do not. If there are several declarations, the message is about the first.
+    Return "" if they declare none. If there are several declarations, the message is about the first.
 
     Args:
         config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
@@ -37,11 +37,14 @@ def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
 
 def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error message per config entry or file that declares quantization. Empty and null entries do not.
+    """Yield an error message per config entry or file that declares quantization.
 
-    An existing hf_quant_config.json always counts. An entry with an unknown quant_method gets a message of its own.
+    - An entry of config.json that is empty or null declares nothing.
+    - An hf_quant_config.json always declares quantization, whatever it contains.
+    - An entry with an unknown quant_method gets a message of its own.
 
-    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+    Args:
+        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
     """
     what = "but no tensor is quantized; remove this entry or file from the source"
     for prefix, section in sections(config):

@@ -21,12 +21,12 @@ CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
     """Yield consecutive slices that cover the rows of a matrix, so that it can be processed in chunks.
 
-    A slice has as many rows as fit into CHUNK_ELEMENTS elements, rounded down to a multiple of ``multiple``, but at
-    least ``multiple`` rows. The last slice may be shorter. A matrix without rows gives no slice.
+    A chunk has at most CHUNK_ELEMENTS elements, and a multiple of ``multiple`` rows. It has ``multiple`` rows even if
+    these have more elements. The last chunk may have fewer rows. A matrix without rows gives no slice.
 
     Args:
         rows, columns: the shape of the matrix.
-        multiple: a number of rows that stay together, such as the height of a block.
+        multiple: the number of rows that must not be separated, such as the height of a block.
     """
     step = max(1, CHUNK_ELEMENTS // max(columns, 1) // multiple) * multiple
     for start in range(0, rows, step):
@@ -46,10 +46,9 @@ def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
 
 @cache
 def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return two float32 tables: (value per element code, value per scale byte).
+    """Return two float32 tables, (value per element code, value per scale byte), whose products are decoded values.
 
-    The product of an element's entry and its scale's entry is the decoded value, exact in float32. The container must
-    store its scales as bytes (E4M3 or E8M0), not as float32.
+    All products are exact in float32. The container must store its scales as bytes (E4M3 or E8M0), not as float32.
 
     For GGUF containers, element values are doubled and scale values are halved, as in llama.cpp, and -0 decodes to +0.
     A halved scale value is computed by decoding the smallest subnormal element (0.5) with that scale byte. The entry of
@@ -90,7 +89,7 @@ def decode(
     tensor_scale: np.float32 | None,
     divisor: np.float32 | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
+    """Return the decoded values of rows, [N, K] float32: value(code) * (block_scale * tensor_scale).
 
     With a divisor, return value(code) * (block_scale / divisor), as compressed-tensors does.
 
@@ -101,9 +100,9 @@ def decode(
         tensor_scale: the factor to multiply by; None stands for 1. It is not used if there is a divisor.
         divisor: the stored tensor scale, for containers that divide by it; None for all others.
 
-    Numerics: the scales are combined first. Both operations are rounded to nearest even in float32.
-    Subnormals are kept. A NaN scale gives NaN. GGUF containers decode as llama.cpp does (see _factors). Recipes that
-    multiply in another order differ by at most 1 ulp.
+    Numerics: the scales are combined first. Both operations are rounded to nearest even in float32. Subnormals are
+    kept. A NaN scale gives NaN. GGUF containers decode as llama.cpp does (see _factors). Recipes that multiply in
+    another order differ by at most 1 ulp.
     Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant;
     compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py _dequantize.
     """

@@ -1,4 +1,5 @@
-"""Recognize layers whose codes do not seem to belong to their block scales. No source is needed.
+"""Recognize layers whose codes do not seem to belong to their block scales. The unquantized source is not needed. Each
+check looks at a sample, the leading rows of a layer, and returns a warning or "".
 
 A few rows of a layer are read, and the statistics below are computed for them. Let e be the root mean square of the
 codes of a block, and s the block's scale. A recipe computes s from the largest element of the block. If this element is
@@ -58,7 +59,7 @@ class _Sample(NamedTuple):
 def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
     """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd.
 
-    The text has no numbers of the layer, so that reports can join layers with equal texts.
+    The text contains nothing specific to the layer, so that a report can list all layers with one warning together.
 
     Args:
         readers: where to read the layer from.
@@ -111,20 +112,20 @@ def _in_blocks(sample: _Sample) -> _Floats:
 
 
 def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Floats:
-    """Return the values of block scales as float64, cut to the shape that _in_blocks has without partial blocks.
+    """Return the values of a sample's block scales as float64, without the scales of partial blocks.
 
     Args:
         sample: the leading rows of a layer, whose container determines the format of the scales.
         stored: block scales as stored.
-        shape: (rows of blocks, blocks per row).
+        shape: (rows of blocks, blocks per row), counting whole blocks only.
     """
     return scales_of(sample.form, stored)[: shape[0], : shape[1]].astype(np.float64)
 
 
 def _is_scaled_by_block(form: Container) -> bool:
-    """Return False for a container with one FP8 scale per tensor, and True for all others.
+    """Return whether each block or row has a scale of its own, which follows from its largest element.
 
-    All others have a scale per block or row, computed from its largest element.
+    This is False only for containers with one FP8 scale per tensor.
     """
     return form.kind != "fp8 tensor"
 
@@ -133,11 +134,10 @@ def _is_scaled_by_block(form: Container) -> bool:
 
 
 def _whole_numbers(sample: _Sample) -> str:
-    """Return a warning if float scales are whole numbers, as E8M0 bytes are if they are converted to floats; else "".
+    """Return a warning if float32 scales are whole numbers, like E8M0 bytes that were converted to floats; else "".
 
-    Only whole numbers from 16 to 254 give the warning, and only if all scales are such numbers. E8M0 bytes of trained
-    weights are near 127, but their scales are far below 1. Return "" for scales in another format than float32, and for
-    FP8 with one scale per layer.
+    The warning needs all scales to be whole numbers from 16 to 254. E8M0 bytes of trained weights are near 127, but
+    their scales are far below 1. Scales in formats other than float32, and FP8 with one scale per layer, give "".
     """
     if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
         return ""
@@ -154,10 +154,13 @@ def _whole_numbers(sample: _Sample) -> str:
 def _unreached(sample: _Sample) -> str:
     """Return a warning if no block has a code of a large magnitude; "" otherwise.
 
-    Large is at least half of the largest magnitude for 4-bit codes, and a quarter for 8-bit codes.
+    A scale that follows from the largest element of its block gives this element a large code. Large means at least
+    half of the largest magnitude for 4-bit codes, and a quarter of it for 8-bit codes.
 
-    A scale that follows from the largest element of its block gives this element a large code. "" is returned also if
-    the form has no scale per block, or if fewer than FEWEST_BLOCKS blocks can be judged.
+    "" is returned also in these cases:
+
+    - The container has one scale per tensor, not per block or row.
+    - Fewer than FEWEST_BLOCKS blocks of the sample can be used.
     """
     form = sample.form
     if not _is_scaled_by_block(form):
@@ -215,12 +218,10 @@ def _equal_scales(sample: _Sample) -> str:
 
 
 def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
-    """Return the correlation of log s and log e over blocks, after subtracting the means of rows and columns of blocks.
+    """Return the correlation of log s and log e over blocks, after subtracting means (see _without_means).
 
-    s is the scale of a block, and e is the root mean square of the block's codes.
-
-    A block can be used if s is finite and positive and e is not 0. Return 0 if fewer than FEWEST_BLOCKS blocks can be
-    used, or if s or e does not vary.
+    s is the scale of a block, and e is the root mean square of the block's codes. A block is used if s is finite and
+    positive and e is not 0. Return 0 if fewer than FEWEST_BLOCKS blocks are used, or if s or e does not vary.
 
     Args:
         sample: the leading rows of a layer.
@@ -239,11 +240,11 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
     """Return the used entries, flat, after subtracting the mean of each column and then the mean of each row.
 
-    The means are those of used entries. If rows have fewer than 4 entries, the means of rows are not subtracted.
+    Only used entries count in the means. If rows have fewer than 4 entries, the means of rows are not subtracted.
 
     Args:
-        x: one number per block, (rows of blocks, blocks per row).
-        used: a mask of the entries that count.
+        x: one number per block, (rows of blocks, blocks per row). It is not changed.
+        used: a mask of the entries to use.
     """
     for axis in (0, 1) if x.shape[1] >= 4 else (0,):
         count = np.maximum(used.sum(axis=axis, keepdims=True), 1)
@@ -255,7 +256,7 @@ def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
 def _other_order(sample: _Sample) -> str:
     """Return a warning if block scales fit the codes only in another layout, or only if the codes are transposed.
 
-    Return "" otherwise. Nothing is examined for blocks of several rows, for float scales and for GGUF blocks.
+    Return "" otherwise. Layers with blocks of several rows, with float scales or in GGUF containers are not examined.
     Transposed codes are tried only if the layer has as many rows as columns.
     """
     form, blocks = sample.form, _in_blocks(sample)
@@ -282,13 +283,12 @@ def _other_order(sample: _Sample) -> str:
 def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (layout, scales) for each layout that the stored bytes may have, except the declared one.
 
-    The scales are the stored bytes, put into linear order as if they had this layout. Only layouts without padding are
-    tried, because a layout with padding has another number of bytes. If the declared layout has padding, nothing is
-    yielded.
+    The scales are in linear order: the stored bytes, interpreted in that layout. Only layouts without padding are
+    tried, because padding changes the number of bytes. If the declared layout has padding, nothing is yielded.
 
     Args:
         sample: the leading rows of a layer, with their scales in linear order.
-        declared: the layout in which the file should have them, such as "linear".
+        declared: the layout that the file should have, such as "linear".
     """
     linear = np.ascontiguousarray(sample.scales)
     shape = linear.shape

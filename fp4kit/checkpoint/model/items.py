@@ -1,4 +1,6 @@
-"""Define items: the tensors, config keys and metadata entries of a checkpoint that may concern quantization."""
+"""Define items. An item is a tensor, config key or metadata entry of a checkpoint that may concern quantization,
+together with the decision whether fp4kit knows it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ class Item(NamedTuple):
     """Describe one tensor, config key or metadata entry of a checkpoint, and the group that it belongs to.
 
     Attributes:
-        group: UNDERSTOOD, CARRIED, REFUSED or IGNORED (see the head of closed_world.py).
+        group: UNDERSTOOD (fp4kit uses it, or it agrees with the tensors), CARRIED (it does not change the decoded
+            weights), REFUSED or IGNORED (see the head of closed_world.py).
         place: where the item is: "tensor", the name of a config file, or "metadata".
         name: the tensor's name, or the path of the key, such as "quantization_config.transform_config".
         why: why the item belongs to this group, in words for the user.

@@ -34,12 +34,12 @@ _AXES = {
 
 
 class Misfit(NamedTuple):
-    """A layer with an axis whose length does not fit the layers beside it.
+    """A layer with an axis whose length does not fit the neighboring layers of its module.
 
     Attributes:
         weight: the layer.
         axis: 0 for rows, 1 for columns.
-        needed: the length that the other layers have.
+        needed: the length that the other layers require.
         others: the names of those layers.
     """
 
@@ -59,7 +59,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
-    """Return a Misfit per axis of a layer whose length does not fit the layers beside it; [] if all fit.
+    """Return one Misfit for each axis of a layer whose length does not fit the neighboring layers; [] if all fit.
 
     Layers that would fit if they were transposed are left out, because other checks name them. Stacks of experts are
     left out too.
@@ -95,12 +95,12 @@ def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
     """Yield the misfits of the layers of one module.
 
-    _AXES lists which axes must have one length. The length that most of their layers have counts as right. If two
-    lengths are equally frequent, the larger one counts as right. The config's hidden_size counts like one more layer if
-    some layer has this length.
+    Each entry of _AXES lists axes that must have equal lengths, such as the rows of gate and up. The most frequent
+    length counts as right; of two equally frequent ones, the larger. The config's hidden_size counts like one more
+    layer if some layer has this length.
 
-    q_proj is also a misfit if it has neither as many rows as o_proj has columns, nor twice as many. If the config has
-    v_head_dim, this is not checked, and keys and values may differ in size.
+    In addition, q_proj must have as many rows as o_proj has columns, or twice as many. If the config has v_head_dim,
+    neither this nor the sizes of keys and values are compared.
 
     Args:
         layers: name of a layer in the module, such as "q_proj" -> layer.
@@ -192,10 +192,11 @@ _STACKED = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_p
 
 
 def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) for every layer that a module also has under another name, such as w1 and gate_proj.
+    """Yield (name, reason to refuse it) for every layer that a module also has under another name.
 
-    ``name`` is one of the two layers, and the reason, why it is refused, names the other. Experts that are stored both
-    separately and as a stack count as well; ``name`` is then the stack, once per separate layer.
+    - For two names of one layer, such as w1 and gate_proj, ``name`` is one of them, and the reason mentions the other.
+    - For experts that are stored both separately and as a stack, ``name`` is the stack. It is yielded once per separate
+      layer.
 
     Args:
         names: the names of the modules of a model's weights.

@@ -1,9 +1,9 @@
-"""Split the weights of a source model into output layers: which rows go into which output tensors.
+"""Split the weights of a source model into output layers: which rows go into which output tensors. A weight is a linear
+layer or a stack of experts (one tensor for all experts). A piece is the unit of work of a conversion: some rows of one
+matrix of a weight, with the output tensors that they go into.
 
-A weight is a linear layer or a stack of experts (see weights.py). A stack becomes one layer per expert, unless the
-container stores stacks. A gate_up stack holds gate and up in one matrix per expert, and becomes two layers per expert.
-
-A piece is the unit of work: some rows of one matrix of a weight, with the output tensors that they go into.
+A stack becomes one layer per expert, unless the container stores stacks. A gate_up stack holds gate and up in one
+matrix per expert, and becomes two layers per expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 @dataclass(frozen=True)
 class Piece:
-    """Describe a unit of work of a conversion: rows of a weight, and their place in the output tensors of a layer.
+    """Describe one piece: rows of a weight to read, and their place in the output tensors of a layer.
 
     Attributes:
         weight: the weight to read.
@@ -35,8 +35,8 @@ class Piece:
         total_rows: the number of rows of the output layer, counted over all matrices of a stack.
         first_row: the index of the piece's first row among the total_rows.
         transposed: True if unquantized outputs are written transposed, as [K, N].
-        height: the number of rows of the output layer that the piece fills; 0 for the number of rows in the span. It is
-            set for pieces of different heights, and for transposed parts of a matrix.
+        height: the number of rows of the output layer that the piece fills. 0 means as many rows as the span has. It is
+            set if the pieces of a layer differ in height, or if a part of a matrix is written transposed.
     """
 
     weight: Weight
@@ -52,11 +52,11 @@ class Piece:
 
     @property
     def number(self) -> int:
-        """The number that tells the pieces of an output layer apart in the keys of jobs, "<module>#<number>".
+        """The number that distinguishes the pieces of one output layer. Jobs have the key "<module>#<number>".
 
-        - For a piece with its own ``height``: its first row.
-        - For a piece that is the whole layer: ``expert``.
-        - Otherwise: the index of the piece in the layer.
+        - If ``height`` is set, it is the index of the piece's first row.
+        - If the piece is the whole layer, it is ``expert``.
+        - Otherwise, it is the position of the piece in the layer: 0, 1, ...
         """
         if self.height:
             return self.first_row
@@ -64,7 +64,7 @@ class Piece:
         return self.expert if self.total_rows == height else self.first_row // height
 
     def share(self, nbytes: int) -> tuple[int, int]:
-        """Return (offset, count) of the bytes that this piece writes to an output tensor.
+        """Return the bytes of an output tensor that this piece writes, as (offset of the first byte, number of bytes).
 
         Args:
             nbytes: the size of the whole output tensor in bytes. Every row takes an equal share.
@@ -99,12 +99,12 @@ _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 def expert_name(stack: str, expert: int) -> str:
     """Return the Hugging Face name of the layer that one expert of a stack becomes.
 
-    Expert 3 of the stack "mlp.experts.down_proj" becomes "mlp.experts.3.down_proj". mlx-lm calls this stack
-    "mlp.switch_mlp.down_proj", which gives the same result. In mlx-lm's Mixtral models (modules called
-    block_sparse_moe), gate_proj, down_proj and up_proj become w1, w2 and w3.
+    Expert 3 of the stack "mlp.experts.down_proj", which mlx-lm calls "mlp.switch_mlp.down_proj", becomes
+    "mlp.experts.3.down_proj". In mlx-lm's Mixtral models (modules called block_sparse_moe), gate_proj, down_proj and
+    up_proj become w1, w2 and w3.
 
     Args:
-        stack: the name of the stack. It must hold one layer per expert: gate_up stacks are split by parts_of.
+        stack: the name of a stack with one layer per expert. For gate_up stacks, use parts_of.
         expert: the index of the expert.
     """
     parent, _, leaf = stack.rpartition(".")
@@ -150,8 +150,8 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight in the container ``form``.
 
-    A single matrix gives one piece, or one per member (see Weight.members). A stack gives one piece per expert, whether
-    it stays whole or is split; two per expert if it is split and holds gate and up.
+    - A single matrix gives one piece, or one per member (see Weight.members).
+    - A stack gives one piece per expert. If the stack is split and holds gate and up, it gives two per expert.
 
     Args:
         weight: a matrix or a stack of experts of the source.
@@ -177,10 +177,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Return where the rows of a weight are read from: a dict from the index of the first row to the Rows there.
+    """Return where the rows of a weight are stored: index of the first row -> Rows (weight, matrix and span of rows).
 
-    The Rows (weight, matrix and span of rows) are the weight's members, or its own matrices if it has no members. Rows
-    are counted over all matrices of a stack.
+    If the weight has members, these are its members; otherwise they are its own matrices. Rows are counted over all
+    matrices of a stack.
     """
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))
@@ -191,7 +191,7 @@ def members(weight: Weight) -> dict[int, Rows]:
 def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight unquantized, one piece per matrix.
 
-    A stack stays one tensor. A stack of mlx-lm is an exception: it becomes one tensor per expert, as in Hugging Face
+    A stack stays one tensor, with one exception: a stack of mlx-lm becomes one tensor per expert, as in Hugging Face
     models.
 
     Args:

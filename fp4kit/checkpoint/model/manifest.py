@@ -1,6 +1,6 @@
-"""Write and check fp4kit_manifest.json: the recipe and source of a conversion, and the SHA-256 of every written file.
-
-With the manifest, a copy of a converted model can be checked for missing, changed and additional files.
+"""Write and check manifests. The manifest of a converted model, fp4kit_manifest.json, records the recipe, the source,
+and the size and SHA-256 of every written file, so that a copy of the model can be checked for missing, changed and
+additional files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def file_digest(path: Path) -> str:
 def _digest(file: Any) -> str:
     """Return the SHA-256, in hexadecimal, of an open binary file from its current position to its end.
 
-    It replaces hashlib.file_digest, which Python 3.10 lacks. The file stays open.
+    Python 3.10 lacks hashlib.file_digest, which does the same. The file stays open.
     """
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
@@ -79,9 +79,9 @@ def is_hidden(name: PurePath) -> bool:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether ``path`` is inside ``folder``, or in the blobs of the Hugging Face cache that holds ``folder``.
+    """Return whether ``path`` is inside ``folder``, or in the cache of the Hugging Face Hub that holds ``folder``.
 
-    Links are resolved first.
+    Links are resolved first. In the cache, a model's directory (a snapshot) consists of links to files in ``blobs``.
     """
     try:
         contained(path, folder)
@@ -104,7 +104,7 @@ def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict
 def load_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the content of a directory's manifest, or None if the directory has none.
 
-    A manifest that is a link out of the directory counts as none.
+    A manifest that is a link out of the directory is ignored: the result is None.
 
     Raises:
         CheckpointError: if the manifest is malformed or of a version other than VERSION.
@@ -127,8 +127,8 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
     Return one message per such file, [] if all files agree, or None if there is no manifest.
 
-    If the size of a file differs from the manifest, the file is reported without being hashed. A damaged file may be
-    sparse and appear to hold terabytes.
+    A file whose size differs from the manifest is reported without being hashed, because a damaged sparse file may
+    appear to hold terabytes.
 
     Args:
         folder: the directory of the converted model.
@@ -153,9 +153,10 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a file's size, for a message: it differs from the manifest, or the entry is malformed.
+    """Return the fault of a file's size, for a message; None if the size agrees with the manifest.
 
-    Return None if the sizes agree, or if the entry has no size.
+    The fault is that the size differs, or that the manifest's entry is malformed. An entry without a size agrees with
+    every size.
 
     Args:
         path: the file.

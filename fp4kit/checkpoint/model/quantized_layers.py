@@ -1,4 +1,6 @@
-"""Read the quantized layers of a checkpoint as Quantized objects, one layer at a time."""
+"""Read the quantized layers of a checkpoint as Quantized objects, one layer at a time. If neither the user nor the
+checkpoint names a recipe for a layer, a recipe that the layer's container can store is chosen.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,21 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
 
     Args:
         path: a model directory, a .safetensors file or a GGUF file.
-        recipe: the recipe of the layers, which determines how they are decoded. None chooses a recipe per layer: the
-            one that the checkpoint records, if the layer's container can store it. Otherwise a recipe that it can
-            store, of the container's producer if there is one. Recorded patterns, by which some layers have other
-            recipes, are not used.
+        recipe: the recipe of all layers, which determines how they are decoded. If None, each layer gets the recipe
+            that the checkpoint records, if the layer's container can store it. Otherwise it gets a recipe that its
+            container can store, if possible one named after the container's producer. Recorded patterns, by which some
+            layers have other recipes, are not used.
 
     Returns:
         A mapping from layer name to Quantized.
 
     Raises:
-        CheckpointError: there is no checkpoint at this path, or it is malformed.
-        ValueError: no recipe has this id.
+        CheckpointError: if there is no checkpoint at this path, or it is malformed.
+        ValueError: if no recipe has this id.
 
     Exact:
         Codes and scales are the bytes of the file, in linear order with the even element in the low nibble. The recipe
-        decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit.
+            decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit.
 
     Examples:
         >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
@@ -112,10 +114,15 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return f"QuantizedLayers({str(self.path)!r}: {len(self)} layers, {forms})"
 
     def _recipe_of(self, weight: Weight) -> Recipe:
-        """Return the recipe of a layer: the user's, otherwise the recorded one, otherwise a usual one (see _usual).
+        """Return the recipe of a layer.
 
-        The recorded recipe is returned only if the container of the layer can store it. Raise CheckpointError if the
-        container cannot store the user's recipe or, without that, any recipe.
+        1. If the user gave a recipe, return that.
+        2. Otherwise, return the recorded recipe if the layer's container can store it.
+        3. Otherwise, return a recipe that the container can store (see _usual).
+
+        Raises:
+            CheckpointError: if the container cannot store the user's recipe, or if the user gave none and the container
+                can store no recipe at all.
         """
         form = weight.container
         assert form is not None
@@ -138,8 +145,8 @@ def _recipe(wanted: str | Recipe) -> Recipe:
 def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
     """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read.
 
-    The record is in ``quantization_config`` of the config or, if that has no recipe, in the metadata of the first file.
-    Patterns, by which some layers have other recipes, are not read.
+    The record is in ``quantization_config`` of the config. If there is no recipe in it, the metadata of the first file
+    is read. If the record has recipes for patterns of layer names, they are not read.
     """
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
@@ -155,8 +162,8 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
 def _usual(weight: Weight, form: Container) -> Recipe:
     """Return a recipe that the container can store, for a layer without a recorded recipe.
 
-    These are tried in order: the recipes that are named after the container's producer, the usual recipe for the kind
-    of container (_USUAL), and all RECIPES. Raise CheckpointError if the container can store none.
+    These are tried in order: the recipes that are named after the container's producer, the standard recipe for the
+    kind of container (_USUAL), and all RECIPES. Raise CheckpointError if the container can store none.
 
     Args:
         weight: the weight, for the message.
@@ -182,9 +189,9 @@ def _check_columns(weight: Weight, r: Recipe) -> None:
 
 
 def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
-    """Return the error message for a name that is no quantized layer.
+    """Return the error message for a name that is not the name of a quantized layer.
 
-    The message says whether an unquantized tensor has this name, and suggests names of layers.
+    The message says whether an unquantized tensor has this name, and suggests similar names of layers.
     """
     text = str(name)
     if text.removesuffix(".weight") in names:
@@ -200,11 +207,13 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
 def _read(weight: Weight, r: Recipe) -> Quantized:
     """Read a quantized weight and return it as a Quantized; a stack of experts has the shape (experts, rows, columns).
 
-    Raise CheckpointError if the layer has a factor per column (AWQ), if its tensor scale is missing, or if a Quantized
-    cannot hold it for another reason, such as partial blocks.
+    Args:
+        weight: the quantized weight, a matrix or a stack of experts.
+        r: the recipe of the layer.
 
-    weight: the quantized weight, with any number of matrices.
-    r: the recipe of the layer.
+    Raises:
+        CheckpointError: if the layer has a factor per column (AWQ), if its tensor scale is missing, or if a Quantized
+            cannot hold it for another reason, such as partial blocks.
     """
     form = weight.container
     assert form is not None
@@ -258,12 +267,13 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
 
 
 def _stacked(parts: list[Any], is_stack: bool) -> Any:
-    """Return the parts of all experts as one new array, or the only part of a single layer as it is.
+    """Return a part of a layer, such as its codes, from the parts of its matrices; None if the layer has no such part.
 
-    Return None if the first part is None, because then the layer has no such part.
+    For a stack of experts, the result is a new array with the parts of all experts. For a single layer, it is the only
+    part itself.
 
     Args:
-        parts: one part per matrix, such as its codes: all arrays or all None.
+        parts: one part per matrix: all arrays or all None.
         is_stack: True if the layer is a stack of experts.
     """
     if parts[0] is None:

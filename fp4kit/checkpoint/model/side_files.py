@@ -98,14 +98,18 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
-    """Return the reason not to copy a file, for the report, or None if it is to be copied.
+    """Return the reason not to copy a file, for the report; None if it is to be copied.
 
-    A directory is never copied. For a file, the kind that its name tells decides first. Then it must be a regular file
-    inside the model directory, with links resolved.
+    A file is copied only if all of this is true:
+
+    - Its name is that of a kind of file that is copied, such as a tokenizer, and does not begin with a dot.
+    - With links resolved, it is a regular file inside the model directory.
+
+    A directory is never copied.
 
     Args:
         name: the path of the file, relative to the model directory.
-        path: the file, or a directory that is not entered: a link, or a hidden directory.
+        path: the file, or a directory that is not searched: a link, or a hidden directory.
         root: the model directory.
     """
     base = path.name
@@ -133,13 +137,13 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> AuxiliaryFiles:
     """Decide for each file in a model directory that is not part of the model whether a conversion copies it.
 
-    Return the files to copy and the skipped files. Both are empty if ``root`` is a file. Files that the conversion
-    handles itself or writes anew are in neither.
+    Return the files to copy and the skipped files. If ``root`` is a file, both lists are empty. Neither list has the
+    files in ``model_files``, or files that the conversion writes anew.
 
     Args:
         root: the model directory, or a file.
         model_files: the names of the files that the conversion handles itself: those with tensors, and the index.
-        keeps_layers: True if the result stores its layers as the source does. Otherwise files that declare how the
+        keeps_layers: True if the result stores its layers as the source does. If False, files that declare how the
             source is quantized are skipped.
 
     Raises:

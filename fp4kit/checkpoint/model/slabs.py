@@ -1,6 +1,7 @@
-"""Read rows of weights from their files in slabs of bounded size.
+"""Read rows of weights from their files in slabs of bounded size. A slab is some consecutive rows of one matrix, either
+as unquantized values or as codes with their scales. A member is a range of rows of another weight, of which a weight
+may be composed.
 
-A slab is a number of consecutive rows of one matrix, either as unquantized values or as codes with their scales.
 Weights may be stored transposed, with reordered rows, or as rows of several other weights (see weights.py). The
 function ``slabs`` hides this from its callers.
 """
@@ -79,7 +80,7 @@ class Readers:
         return data
 
     def array(self, place: Located) -> np.ndarray:
-        """Read a whole tensor and return it as an array of its shape and dtype. ``tick`` is not called."""
+        """Read a whole tensor and return it as a new array of its shape and dtype. ``tick`` is not called."""
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
@@ -98,8 +99,8 @@ class Readers:
 class Slab(NamedTuple):
     """Consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
 
-    Codes and scales do not depend on how the file stores them: the even element of a byte is in the low nibble, and
-    scales are in linear order.
+    Codes and scales are in one arrangement, however the file stores them: the even element of a byte is in the low
+    nibble, and scales are in linear order.
 
     Attributes:
         start: the index of the slab's first row in the matrix.
@@ -110,8 +111,8 @@ class Slab(NamedTuple):
         divisor: the stored tensor scale if decoding divides by it, as compressed-tensors does; None otherwise.
         rotation: a Hadamard transform that values_of applies (see Weight.rotation); None if there is none.
         column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
-        low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded
-            values before the columns are multiplied.
+        low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. The product B A is added to the
+            decoded values before the columns are multiplied.
     """
 
     start: int
@@ -126,14 +127,14 @@ class Slab(NamedTuple):
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
-    """Read one matrix's tensor scale or input scale and return the stored number as float32.
+    """Read the tensor scale or the input scale of one matrix, and return the stored number as float32.
 
-    If a stack stores only one number, it belongs to all experts, so ``expert`` does not matter.
+    If a stack stores only one number, it is returned for every expert.
 
     Args:
         readers: where to read the scalar from.
         weight: a quantized weight.
-        part: which scalar, TENSOR_SCALE or INPUT_SCALE. The weight must have it.
+        part: TENSOR_SCALE or INPUT_SCALE. The weight must have this part.
         expert: the index of the matrix; 0 for a single layer.
     """
     stored = readers.array(weight.parts[part]).reshape(-1)
@@ -193,7 +194,7 @@ def slabs(
     height: int = 1,
     max_bytes: int | None = None,
 ) -> Iterator[Slab]:
-    """Yield the rows of one matrix of a weight as slabs, which are groups of consecutive rows, from first to last.
+    """Yield the rows of one matrix of a weight as slabs, from the first row to the last.
 
     Args:
         readers: where to read the weight from.
@@ -202,10 +203,10 @@ def slabs(
             are yielded as one matrix.
         span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block
             height.
-        height: the number of rows of every slab, except the last (of each member), is a multiple of this.
-        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
-            ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes has larger
-            slabs, of WHOLE_EXPERT / 4 bytes. Each of them reads a short range of every stored column.
+        height: the number of rows of every slab is a multiple of this, except in the last slab (of each member).
+        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. There are two
+            exceptions. A slab always has at least ``height`` rows. A transposed matrix above WHOLE_EXPERT bytes has
+            slabs of WHOLE_EXPERT / 4 bytes, because each slab needs a read per stored column.
     """
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
@@ -254,10 +255,10 @@ def slabs(
 def _in_order(
     readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the slabs of a weight whose rows are to be reordered within each attention head (see Weight.order).
+    """Yield the slabs of a weight whose rows must be reordered within each attention head (see Weight.order).
 
     Whole heads are read, their rows are reordered, and the result is cut to the requested rows. If the weight has
-    members, it is yielded as one slab.
+    members, a single slab is yielded.
 
     Args:
         readers: where to read the weight from.
@@ -287,10 +288,10 @@ def _in_order(
 def _of_members(
     readers: Readers, weight: Weight, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the rows of a matrix as slabs, member by member. The members are the weights that it is composed of.
+    """Yield the rows of a composed matrix as slabs, member by member (see Weight.members).
 
-    A slab never holds rows of two members, and it has the tensor scale of its own member. Its ``start`` counts rows of
-    the composed matrix.
+    A slab never holds rows of two members, and it has the tensor scale of its member. Its ``start`` is the index of its
+    first row in the composed matrix.
 
     Args:
         readers: where to read the members from.
@@ -451,7 +452,7 @@ class _TransposedReader:
 
     @property
     def is_read(self) -> bool:
-        """True if the whole matrix is in memory. This is fixed from the start, by the matrix's size."""
+        """True if the whole matrix is in memory. The size of the matrix decides this when the object is made."""
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
@@ -475,13 +476,16 @@ class _TransposedReader:
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     """Return the values of a slab (some rows of a matrix), of shape (rows, K).
 
-    Unquantized values keep their dtype; codes are decoded to float32. If the slab is unquantized and has no rotation,
-    its own array is returned.
+    Unquantized values are returned in their dtype. Without a rotation, the result is the slab's own array, not a copy.
+    Codes are decoded to float32 in these steps:
 
-    The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
-    are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
-    multiplied last. For compressed-tensors, FP8 values are then rounded to the dtype of the scales (Container.rounds).
-    If the slab has a rotation, it is applied at the end. It keeps the dtype of the values.
+    1. The codes are decoded with their scales.
+    2. For SVDQuant, the low-rank matrix is computed and added in float64, and the sum is rounded to float32. Its
+       elements are products of 16-bit floats, so the float64 sum is exact except for extreme ranges.
+    3. Columns are multiplied by their factors.
+    4. For FP8 of compressed-tensors, values are rounded to the dtype of the scales (Container.rounds).
+
+    If the slab has a rotation, it is applied at the end, and keeps the dtype of the values.
 
     Args:
         weight: the weight that the slab was read from.
@@ -502,10 +506,10 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
-    """Return decoded values, rounded to the dtype of the stored scales if the container says so (Container.rounds).
+    """Return decoded values, rounded to the dtype of the stored scales if the container requires it (Container.rounds).
 
-    The dtype is that of the block scales or, without block scales, of the tensor scale. The result is float32 in any
-    case. If the container does not round, or the scales are float32, return ``values`` unchanged.
+    The result is float32. The dtype to round to is that of the block scales or, without block scales, of the tensor
+    scale. If the container does not round, or the scales are float32, return ``values`` itself.
     """
     assert weight.container is not None
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
@@ -515,10 +519,10 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return a slab (some rows of a matrix) with only the columns [first, end) of ``slab``, which is not changed.
+    """Return a slab with only the columns [first, end) of ``slab``, which is not changed.
 
-    ``first`` must be a boundary of the rotation's blocks and, if the slab is quantized, of its own blocks. ``end`` must
-    be such a boundary too, or the number of columns.
+    ``first`` and ``end`` must not cut a block, neither of the codes (if the slab is quantized) nor of a rotation.
+    ``end`` may also be the number of columns.
 
     Args:
         weight: the weight that the slab was read from.
@@ -540,9 +544,13 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:
     """Return the reason why the scales of a slab (some quantized rows) cannot be right, or "" if they can.
 
-    Negative block scales and tensor scales are wrong, because they turn signs. A tensor scale of 0 is wrong unless all
-    codes are zero. Factors per column (AWQ) must be positive. NaN and infinity are not reported here (see
-    count_nonfinite).
+    These are wrong:
+
+    - a negative block scale or tensor scale, because it would turn signs;
+    - a tensor scale of 0, unless all codes are zero;
+    - a factor per column (AWQ) that is not positive.
+
+    NaN and infinity are not reported here (see count_nonfinite).
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
@@ -562,7 +570,7 @@ def trouble_with_scales(weight: Weight, slab: Slab) -> str:
 
 
 def _magnitudes(weight: Weight) -> np.uint8:
-    """Return a mask for bytes of packed codes, in which all bits are set except the sign bits."""
+    """Return a mask that clears the sign bits of the codes in a byte, one or two per byte."""
     assert weight.container is not None
     return np.uint8(0x77 if weight.container.element.bits == 4 else 0x7F)
 
@@ -570,13 +578,14 @@ def _magnitudes(weight: Weight) -> np.uint8:
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
     """Return the number of NaN and infinite values in a slab (some quantized rows), found without decoding.
 
-    The result is 0 if and only if all codes, scales and factors per column are finite. Otherwise it may be too large:
+    The result is 0 if and only if all codes, scales and factors per column are finite. Otherwise it may be too large,
+    but never exceeds the number of elements:
 
     - If the tensor scale or a factor per column is not finite, all elements count.
-    - Each non-finite block scale counts as a whole block, and each non-finite code as one element, so an element may
-      count twice. The result never exceeds the number of elements.
+    - A non-finite block scale counts as a whole block, and a non-finite code as one element. An element may thus count
+      twice.
 
-    Products of finite factors that overflow are not counted.
+    Overflow of finite factors to infinity is not detected.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element
