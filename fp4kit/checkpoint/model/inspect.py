@@ -1,4 +1,5 @@
-"""Inspect a checkpoint: list its tensors, quantized layers, totals and declared quantization.
+"""Inspect a checkpoint: list its tensors, quantized layers, totals and declared quantization. An item is a tensor,
+config key or metadata entry that may concern quantization; fp4kit refuses items that it does not know.
 
 Only headers, JSON files and the tags of ComfyUI's layers are read, never codes, scales or values.
 """
@@ -34,7 +35,7 @@ from fp4kit.storage.split_gguf import first_parts_of, read_gguf_model
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Describe a checkpoint by its files and configs.
+    """Describe a checkpoint by its files and configs. Everything else is derived from them on first use.
 
     Attributes:
         path: the model directory or file.
@@ -80,10 +81,10 @@ class Checkpoint:
 
     @lazy_property
     def items(self) -> tuple[Item, ...]:
-        """The items of the checkpoint: entries that may concern quantization, and whether fp4kit knows them.
+        """The items of the checkpoint, each with the group that says whether fp4kit knows it (see closed_world.py).
 
-        An item is a tensor, a config key or a metadata entry (see closed_world.py). Transforms that decoding undoes are
-        understood. Their matrices are not read here, so a wrong matrix is not found.
+        Transforms that decoding undoes are in the group "understood". The matrices that they store are not read here,
+        so a wrong matrix is not found.
         """
         return transforms.resolved(self, self.weights, reads=False).items
 
@@ -149,11 +150,11 @@ def _optional(root: Path, name: str) -> dict[str, Any] | None:
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Summarize what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print.
+    """Return what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print.
 
-    Return (name, value) pairs of text; [] if neither file declares anything. The names are keys such as "quant_method",
-    then "ignore" with the number of patterns, then "hf_quant_config.json". If both files declare a quantization, but
-    name different algorithms, the last pair has the name "disagree".
+    The result is a list of (name, value) pairs of strings; [] if neither file declares anything. The names are keys
+    such as "quant_method", then "ignore" with the number of patterns, then "hf_quant_config.json". If the two files
+    declare different algorithms, a pair with the name "disagree" comes last.
     """
     declared = (checkpoint.config or {}).get("quantization_config")
     lines: list[tuple[str, str]] = []

@@ -182,11 +182,11 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 
 
 def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
-    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
+    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter; None for any other.
 
-    For example, "mlp.experts.linear_fc2.weight3" gives ("linear_fc2", ("mlp.experts.3.down_proj",), "weight").
-    Megatron's other name of this parameter, "mlp.experts.local_experts.3.linear_fc2.weight", gives the same. linear_fc1
-    gives gate_proj and up_proj, also in models without gates. Return None for all other parameters.
+    For example, "mlp.experts.linear_fc2.weight3" gives ("linear_fc2", ("mlp.experts.3.down_proj",), "weight"), and so
+    does Megatron's other name of this parameter, "mlp.experts.local_experts.3.linear_fc2.weight". linear_fc1 gives
+    gate_proj and up_proj, also in models without gates.
 
     Args:
         parameter: the Megatron-Core name relative to the layer.
@@ -207,7 +207,7 @@ def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
 
     Args:
         name: the unknown name.
-        layer: the match of ``name`` with _LAYER; None, which always passes, if the name is outside the layers.
+        layer: the match of ``name`` with _LAYER. If it is None, the name is outside the layers and passes.
     """
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):
         raise CheckpointError(

@@ -40,7 +40,7 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Source:
-    """Describe a model that has passed all checks: a directory whose files agree with its index, or a single file.
+    """Describe an opened model that has passed all checks: a directory that agrees with its index, or a single file.
 
     Attributes:
         root: the directory, or the GGUF or safetensors file.
@@ -143,8 +143,8 @@ def check_shard_name(name: object) -> str:
 def index_name(root: Path) -> str | None:
     """Return the name of the index file in the directory ``root``, or None if there is no index.
 
-    If there is an index of transformers (INDEX) and also one of Diffusers (DIFFUSERS_INDEX), return the former. A
-    broken link counts as a file.
+    If there are two, one of transformers (INDEX) and one of Diffusers (DIFFUSERS_INDEX), return INDEX. An index that is
+    a broken link counts as existing.
     """
     return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
 
@@ -284,8 +284,8 @@ _OTHER_MODELS = {
 def _hint_on_other_models(root: Path) -> str:
     """Return advice to append to an error message about a directory without safetensors files; "" for no advice.
 
-    If the directory holds model files of other kinds, such as .bin or .gguf, the advice is for the first of them by
-    name. It begins with "; ".
+    If the directory holds model files of other kinds, such as .bin or .gguf, the advice says what to do with the first
+    of them in alphabetical order. It begins with "; ".
     """
     for name in sorted(os.listdir(root)):
         if Path(name).suffix.lower() in _OTHER_MODELS:
@@ -322,8 +322,8 @@ def _hint_on_directory(root: Path) -> str:
 def _hint_on_config(root: Path) -> str:
     """Return advice for an error message about a directory without config.json; never "".
 
-    The advice says what to do about an adapter (PEFT) or a release in its author's own format. For all other
-    directories, it is to download or copy the file again.
+    For an adapter (PEFT), and for a release in its author's own format, the advice is specific. For all other
+    directories, it is to download or copy config.json again.
     """
     if os.path.lexists(root / "adapter_config.json"):
         return "this is an adapter (PEFT), not a model; merge it into its model with merge_and_unload() first"
@@ -340,8 +340,8 @@ def _has_safetensors(folder: Path) -> bool:
 def check_kind_of_file(path: Path) -> None:
     """Raise CheckpointError, with advice, if a path has the suffix of a model or config that fp4kit does not read.
 
-    Such suffixes are .bin, .pt, .onnx and .json, for example. For all others, .gguf and .safetensors included, do
-    nothing. Call this function for a file that could not be read as safetensors, so that the message says what to do.
+    Examples are .bin, .pt, .onnx and .json. For all other suffixes, .gguf and .safetensors included, do nothing. Call
+    this function for a file that could not be read as safetensors, so that the message says what to do.
     """
     suffix = path.suffix.lower()
     if suffix == ".gguf" or suffix not in (*_OTHER_MODELS, ".json"):
@@ -354,9 +354,12 @@ def check_kind_of_file(path: Path) -> None:
 def hint_on_path(path: Path) -> str:
     """Return advice to append to an error message about a path that is not a model directory; "" for no advice.
 
-    The advice begins with "; ". There is advice for a file inside a model directory, and for a model file of another
-    format. There is advice also for the name of a model on the Hugging Face Hub, such as "org/model", if no local
-    directory "org" exists.
+    The advice begins with "; ". There is advice in these cases:
+
+    - The path is a file inside a model directory.
+    - It is a model file of another format.
+    - It looks like the name of a model on the Hugging Face Hub, such as "org/model", and there is no local directory
+      "org".
     """
     suffix = path.suffix.lower()
     if path.is_file() and (suffix in (".safetensors", ".json")):
@@ -370,9 +373,9 @@ def hint_on_path(path: Path) -> str:
 
 
 def is_gguf_config(config: Mapping[str, Any]) -> bool:
-    """Return whether ``config`` belongs to a GGUF file, for which ggml_names.config_of made it from the file's header.
+    """Return whether ``config`` stands for a GGUF file, rather than being the content of a config.json.
 
-    False for the config of a model directory, which is the content of config.json.
+    ggml_names.config_of makes such a config from the header of the file.
     """
     return ARCHITECTURE in config
 
@@ -414,8 +417,8 @@ def _is_part_of_model(path: Path) -> bool:
     """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
 
     - True if the file's name is numbered like a shard, such as model-00001-of-00003.safetensors.
-    - True if its directory has a config.json, and the file is one of the files of the model there.
-    - False otherwise, also if the files of that model cannot be determined.
+    - True if its directory has a config.json, and the file is one of that model's files.
+    - False otherwise, also if it cannot be determined which files the model in the directory consists of.
     """
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:

@@ -45,14 +45,14 @@ class WeightRotation:
 
     @property
     def matrix(self) -> npt.NDArray[np.float32]:
-        """The matrix M of the transform x M / sqrt(size) of a row x, float32 [size, size] with elements 1 and -1.
+        """The matrix M of the transform, float32 [size, size] with elements 1 and -1. A row x becomes x M / sqrt(size).
 
-        compressed-tensors stores the matrix like this. ``inverse`` is ignored.
+        compressed-tensors stores this matrix. ``inverse`` is ignored.
         """
         return _sylvester(self.size) * self.factors[:, None].astype(np.float32)
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """Return a matrix whose rows are the rotated rows of ``values``, in the same dtype. ``values`` is not changed.
+        """Return the matrix ``values`` with every row rotated, as a new array of the same dtype.
 
         The number of columns must be a multiple of ``size``.
         """

@@ -1,6 +1,6 @@
 """Read rows of weights from their files in slabs of bounded size. A slab is some consecutive rows of one matrix, either
-as unquantized values or as codes with their scales. A member is a range of rows of another weight, of which a weight
-may be composed.
+as unquantized values or as codes with their scales. A weight may be composed of members, which are ranges of rows of
+other weights.
 
 Weights may be stored transposed, with reordered rows, or as rows of several other weights (see weights.py). The
 function ``slabs`` hides this from its callers.
@@ -206,7 +206,7 @@ def slabs(
         height: the number of rows of every slab is a multiple of this, except in the last slab (of each member).
         max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. There are two
             exceptions. A slab always has at least ``height`` rows. A transposed matrix above WHOLE_EXPERT bytes has
-            slabs of WHOLE_EXPERT / 4 bytes, because each slab needs a read per stored column.
+            slabs of WHOLE_EXPERT / 4 bytes: few, because every slab needs one read per column.
     """
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
@@ -431,8 +431,8 @@ def _swizzled(readers: Readers, place: Located, line: int, start: int, count: in
 class _TransposedReader:
     """Read rows of one matrix of a stack that is stored transposed, as [E, K, N].
 
-    If the matrix has at most WHOLE_EXPERT bytes, it is read as soon as this object is made, and stays in memory. Rows
-    of a larger matrix are read on each call of ``rows``, with one read per column.
+    A matrix of at most WHOLE_EXPERT bytes is read when this object is made, and stays in memory. Rows of a larger
+    matrix are read on each call of ``rows``, with one read per column.
 
     Args:
         readers: where to read the tensor from.
@@ -456,9 +456,9 @@ class _TransposedReader:
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """Read and return ``count`` stored elements of this matrix, 1-D, starting at its element ``start``.
+        """Read and return ``count`` elements of the stored matrix [K, N], 1-D, from element ``start`` on.
 
-        They are stored column by column of the matrix [N, K].
+        Elements are counted in the stored order: all N elements of a column follow each other.
         """
         size = self._dtype.itemsize
         return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
@@ -519,7 +519,7 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return a slab with only the columns [first, end) of ``slab``, which is not changed.
+    """Return a slab with only the columns [first, end) of ``slab``, which is not changed. Its arrays may be views.
 
     ``first`` and ``end`` must not cut a block, neither of the codes (if the slab is quantized) nor of a rotation.
     ``end`` may also be the number of columns.

@@ -26,8 +26,8 @@ from fp4kit.ops.amax import amax
 def sqnr_db(signal: float, noise: float) -> float:
     """Return the signal-to-noise ratio in decibels, 10 log10(signal / noise).
 
-    Return inf if the noise is 0, even if the signal is 0 too. Return -inf if the noise is not finite, or if only the
-    signal is 0.
+    Return inf if the noise is 0, even if the signal is 0 too. Return -inf if the signal is 0 but the noise is not, or
+    if the noise is infinite or NaN.
 
     Args:
         signal: a sum of squared values.
@@ -89,7 +89,7 @@ class StoredCounts:
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-noise ratio in decibels, with x as the signal; None if there is no source."""
+        """The signal-to-noise ratio in decibels, with the source x as the signal; None if there is no source."""
         return sqnr_db(self.signal, self.noise) if self.compared else None
 
 
@@ -192,14 +192,16 @@ def reach_and_lost_blocks(
 ) -> tuple[float, int]:
     """Return two numbers by which doubt_about judges the scales of stored rows.
 
-    1. The largest magnitude that the scales allow in blocks that are not all zero. If the number is from SMALLEST_REACH
-    to LARGEST_REACH, it may be too large, because blocks of zeros are then counted too.
+    1. The largest magnitude that the scales allow, in blocks that are not all zero. If all scales together allow a
+       magnitude from SMALLEST_REACH to LARGEST_REACH, that is returned, because it is not doubtful and faster to
+       compute.
     2. The number of blocks whose scale is 0 although their codes are not.
 
-    form: the container that stores the layer.
-    codes: packed codes as stored, [N, K * bits / 8].
-    scales: block scales as stored, one per block, as bytes or float32.
-    tensor_scale: the factor to multiply by on decode; None stands for 1.
+    Args:
+        form: the container that stores the layer.
+        codes: packed codes as stored, [N, K * bits / 8].
+        scales: block scales as stored, one per block, as bytes or float32.
+        tensor_scale: the factor to multiply by on decode; None stands for 1.
     """
     reach = _reach_of(form, scales, tensor_scale)
     zero = scales_of(form, scales) == 0
@@ -214,10 +216,11 @@ def reach_and_lost_blocks(
 def doubt_about(reach: float, lost: int) -> str:
     """Return a warning if scales are probably wrong; "" if nothing is odd about them.
 
-    They are probably wrong if ``reach`` is far larger or far smaller than trained weights, or if ``lost`` is not 0.
+    They are probably wrong if ``reach`` is far larger or far smaller than trained weights, or if ``lost`` is not 0. A
+    ``reach`` of 0 is not judged.
 
     Args:
-        reach: the largest magnitude that the scales allow; 0 is not judged.
+        reach: the largest magnitude that the scales allow.
         lost: the number of blocks whose scale is 0 although their codes are not.
     """
     if reach > LARGEST_REACH:
@@ -236,7 +239,7 @@ def doubt_about(reach: float, lost: int) -> str:
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
-    """Return the number of codes (not bytes) that equal one of ``wanted`` if the sign bit is ignored.
+    """Return how many codes (not bytes) equal one of ``wanted``, with the sign bit ignored.
 
     Args:
         element: the element format of the codes.
@@ -249,7 +252,7 @@ def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: I
 
 
 def _nan_codes(element: ElementFormat) -> list[int]:
-    """Return all codes of an element format that stand for NaN and whose sign bit is 0; [] if there is no NaN."""
+    """Return the codes of an element format that stand for NaN, with the sign bit 0; [] if the format has no NaN."""
     return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
 
 
@@ -343,11 +346,11 @@ def _compare_with_source(
 
 
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
-    """Return, for each block, the largest magnitude that it can hold: the element format's maximum times both scales.
+    """Return the largest magnitude that each block can hold: the element format's maximum times both scales.
 
     The result is float32, (rows of blocks, blocks per row), and is used to tell which elements are saturated. The
-    products are exact in float64, and are then rounded down. Therefore a float32 value exceeds the rounded product if
-    and only if it exceeds the exact one. NaN gives NaN, and infinity gives infinity.
+    products are exact in float64, and are then rounded down to float32. Therefore a float32 value exceeds the result if
+    and only if it exceeds the exact product. NaN gives NaN, and infinity gives infinity.
 
     Args:
         form: the container, which determines element and scale format.
@@ -379,7 +382,7 @@ def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float3
 def _squares(x: npt.NDArray[np.float64]) -> float:
     """Return the sum of x^2 over all elements; 0.0 if there are none.
 
-    One thread adds in an order that does not depend on the machine, so the result is reproducible.
+    The terms are added in one thread, in an order that does not depend on the machine, so the result is reproducible.
     """
     flat = x.reshape(-1)
     return float(np.einsum("i,i->", flat, flat))

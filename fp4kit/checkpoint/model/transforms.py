@@ -1,4 +1,5 @@
-"""Undo or declare the transforms of compressed-tensors: Hadamard rotations of the inputs of layers.
+"""Undo or declare the transforms of compressed-tensors. A transform is a Hadamard rotation of the inputs of a layer,
+for which the weight is stored rotated too. Undoing it gives the weight a rotation that is applied on decode.
 
 In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns. An engine rotates the inputs
 of the layer by the same matrix before it multiplies them by the weight. H is Sylvester's Hadamard matrix. A transform
@@ -35,11 +36,14 @@ _APPLY = {"targets", "location", "inverse", "ignore"}
 
 
 class _Transform(NamedTuple):
-    """Describe the declared transform of a weight. The weights of a config group with equal sizes share a matrix.
+    """Describe the declared transform of a weight.
 
-    group: the name of the config group.
-    size: the number of columns per block.
-    has_signs: True if the columns also change their signs (RANDOM).
+    All weights of a config group that have blocks of one size have equal transforms, and share one stored matrix.
+
+    Attributes:
+        group: the name of the config group.
+        size: the number of columns per block.
+        has_signs: True if the columns also change their signs (RANDOM).
     """
 
     group: str
@@ -48,13 +52,14 @@ class _Transform(NamedTuple):
 
 
 class Undone(NamedTuple):
-    """A model whose declared transforms, such as Hadamard transforms, are undone when its weights are decoded.
+    """A model whose declared transforms are undone when its weights are decoded.
 
     Attributes:
         weights: tensor name -> weight. A weight whose transform is undone has a rotation.
         items: every item (tensor, config key or metadata entry) of the model. A transform that cannot be undone is a
             refused item, and then no weight has a rotation.
-        matrices: the names of the tensors that hold the matrices of transforms; a decoded model does not need them.
+        matrices: the names of the tensors that hold the matrices of transforms. A decoded model does not need these
+            tensors.
     """
 
     weights: dict[str, Weight]
@@ -63,7 +68,7 @@ class Undone(NamedTuple):
 
     @property
     def rotations(self) -> dict[str, WeightRotation]:
-        """Layer name -> the transform that the layer was rotated by, for the layers with transforms."""
+        """Layer name -> the transform by which the stored layer is rotated. Layers without a transform are left out."""
         found = ((weight.name, weight.rotation) for weight in self.weights.values())
         return {name: rotation.inverted for name, rotation in found if rotation is not None}
 
@@ -73,9 +78,9 @@ class _NotUndone(Exception):
 
 
 def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
-    """Return a model whose weights are rotated back when they are decoded. No values, codes or scales are read here.
+    """Return a model whose weights are rotated back when they are decoded. Values, codes and scales are not read here.
 
-    If the model has no transforms, no weight of the result has a rotation.
+    If the model declares no transforms, no weight of the result has a rotation.
 
     Args:
         model: the opened model.
@@ -98,7 +103,8 @@ def resolved(
 ) -> Undone:
     """Return a model with its transforms undone, and all its items, refused ones included.
 
-    If a transform is declared that is not undone, its item says why, and no weight has a rotation.
+    If any transform cannot be undone, no transform is: its item is refused with the reason, and no weight has a
+    rotation.
 
     Args:
         model: the opened model.
@@ -128,10 +134,11 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
     - A wrong matrix stays refused, and the new item says why.
     - All other items are returned unchanged.
 
-    item: an item (entry of the checkpoint) from closed_world.
-    layers: the number of layers with transforms.
-    matrices: the names of the tensors that hold matrices, and their transforms.
-    wrong: the names in ``matrices`` of tensors that differ from the matrix of their transform.
+    Args:
+        item: an item (entry of the checkpoint) from closed_world.
+        layers: the number of layers with transforms.
+        matrices: name -> transform, for the tensors that hold matrices of transforms.
+        wrong: the names in ``matrices`` of tensors that differ from the matrix of their transform.
     """
     if item.group != REFUSED:
         return item
@@ -150,8 +157,8 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
 def declaration(rotation: WeightRotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
     """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
 
-    It declares a Hadamard transform of the weights and of the inputs of these layers. It does not contain the signs of
-    the transform: its type only says that there are signs, and the stored matrix tells them.
+    It declares that the weights of these layers are rotated by a Hadamard transform, and that their inputs must be. It
+    says whether the transform has signs, but not which: the signs are in the stored matrix.
 
     Args:
         rotation: the transform of the weights.
@@ -171,9 +178,9 @@ def declaration(rotation: WeightRotation, rotated: Collection[str], others: Coll
 def _targets(rotated: Collection[str], others: Collection[str]) -> list[str]:
     """Return targets that match all layers of ``rotated`` and no module of ``others``, sorted.
 
-    A layer gives the pattern "re:(.*\\.)?LEAF$" with the last component of its name, if no module of ``others`` has the
-    same last component. Such a pattern also matches when an engine renames the parents of a layer. All other layers are
-    named one by one.
+    Let LEAF be the last component of a layer's name. If no name in ``others`` ends with this component, the target is
+    the pattern "re:(.*\\.)?LEAF$", which also matches when an engine renames the parents of the layer. Otherwise the
+    target is the layer's name.
     """
     taken = {name.rpartition(".")[2] for name in others}
     leaves = {name: name.rpartition(".")[2] for name in rotated}
@@ -215,10 +222,11 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
 def _turned(
     weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
-    """Return all weights, where the weights in ``found`` have the rotation of their transform.
+    """Return all weights; those in ``found`` are copies that have the rotation of their transform.
 
-    found: tensor name -> transform.
-    rotations: transform -> rotation. A weight whose transform is missing here gets the rotation None.
+    Args:
+        found: tensor name -> transform.
+        rotations: transform -> rotation. A weight whose transform is missing here gets the rotation None.
     """
     return {
         name: replace(one, rotation=rotations.get(found[name])) if name in found else one
@@ -231,10 +239,12 @@ def _stored_matrices(
 ) -> dict[str, _Transform]:
     """Return the tensors that hold matrices of transforms: tensor name -> transform; {} if no matrix is stored.
 
-    Raise _NotUndone if no matrix of a transform with signs is stored, because only the matrix tells the signs.
+    Args:
+        found: tensor name -> transform, for the weights with transforms.
+        weights, tensors: the weights and the tensors of the model, by tensor name.
 
-    found: tensor name -> transform, for the weights with transforms.
-    weights, tensors: the weights and the tensors of the model, by tensor name.
+    Raises:
+        _NotUndone: if no matrix of a transform with signs is stored, because only the matrix tells the signs.
     """
     names = {matrix_name(weights[tensor].name, one.group): one for tensor, one in found.items()}
     stored = {name: one for name, one in names.items() if name in tensors}
@@ -249,12 +259,13 @@ def _rotations(
 ) -> tuple[dict[_Transform, WeightRotation], set[str]]:
     """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices).
 
-    A matrix is wrong if it differs from the matrix of its transform, or if two matrices of a transform differ. A
-    transform with signs has no rotation if none of its matrices is right.
+    A matrix is wrong if it is not the matrix of its transform, or if it differs from another matrix of this transform.
+    If a transform has signs and none of its matrices is right, it has no rotation.
 
-    found: tensor name -> transform, for the weights with transforms.
-    matrices: the names of the tensors that hold matrices to read, and their transforms.
-    tensors: the tensors of the model.
+    Args:
+        found: tensor name -> transform, for the weights with transforms.
+        matrices: tensor name -> transform, for the matrices to read.
+        tensors: the tensors of the model.
     """
     rotations = {one: WeightRotation(one.size, inverse=True) for one in found.values() if not one.has_signs}
     wrong = set()
@@ -272,12 +283,14 @@ def _declares(item: Item) -> bool:
 
 
 def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, _Transform]]:
-    """Yield (tensor name, transform) of every weight with a transform.
+    """Yield (tensor name, transform) for every weight with a transform.
 
-    Raise _NotUndone if a transform is declared that cannot be undone, or if a weight has several transforms.
+    Args:
+        value: the content of ``transform_config``.
+        weights: tensor name -> weight, for the weights of the model.
 
-    value: the content of ``transform_config``.
-    weights: tensor name -> weight, for the weights of the model.
+    Raises:
+        _NotUndone: if a transform is declared that cannot be undone, or if a weight has several transforms.
     """
     groups = value.get("config_groups") if isinstance(value, Mapping) else None
     if not isinstance(groups, Mapping) or set(value) != {"config_groups"}:
@@ -299,10 +312,12 @@ def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str
 def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[Weight]:
     """Return the weights that a config group rotates, all of which are quantized matrices.
 
-    Raise _NotUndone unless the group is a Hadamard transform of the inputs of these layers and of their weights.
+    Args:
+        name, scheme: the key and the content of the config group.
+        weights: tensor name -> weight, for the weights of the model.
 
-    name, scheme: the key and the content of the config group.
-    weights: tensor name -> weight, for the weights of the model.
+    Raises:
+        _NotUndone: unless the group is a Hadamard transform of the inputs of these layers and of their weights.
     """
     if not isinstance(scheme, Mapping) or not isinstance(scheme.get("apply"), list) or set(scheme) - _SCHEME:
         raise _NotUndone(f"has {shown(name)}, which is {brief(scheme)}")
@@ -331,16 +346,23 @@ def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[
 
 
 def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str]:
-    """Return the tensor names of the weights that ``apply``, an entry of a scheme's list "apply", selects.
+    """Return the tensor names of the weights that one entry of a scheme's list "apply" selects.
 
-    A target is one of these:
+    A target in the entry is one of these:
 
     - "Linear", which stands for all weights except embeddings;
     - a regular expression ("re:..."), which matches the beginning of a name;
     - the name of a layer.
 
-    Raise _NotUndone for the name of another class, and for a target that matches no layer. In the list "ignore",
-    a regular expression may match no layer, and lm_head may be missing, because tied heads are not stored.
+    Weights that match a target in the entry's list "ignore" are left out.
+
+    Args:
+        apply: the entry.
+        weights: tensor name -> weight, for the weights of the model.
+
+    Raises:
+        _NotUndone: for the name of another class, and for a target that matches no layer. In the list "ignore", a
+            regular expression may match no layer, and lm_head may be missing, because tied heads are not stored.
     """
     targets, ignored = (_names(apply.get(key, [])) for key in ("targets", "ignore"))
     for one in [*targets, *(name for name in ignored if name != "lm_head" and not name.startswith("re:"))]:
@@ -350,10 +372,12 @@ def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str
 
 
 def _names(value: Any) -> list[str]:
-    """Return the targets in ``value``, a text or a list of texts, as a new list.
+    """Return the targets in ``value``, a string or a list of strings, as a new list.
 
-    A known target is "Linear", a layer's name that does not begin with a capital, or a valid pattern "re:...". Raise
-    _NotUndone for any other value.
+    A known target is "Linear", a layer's name that does not begin with a capital letter, or a valid pattern "re:...".
+
+    Raises:
+        _NotUndone: for any other value.
     """
     names = [value] if isinstance(value, str) else value
     for one in names if isinstance(names, list) else [names]:
@@ -368,10 +392,10 @@ def _names(value: Any) -> list[str]:
 
 
 def _matches(weight: Weight, targets: list[str]) -> bool:
-    """Return whether a target names a weight.
+    """Return whether at least one of the targets matches a weight.
 
-    A target is "Linear", the name of a layer, or a "re:" pattern (see _matched). "Linear" does not name embeddings,
-    that is, layers with "embed" in the last part of their names.
+    A target is "Linear", the name of a layer, or a "re:" pattern (see _matched). "Linear" does not match embeddings,
+    which are layers with "embed" in the last part of their names.
     """
     if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
         return True

@@ -1,9 +1,10 @@
-"""Name layers that differ from the other layers of their kind in what is stored beside their codes.
+"""Name layers that differ from the other layers of their kind in what is stored beside their codes. A kind is all
+quantized layers that are stored in one format and whose names differ only in numbers, such as the q_proj of every
+decoder layer.
 
-A kind is all quantized layers whose names differ only in numbers, such as the q_proj of every decoder layer, and that
-are stored in one format. Tools store equal tensors for all layers of a kind. If one layer lacks a tensor, or has a
-scale in another dtype, the tensor was probably lost, or its bytes were reinterpreted. The findings are warnings, not
-errors, because merged models may differ in this way.
+Tools store equal tensors for all layers of a kind. If one layer lacks a tensor, or has a scale in another dtype, the
+tensor was probably lost, or its bytes were reinterpreted. The findings are warnings, not errors, because merged models
+may differ in this way.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _SCALES = {
 def unlike_layers(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Yield a warning for each tensor that only some layers of a kind have, and for each rare dtype of a scale or bias.
 
-    Dtypes are compared among the layers of one container. It is not compared here which layers have a tensor scale,
-    because some formats leave it out of some layers (see closed_world.lost_tensor_scales).
+    Dtypes are compared among the layers of one container. Tensor scales are left out of the first check, because some
+    formats store them for some layers only (see closed_world.lost_tensor_scales).
 
     Args:
         weights: the weights of a model.
@@ -60,7 +61,7 @@ def unlike_layers(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry])
 def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str, TensorEntry]) -> set[str]:
     """Return the last parts of the names of the tensors in a layer's module, such as {"weight", "weight_scale"}.
 
-    The tensor scale is left out. If the layer is a stack whose bias has the name STACK_bias, "bias" stands for it.
+    The tensor scale is left out. For a stack of experts whose bias is called STACK_bias, the set has "bias".
 
     Args:
         layer: the layer.
@@ -75,7 +76,8 @@ def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str,
 def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterator[str]:
     """Yield a warning for each tensor that some layers of a kind have and others lack.
 
-    The warning names the minority: the layers without the tensor, also if they are exactly half, or those with it.
+    The warning names the minority, which may be the layers with the tensor or those without it. If both are equally
+    many, it names those without it.
 
     Args:
         layers: the layers of one kind.
@@ -96,8 +98,8 @@ def _lacking(layers: Sequence[Weight], leaves: Mapping[str, set[str]]) -> Iterat
 def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each float dtype other than the usual one, which is the dtype that most layers have.
 
-    If two are equally frequent, the first in ``dtypes`` is the usual one. Yield nothing if all layers have one dtype,
-    or if the dtype in some layer is not a float dtype, for example bytes.
+    Of two equally frequent dtypes, the first in ``dtypes`` is the usual one. Yield nothing if all layers have one
+    dtype, or if the tensor is not a float in some layer, for example bytes.
 
     Args:
         what: the tensor whose dtypes are compared, in words.

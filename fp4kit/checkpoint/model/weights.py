@@ -1,7 +1,6 @@
-"""Find the weights of a checkpoint: linear layers [N, K] and stacks of experts [E, N, K], whatever tensors store them.
-
-A weight is one such layer or stack, quantized or not, with all tensors that store it. K is the axis that the layer
-contracts; blocks run along it. A stack that a model stores as [E, K, N] is called transposed, and is read as [E, N, K].
+"""Find the weights of a checkpoint. A weight is a linear layer [N, K] or a stack of experts [E, N, K], quantized or
+not, with all tensors that store it. K is the axis that the layer contracts; blocks run along it. A stack that a model
+stores as [E, K, N] is called transposed, and is read as [E, N, K].
 
 A weight may also be composed of members. A member is a range of rows of another weight: of a weight in another model
 (see plan/borrowed_codes.py), or of a separate expert (see plan/expert_stacks.py).
@@ -82,11 +81,11 @@ _TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "
 
 
 class Located(NamedTuple):
-    """The location of a tensor in a file.
+    """The location of a tensor: its file and its header entry.
 
     Attributes:
         file: the file, without the entries of the file's header, so that little data is sent to worker processes.
-        entry: the tensor's own entry in the header.
+        entry: the tensor's own entry in the header: dtype, shape and offsets.
     """
 
     file: SafetensorsFile
@@ -94,7 +93,7 @@ class Located(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some consecutive rows of one matrix of a weight, such as a member of another weight.
+    """Some consecutive rows of one matrix of a weight, for example to describe a member of a composed weight.
 
     Attributes:
         weight: the weight.
@@ -140,8 +139,8 @@ class Weight:
         container: the container of the codes and scales; None if the weight is unquantized.
         parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
         transposed: True if it is stored as (E, K, N).
-        members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
-            those of the first member. Usually ().
+        members: the rows of other weights that make up this weight, in order; () if it is stored as one, as usual. If
+            there are members, ``parts`` are those of the first member.
         order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
         rotation: a Hadamard transform that is applied to the values when they are read; None if there is none. It
             rotates a weight before it is quantized, or undoes the rotation of a stored weight (see transforms.py).
@@ -207,13 +206,15 @@ def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
 def part_names(weights: Iterable[Weight]) -> set[str]:
     """Return the names of all tensors that store the weights, scales included.
 
-    For a weight with members, these are the tensors in its ``parts``, so those of its first member.
+    If a weight has members, only the tensors of its first member are included.
     """
     return {part.entry.name for weight in weights for part in weight.parts.values()}
 
 
 def looks_quantized(entry: TensorEntry) -> bool:
-    """Return whether a tensor looks like codes or scales of a quantized layer. The result is True in these cases:
+    """Return whether a tensor looks like codes or scales of a quantized layer, by its name and dtype.
+
+    The result is True in these cases:
 
     - The dtype is F8_E8M0.
     - The name ends like the names of codes or scales, such as ".weight_scale", and the dtype is not I64.
@@ -291,8 +292,8 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first.
 
-    The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors. A
-    container that needs a certain ``quant_algo`` is left out if the config does not declare it.
+    Only the order tells MXFP8 layers of Model-Optimizer from those of compressed-tensors, because their tensors are
+    identical. A container that needs a certain ``quant_algo`` is left out if the config does not declare it.
     """
     found = declared(config)
     method, algorithm = str(found.get("quant_method", "")), str(found.get("quant_algo", "")).upper()
@@ -307,8 +308,8 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         module: the name of the module.
         container: the container to try.
         places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
-        damaged: True to accept block scales of the wrong shape and a missing tensor scale, except for containers with
-            ``is_exact``.
+        damaged: True to accept block scales of the wrong shape and a missing tensor scale. Containers with ``is_exact``
+            never accept them.
     """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
@@ -373,7 +374,7 @@ def _holds(dtype: str, wanted: str, part: str) -> bool:
 def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
     """Return the shape [..., N, K] of a layer, from its tensor of codes; None if the tensor does not fit the container.
 
-    The shape of a tensor of dtype F4 counts elements. With all other dtypes, it counts bytes or words of packed codes.
+    The shape of a tensor of dtype F4 counts codes. The shape of any other tensor counts bytes or words of packed codes.
 
     Args:
         codes: the tensor's header entry.
@@ -388,8 +389,8 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
     """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a 3-d stack of experts.
 
-    The tensor's dtype is a float dtype or GGUF's Q8_0. A stack stored as [E, K, N] gives a Weight of shape (E, N, K)
-    that is marked as transposed. Return None for any other tensor, such as a vector, an empty tensor or integers.
+    The dtype must be a float dtype or GGUF's Q8_0. A stack stored as [E, K, N] gives a Weight of shape (E, N, K) that
+    is marked as transposed. Return None for any other tensor, such as a vector, an empty tensor or integers.
 
     Args:
         name, place: the tensor.
@@ -412,9 +413,9 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
-    """Return whether the stacks of experts in a module are stored as [E, K, N]; False if as [E, N, K].
+    """Return True if the stacks of experts in a module are stored as [E, K, N], False if as [E, N, K].
 
-    The orientation in which the shapes of gate_up_proj and down_proj fit together decides. If both or neither fit, or
+    The shapes of gate_up_proj and down_proj decide, if they fit together in only one of the two orders. Otherwise, also
     if one of these stacks is missing, the model type decides.
 
     Args:
@@ -455,7 +456,7 @@ def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...). True for gpt-oss only.
 
-    In all other models, all rows of the gate come first, then those of the up projection.
+    In all other models, all rows of gate come before the rows of up.
 
     Args:
         config: the content of config.json.

@@ -1,4 +1,5 @@
-"""Give every layer of a conversion an input scale, from measured activations (fp4kit.calibration).
+"""Give every layer of a conversion an input scale, from measured activations. fp4kit.calibration measures the amax of a
+layer's inputs; the input scale follows from it. An expert that saw no token has no amax, or the amax 0.
 
 Loaders fuse layers that read the same input, such as gate_proj and up_proj. The inputs of a layer may therefore have
 been measured under three names: its own, the name of a layer fused with it, or the name of the fused layer. The largest
@@ -34,10 +35,10 @@ class Activations:
     """The amaxes of measured activations, from which a conversion computes input scales.
 
     Args:
-        amaxes: layer -> amax of the layer's inputs; 0 for a layer or an expert that saw no input other than zero.
+        amaxes: layer -> amax of the layer's inputs; 0 for a layer or an expert whose inputs were all zero.
         columns: layer -> K, the number of input values per token.
-        unseen: what to do with an expert whose amax is 0. "error" raises, "layer" gives it the largest amax of the
-            experts of its layer, and "none" gives it no input scale.
+        unseen: what to do with an expert without measured inputs other than zero. "error" raises CheckpointError,
+            "layer" gives it the largest amax of the experts of its layer, and "none" gives it no input scale.
         facts: what the manifest of the output records about the activations, such as the names and SHA-256 of files.
 
     Raises:
@@ -129,18 +130,19 @@ class Activations:
         return _usable({layer: found[layer] for layer in layers if layer in found})
 
     def _amax_of(self, layer: str) -> np.float32 | None:
-        """Return the largest amax measured under any name for the inputs of a layer; None if none was measured.
+        """Return the largest amax that was measured for the inputs of a layer; None if there is none.
 
-        These are the names of the layer, of the layers that are fused with it, and of the fused layer.
+        The inputs may have been measured under the name of the layer, of a layer that is fused with it, or of the fused
+        layer.
         """
         names = fused_layers.same_input_names(layer)
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
 
     def _experts_of(self, stack: str) -> dict[str, np.float32]:
-        """Return {layer name: amax} for the measured experts of a layer. The amax is 0 if an expert saw only zeros.
+        """Return a dict from layer name to amax, for the measured experts of a layer; 0 if an expert saw only zeros.
 
-        An expert counts as measured, too, if its inputs were measured under the name of a layer that is fused with this
-        one. The names in the result are made from ``stack``.
+        An expert also counts as measured if its inputs were measured under the name of a layer that is fused with this
+        one. The names in the result are those of the layers of ``stack``.
 
         Args:
             stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".
@@ -185,9 +187,9 @@ def _check_files(paths: Iterable[Path]) -> None:
 
 
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
-    """Return whether a layer belongs to an expert, and at least one expert with such a layer was measured.
+    """Return whether a layer belongs to an expert of a stack in which at least one expert was measured.
 
-    If the layer itself was not measured, its expert then counts as one that saw no token.
+    If so, a layer that was not measured itself belongs to an expert that saw no token.
 
     Args:
         layer: the name of the layer.
@@ -198,12 +200,12 @@ def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bo
 
 
 def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
-    """Return ``amaxes`` (layer -> amax) unchanged, after checking the input scales that follow from them.
+    """Return ``amaxes`` (layer -> amax) itself, after checking that all input scales can be stored.
 
-    An input scale is stored as a factor or as a divisor. Both must be normal float32 numbers.
+    An input scale is stored as a factor or as its reciprocal. Both must be normal float32 numbers.
 
     Raises:
-        CheckpointError: if an input scale is not a normal float32. The message names the layers.
+        CheckpointError: if one of the two is not a normal float32. The message names the layers.
     """
     unusable = [
         layer

@@ -1,4 +1,6 @@
-"""Assign recipes to the layers of a model within a budget of bits per weight (--bits): measure errors, then choose.
+"""Assign recipes to the layers of a model within a budget of bits per weight (--bits): measure errors, then choose. A
+unit is a group of layers that must share a recipe, because engines fuse them. A piece is some rows of one matrix of a
+weight; its rows are measured together.
 
 The error of a linear operator under a recipe is its noise-to-signal ratio: the sum of squared errors of its weights,
 divided by the sum of their squares. If column weights are given, both sums weight each column by the mean square of its
@@ -58,8 +60,8 @@ class Assignment:
     Attributes:
         budget: the budget, in bits per weight.
         units: groups of layers that must share a choice, with the measured errors of their options.
-        chosen: the optimal assignment.
-        curve: optimal assignments of other sizes, starting at the smallest.
+        chosen: the assignment with the smallest error within the budget.
+        curve: assignments for other budgets, each optimal for its size, starting at the smallest possible size.
     """
 
     budget: float
@@ -73,7 +75,11 @@ class Assignment:
         return sum(unit.weights for unit in self.units)
 
     def bits_of(self, point: Point) -> float:
-        """Return the bits per weight, scales included, of an assignment such as ``chosen`` or a point of ``curve``."""
+        """Return the bits per weight, scales included, of an assignment.
+
+        Args:
+            point: an assignment, such as ``chosen`` or a point of ``curve``.
+        """
         return point.bits / self.weights
 
     @property
@@ -85,8 +91,8 @@ class Assignment:
     def default(self) -> str:
         """The id of the recipe that most units get. Units that stay unquantized do not count.
 
-        If two recipes are equally frequent, it is the one that comes first in the order of ``units``. If all units stay
-        unquantized, it is the first option of the first unit.
+        Of two equally frequent recipes, it is the one that occurs first in ``units``. If all units stay unquantized, it
+        is the first option of the first unit.
         """
         used = [option.name for option in self.options if option.name != KEEP]
         return max(dict.fromkeys(used), key=used.count, default=self.units[0].options[0].name)
@@ -105,7 +111,7 @@ class Assignment:
         return tuple(pattern for pattern, name in self._patterns() if name == KEEP)
 
     def _patterns(self) -> Iterable[tuple[str, str]]:
-        """Yield (glob, name of the chosen option) for the layers of every unit.
+        """Yield (glob, name of the chosen option) pairs that together match every layer of every unit.
 
         If all layers of a unit are experts, one glob stands for all experts of a module, such as
         "model.layers.0.mlp.experts.*". Otherwise, each layer has a glob of its own.
@@ -217,10 +223,10 @@ class _Candidates:
     def parts(self, weight: Weight) -> list[Piece]:
         """Return the pieces of a weight. The rows of a piece are measured together, and get one recipe.
 
-        A matrix is one piece. A stack of experts has one piece per expert, or two (gate and up).
+        A matrix is one piece. A stack of experts has one piece per expert, or two (gate and up) if it holds both.
 
-        Each piece becomes one output layer, unless the container stores stacks whole. Then the pieces of all experts
-        become one output layer.
+        Each piece becomes one output layer. If the container stores stacks whole, the pieces of all experts become one
+        output layer instead.
         """
         form = next(iter(self.forms.values())).form
         assert form is not None
@@ -254,14 +260,14 @@ class _Sums(NamedTuple):
 def _measured(
     found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
 ) -> tuple[LayerGroup, ...]:
-    """Return the units of a model (layers that need one choice of recipe), with the errors of their options.
+    """Return the units of a model, each with its options: the number of bits and the error under each candidate.
 
     All layers are read and quantized for this, in several threads.
 
     Args:
         found: the candidates, and the layers that each fits.
         keeps: True to add the option of leaving a unit unquantized.
-        columns: column weights of the error, or None.
+        columns: column weights of the error; None weights all columns equally.
         tick: called with the number of bytes after each read, or None.
     """
     work = [(tensor, piece) for tensor, weight in found.weights.items() for piece in found.parts(weight)]
@@ -285,8 +291,8 @@ def _measured(
 def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
     """Raise CheckpointError if column weights are missing or invalid for the pieces in ``found``.
 
-    An importance matrix may lack some layers, but not all; the warnings about them are dropped. A file of column
-    weights must have all layers. If ``columns`` is None or has no column weights, nothing is checked.
+    A file of column weights must have all layers. An importance matrix may lack some layers, but not all; no warning is
+    given about them here. If ``columns`` is None or has no column weights, nothing is checked.
     """
     if columns is None or columns.columns is None:
         return
@@ -302,10 +308,9 @@ def _sums_of_group(
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
 ) -> dict[_Key, _Sums]:
-    """Measure the pieces that share a tensor scale: return a dict from the key of each piece to its sums.
+    """Measure the pieces that share a tensor scale: return a dict from the key of each piece to its _Sums.
 
-    The sums are those of the signal and of the errors of each recipe. Each piece is read twice: for the amax of all
-    pieces, and for its sums.
+    Each piece is read twice: first for the amax of all pieces, then for its sums.
 
     Args:
         found: the candidates, and the layers that each fits.
@@ -381,10 +386,10 @@ def _unit(
     sums: Mapping[_Key, _Sums],
     keeps: bool,
 ) -> LayerGroup:
-    """Return one unit, which is a set of layers that must get the same recipe, with its options.
+    """Return one unit (layers that must get one recipe) with its options.
 
-    The options are the candidates that can quantize all of its layers, then "keep" (unquantized). Each option states
-    the bits that the unit takes, and its error.
+    The options are the candidates that can quantize all layers of the unit, then "keep" (unquantized) if ``keeps`` is
+    True. Each option states the bits that the unit takes, and its error.
 
     Args:
         name: a readable name of the unit.
@@ -424,7 +429,7 @@ def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:
 
 
 def _bits(piece: Piece, form: Container) -> int:
-    """Return the number of bits that the rows of a piece take in a container, as if they were a layer of their own.
+    """Return the number of bits that the rows of a piece would take in a container as a layer of their own.
 
     Scales are included, input scales are not.
     """

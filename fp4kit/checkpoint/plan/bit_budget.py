@@ -1,7 +1,9 @@
-"""Choose a recipe for every layer so that the total error is smallest within a budget of bits.
+"""Choose a recipe for every layer so that the total error is smallest within a budget of bits. A unit is a set of
+layers that need one choice, because engines fuse them. Each unit has options, each with the bits that it stores and the
+error that it causes. An assignment is one option for every unit. A unit's hull is the lower convex hull of its options,
+as points (bits, error).
 
-A unit is a set of layers that need one choice, because engines fuse them: q, k and v; gate and up; or all experts of a
-decoder layer. Each unit has options, each with the bits that it stores and the error that it causes.
+Units are, for example, q, k and v; gate and up; or all experts of a decoder layer.
 
 This is the multiple-choice knapsack problem. ``solve`` solves it exactly.
 """
@@ -71,7 +73,7 @@ _State = tuple[int, int, int, Any]
 
 
 class _Step(NamedTuple):
-    """The exchange of one option of a unit for the next option on the unit's lower convex hull.
+    """A step replaces one option of a unit by the next option on the unit's hull, which has more bits and less error.
 
     Attributes:
         unit: the index of the unit.
@@ -97,8 +99,9 @@ def _grains(error: float) -> int:
 def _hull(options: Sequence[Option]) -> list[int]:
     """Return the indices of the options on the lower convex hull of the points (bits, error), by increasing bits.
 
-    The first index is that of the option with the fewest bits (of several, the one with the smallest error). The last
-    is that of the option with the smallest error. Errors are compared in grains, and fall strictly along the hull.
+    The hull begins with the option with the fewest bits, and ends with the option with the smallest error. Of several
+    options with the fewest bits, the one with the smallest error counts. Errors are compared in grains, and fall
+    strictly along the hull.
     """
     found: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: (options[i].bits, options[i].error)):
@@ -116,10 +119,7 @@ def _hull(options: Sequence[Option]) -> list[int]:
 
 
 def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Step]:
-    """Return the steps along the hulls of all units. The steps with the largest gain per bit come first.
-
-    A step exchanges one option of a unit for the next option on its hull.
-    """
+    """Return the steps along the hulls of all units, sorted by decreasing gain per bit."""
     found = []
     for number, hull in enumerate(hulls):
         for low, high in pairwise(hull):
@@ -130,16 +130,21 @@ def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Ste
 
 
 def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
-    """Return the Point that takes option ``choices[i]`` for unit i: the total bits, the total error and the choices."""
+    """Return the Point of an assignment: its total bits, its total error and its choices.
+
+    Args:
+        units: the units.
+        choices: for each unit, the index of its option.
+    """
     chosen = [unit.options[choice] for unit, choice in zip(units, choices, strict=True)]
     return Point(sum(one.bits for one in chosen), sum(one.error for one in chosen), tuple(choices))
 
 
 def curve(units: Sequence[LayerGroup]) -> list[Point]:
-    """Return assignments in the order of growing size and falling error, from the smallest possible size on.
+    """Return optimal assignments by growing size and falling error, from the smallest possible size on.
 
-    Each assignment has the smallest error that is possible in its own number of bits, because it minimizes error +
-    slope * bits for some slope. Further optimal assignments may lie between two returned ones.
+    No assignment of the same size or smaller has a smaller error, because each result minimizes error + slope * bits
+    for some slope. These are not all optimal assignments: others may lie between two returned ones.
     """
     hulls = [_hull(unit.options) for unit in units]
     choices = [hull[0] for hull in hulls]
@@ -191,9 +196,9 @@ def solve(units: Sequence[LayerGroup], budget: int) -> Point:
 
 
 def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> int:
-    """Return the position in the hull of a step's unit that follows the unit's current choice.
+    """Return the position, in the hull of a step's unit, of the option after the unit's current one.
 
-    If the current choice is the last one of the hull, return its own position.
+    If the current option is the last one of the hull, return its own position.
 
     Args:
         hulls: for each unit, the indices of the options on its hull, by increasing bits.
@@ -253,9 +258,10 @@ def _second(prices: Sequence[int]) -> int:
 def _undominated(
     states: list[_State],
 ) -> list[_State]:
-    """Return the partial assignments that no other dominates, that is, equals or undercuts in both bits and error.
+    """Return the partial assignments that are not dominated by another one, sorted by increasing bits.
 
-    Of equal ones, the first is kept. The result is sorted by increasing bits. ``states`` is sorted in place.
+    One assignment dominates another if neither its bits nor its error is larger. Of equal ones, the first is kept.
+    ``states`` is sorted in place.
     """
     states.sort(key=lambda state: state[:2])
     found: list[_State] = []
@@ -268,8 +274,8 @@ def _undominated(
 def shown_points(points: Sequence[Point], count: int) -> list[Point]:
     """Return at most ``count`` points of a curve, spread evenly over its range of bits, with the first and the last.
 
-    If the curve has no more than ``count`` points, return all. Fewer than ``count`` may be returned, because a point is
-    never repeated.
+    If the curve has no more than ``count`` points, return all. Otherwise, fewer than ``count`` may be returned, because
+    no point is repeated.
 
     Args:
         points: the points of the curve, by increasing bits.

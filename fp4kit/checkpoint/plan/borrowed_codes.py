@@ -1,4 +1,6 @@
 """Take codes from a second, quantized version of a model instead of quantizing the source's own values (``--codes``).
+The counterpart of a layer is the corresponding layer of the other model. A layer is named (module, expert), where
+expert is the index in a stack, or 0.
 
 One of the two models is a GGUF file and the other is a model directory. Because the codes are copied, nothing is
 rounded a second time.
@@ -41,11 +43,11 @@ _KINDS = ("mxfp4", "nvfp4")
 
 
 def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
-    """Return the weights of ``model``, with codes of ``donor`` in place of their values where ``donor`` has codes.
+    """Return the weights of ``model``, in which weights with a counterpart in ``donor`` have the donor's codes.
 
-    The result has the keys of ``weights``. Codes are MXFP4 or NVFP4. Weights without such a counterpart in ``donor``
-    stay unchanged. A stack of experts takes codes only if all of its layers have counterparts of one shape and in one
-    container.
+    Only counterparts in MXFP4 or NVFP4 are used. A stack of experts gets codes only if all of its layers have
+    counterparts of one shape and in one container. All other weights are returned unchanged. The keys are those of
+    ``weights``.
 
     Args:
         weights: tensor name -> weight of ``model``, the source of the conversion.
@@ -85,11 +87,13 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Return a dict from (module, expert) to the rows that store the MXFP4 or NVFP4 codes of a layer.
+    """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows.
 
-    A single matrix gives one entry, with the expert 0. A stack of experts in a GGUF file gives one entry per expert,
-    with the stack's name and the expert's index. A stack in a model directory gives one entry per layer of an expert,
-    with the name of that layer and the index 0. Layers in other formats and unquantized layers are left out.
+    - A single matrix gives one entry, with the expert 0.
+    - A stack of experts in a GGUF file gives one entry per expert: (name of the stack, index of the expert).
+    - A stack in a model directory gives one entry per layer of an expert: (name of that layer, 0).
+
+    Unquantized layers and layers in other formats are left out.
     """
     form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
     for weight in weights_of(source.tensors, source.config).values():
@@ -102,11 +106,12 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
-    """Return the layers (module, expert) of a weight of ``model``, gate before up.
+    """Return the layers (module, expert) that a weight of ``model`` consists of, in the order of its rows.
 
-    A single matrix is one layer, with expert 0. A stack in a GGUF file gives (its name, e) for each expert e. In a
-    model directory, the layers of each expert have names of their own, with expert 0; a gate_up stack gives gate and up
-    of each expert.
+    - A single matrix is one layer: (its name, 0).
+    - A stack in a GGUF file consists of (its name, e) for each expert e.
+    - A stack in a model directory consists of (name of the expert's layer, 0) for each expert. A gate_up stack gives
+      gate and up of each expert, gate first.
     """
     if len(weight.shape) == 2 or is_gguf_config(model.config):
         return [(weight.name, e) for e in range(weight.experts)]
@@ -115,13 +120,13 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
 
 
 def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
-    """Return the quantized rows in ``origins``, one Rows per origin, if they make up the whole weight; otherwise ().
+    """Return the quantized rows in ``origins``, one Rows per origin, if they make up the whole weight.
 
-    The result is also () if there are no origins, or if their containers or shapes differ.
+    Return () if they do not: if rows are missing, if there are no origins, or if their containers or shapes differ.
 
     Args:
         weight: a weight of the source.
-        origins: the quantized counterparts of the layers of ``weight`` that were found, in the order of its rows.
+        origins: the counterparts that were found for the layers of ``weight``, in the order of its rows.
     """
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
@@ -186,14 +191,14 @@ class GgufNames:
         self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))
 
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
-        """Return (module, expert) as a GGUF file names a layer of ``source``, or None if the name map does not know it.
+        """Return (module, expert) as a GGUF file names a layer of ``source``; None if the name map has no such layer.
 
         The expert is the index of an expert in a stack, and 0 for all other layers. If ``source`` is a GGUF file,
-        ``layer`` itself is returned, even if the map does not know it.
+        return ``layer`` itself, even if the map does not have it.
 
         Args:
             source: the model that the layer is from.
-            layer: (module, expert). In a model directory, the module's name has the number of the expert.
+            layer: (module, expert). In a model directory, the number of an expert is part of the module's name.
         """
         if is_gguf_config(source.config):
             return layer
@@ -226,7 +231,7 @@ class GgufNames:
 
 
 def recorded_recipe(source: Source) -> str:
-    """Return the id of the fp4kit recipe that made a model's codes according to its record; "" if there is no record.
+    """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none.
 
     The id is in ``quantization_config`` of the config. If the config has no ``quantization_config``, as in ComfyUI
     files, the metadata of the model's safetensors files is searched.
@@ -240,7 +245,7 @@ def recorded_recipe(source: Source) -> str:
 
 
 def recorded_patterns(source: Source) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a model records beside its recipe, as ``recipes``; [] if none.
+    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none.
 
     The first pattern that matches a layer's name decides. The pairs are in fp4kit's record in ``quantization_config``.
     If the config has no such record, the metadata of the model's files is searched. If the record is malformed, return
@@ -269,7 +274,7 @@ def patterns_in(value: Any) -> list[list[str]]:
 def check_values_agree(
     converted: Iterable[str], unquantized: Mapping[str, Weight], taken: Mapping[str, Weight]
 ) -> None:
-    """Raise CheckpointError if the borrowed codes of a weight decode to values that are not near its own.
+    """Raise CheckpointError if borrowed codes do not decode to about the values of the weight that they replace.
 
     A few rows are compared; their signal-to-noise ratio must be at least 6 dB.
 

@@ -34,7 +34,7 @@ class ExpertStack:
 
     Attributes:
         name: the name of the stack.
-        experts: the matrices of each expert, whose rows follow each other in the stack.
+        experts: for each expert, its matrices (one, or gate and up), whose rows follow each other in the stack.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ExpertStack:
 
     @property
     def reason(self) -> str:
-        """The reason in the plan, in words for the user: the matrices are decoded and put together as this stack."""
+        """The text that the plan shows as the reason: the matrices are decoded and put together as this stack."""
         return f"experts: decoded and put together as {self.name.rpartition('.')[2]}"
 
     @property
@@ -52,7 +52,7 @@ class ExpertStack:
 
     @property
     def dtype(self) -> str:
-        """How the source stores the first matrix: a safetensors dtype, or the name of its container if quantized."""
+        """The dtype in which the source stores the first matrix: a safetensors dtype, or the name of its container."""
         return self.experts[0][0].weight.dtype
 
     @property
@@ -113,7 +113,7 @@ def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> d
 def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
     """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight.
 
-    Yield nothing for a weight that is neither an expert nor a stack of experts, according to its name.
+    Yield nothing if the weight's name is neither that of an expert's layer nor that of a stack of experts.
     """
     rows = (0, weight.shape[-2])
     if len(weight.shape) == 2:

@@ -15,7 +15,7 @@ FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
 
 
 def stores(recipe: Recipe) -> bool:
-    """Return whether one of the GGUF containers can store a recipe's codes and scales."""
+    """Return whether at least one GGUF container can store a recipe's codes and scales."""
     return any(form.stores(recipe) for form in FORMS)
 
 
@@ -37,10 +37,13 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file. Otherwise do nothing.
+    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing.
 
-    It cannot if the file is an image or audio projector. It cannot either if ``form`` stores tensor scales and one of
-    the modules cannot have one in llama.cpp (see ggml_names.scale_troubles).
+    It could not in these cases:
+
+    - The file is an image or audio projector.
+    - ``form`` stores tensor scales, and llama.cpp does not support a tensor scale for one of the modules (see
+      ggml_names.scale_troubles).
 
     Args:
         source: the GGUF file to convert.

@@ -1,8 +1,10 @@
-"""Read importance matrices of llama.cpp (imatrix files), to get column weights for a search of block scales.
+"""Read importance matrices of llama.cpp (imatrix files), to get column weights for a search of block scales. A column
+weight is the factor by which the error in a column of a layer counts. A stack of experts has one row of column weights
+per expert.
 
 An importance matrix holds, for each weight of a model, the sum of squares of every input channel over some text. The
-column weight of channel j is its mean square: w[j] = sum of x[j]^2 / number of tokens. A stack of experts has one row
-of column weights per expert. There are two forms of file, both little-endian:
+column weight of channel j is its mean square: w[j] = sum of x[j]^2 / number of tokens. There are two forms of file,
+both little-endian:
 
     legacy: number of entries i32 | per entry: length of name i32 | name | calls i32 | n i32 | n values f32;
             w[j] = value[j] / calls
@@ -39,13 +41,13 @@ _PARTS = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up
 
 
 class ChannelWeights(NamedTuple):
-    """The location of the column weights of one matrix in an imatrix file, so that a job can read them later.
+    """Describe where an imatrix file stores the column weights of one matrix, so that a job can read them later.
 
     Attributes:
         path: the imatrix file.
         position: the offset in bytes of the matrix's first value in the file.
         columns: K, the number of float32 values, one per column of the matrix.
-        divisor: the number to divide the values by; 0 if the expert was never called, so that every weight is 1.
+        divisor: the number to divide the values by. 0 means that the expert was never called; every weight is then 1.
     """
 
     path: Path
@@ -62,7 +64,7 @@ class ChannelWeights(NamedTuple):
 
 
 class ImatrixEntry(NamedTuple):
-    """The location of the values of one weight (a matrix or a stack of experts) in an imatrix file.
+    """Describe where an imatrix file stores the values of one weight (a matrix or a stack of experts).
 
     Attributes:
         position: the offset in bytes of the weight's first float32 value in the file.
@@ -77,13 +79,12 @@ class ImatrixEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Imatrix:
-    """An imatrix file: where it stores the column weights of every layer. The values stay in the file.
+    """An imatrix file: where it stores the column weights of every layer. Values are read from the file when needed.
 
     Attributes:
         path: the file.
         sha256: the SHA-256 of the file, in hexadecimal.
-        entries: weight -> ImatrixEntry with the place of its values. The key is the weight's name in a GGUF file,
-            without ".weight".
+        entries: weight -> ImatrixEntry. The key is the weight's name in a GGUF file, without ".weight".
     """
 
     path: Path
@@ -98,10 +99,10 @@ class Imatrix:
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
         """Return the place of the column weights of one matrix, or None if the file has none for it.
 
-        Each name is looked up first unchanged, then as the gguf package's name map translates it.
+        Each name is looked up first as it is, then as the gguf package's name map translates it.
 
         Args:
-            module: the name of the layer to write; the name of ``weight`` is tried after it.
+            module: the name of the layer to write. If it is not found, the name of ``weight`` is tried.
             weight: the source weight that the layer is made from.
             expert: the index of the matrix in ``weight``; 0 for a single matrix.
 
@@ -209,10 +210,10 @@ class Imatrix:
     def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
         """Yield a warning about layers without column weights, and one about experts that were never called.
 
-        A list that is empty gives no warning.
+        An empty list gives no warning.
 
         Args:
-            missing: the names of the layers without column weights. Their columns count equally.
+            missing: the names of the layers without column weights. All their columns have equal weights.
             never: the names of the experts that were never called. They get column weights of 1.
         """
         name = shown(self.path.name)
@@ -226,8 +227,10 @@ class Imatrix:
 def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
     """Return whether a matrix saw no token when the imatrix was made.
 
-    True if the divisor is 0. True too if there are several weights and all are 1, because legacy files store weights of
-    1 for an expert that saw no token.
+    - True if the divisor is 0.
+    - True if there are several column weights and all are 1, because legacy files store this for an expert that saw no
+      token.
+    - False otherwise.
 
     Args:
         values: the column weights, read from ``place``.
@@ -240,7 +243,7 @@ def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
 def _name_map() -> dict[str, tuple[str, ...]]:
     """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures.
 
-    A value is a tuple with at least one name. In the names of both kinds, "{bid}" stands for the number of a layer.
+    A value is a tuple of one or more names. In keys and values, "{bid}" stands for the number of a layer.
 
     Raises:
         CheckpointError: if the gguf package is missing.
@@ -353,7 +356,7 @@ def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
 
 
 def _number(stream: BinaryIO, path: Path, what: str) -> int:
-    """Read the next number, a little-endian signed int32, from a legacy imatrix file and return it.
+    """Read and return the next number of a legacy imatrix file, a little-endian signed int32.
 
     Args:
         stream: the open file, which advances by 4 bytes.
@@ -361,7 +364,7 @@ def _number(stream: BinaryIO, path: Path, what: str) -> int:
         what: what the number means, for the error message.
 
     Raises:
-        CheckpointError: if the file ends first.
+        CheckpointError: if the file ends before the number is complete.
     """
     data = stream.read(4)
     if len(data) < 4:

@@ -1,4 +1,6 @@
 """Rotate layers before they are quantized (--hadamard): check that layers and engines allow it, and mark the weights.
+To rotate a weight is to apply a Hadamard transform to blocks of its columns; engines must rotate the layer's inputs
+alike.
 
 A rotated weight W [N, K] is quantized as fp4kit.hadamard(W, size, seed=seed). An engine gets the product of the
 unrotated layer if it rotates the inputs by the same matrix, which ``transform_config`` of compressed-tensors declares
@@ -28,10 +30,9 @@ def rotated(
     rotation: WeightRotation,
     patterns: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """Return a dict from tensor name to weight, with a copy of each weight to rotate.
+    """Return copies of the weights to rotate, with ``rotation`` set: tensor name -> weight.
 
-    The copies have ``rotation`` set, so that they are rotated when they are read. Weights that no pattern matches are
-    not in the result.
+    A weight with ``rotation`` is rotated when it is read. Weights that no pattern matches are not in the result.
 
     Args:
         selected: tensor name -> weight, for the weights to quantize.
@@ -77,9 +78,10 @@ def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> No
     Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
     inputs.
 
-    size: the size that the user gave.
-    names: the names of the layers that are quantized.
-    chosen: those of ``names`` that are rotated.
+    Args:
+        size: the size that the user gave.
+        names: the names of the layers that are quantized.
+        chosen: those of ``names`` that are rotated.
     """
     for key, members in fused_groups(names).items():
         count = sum(member in chosen for member in members)
@@ -93,16 +95,17 @@ def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> No
 def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
     """Raise CheckpointError with a message that names ``layers``; do nothing if ``layers`` is empty.
 
-    size: the size that the user gave.
-    layers: the names of the layers that cannot be rotated.
-    why, way_out: why these layers cannot be rotated, and what the user can do.
+    Args:
+        size: the size that the user gave.
+        layers: the names of the layers that cannot be rotated.
+        why, way_out: why these layers cannot be rotated, and what the user can do.
     """
     if layers:
         raise CheckpointError(f"--hadamard {size}: {listed([*layers])}: {why}; {way_out}")
 
 
 def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding (warning) for each engine that may give wrong outputs for, or not run, rotated layers.
+    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them.
 
     These are transformers and SGLang in any case, and vLLM if a rotated layer has a bias. Yield nothing if no layer is
     rotated.

@@ -1,4 +1,6 @@
-"""Define jobs. A job describes the conversion of a tensor or of some rows of a matrix. Any process can execute it.
+"""Define jobs. A job describes the conversion of one tensor or of some rows of one matrix, so that any process can
+execute it. A part is one tensor of the output: VALUES if it is unquantized, otherwise CODES, SCALES and the other parts
+of the container.
 
 Actions, the values of Job.action:
   copy: copy a tensor's bytes.
@@ -40,24 +42,20 @@ Tick = Callable[[int], None]  # reports progress: called after each read with th
 
 
 class Sink(Protocol):
-    """Receive the output of a job, for example to write it to a file.
-
-    The output consists of parts: VALUES if it is unquantized; otherwise CODES, SCALES and the other parts of the
-    container (see containers/container.py).
-    """
+    """Receive the output of a job, for example to write it to a file. The output consists of parts (see job.py)."""
 
     def has(self, part: str) -> bool:
-        """Return whether the sink accepts ``part``. ``put`` may be called with accepted parts only."""
+        """Return whether the sink accepts ``part``. A job must call ``put`` only for parts that the sink accepts."""
 
     def put(self, part: str, array: Any) -> None:
         """Append ``array`` to the data of ``part``, which the sink must accept (see ``has``)."""
 
 
 def target_of(have: Container | None, form: Container) -> Container:
-    """Return the container to write for a weight: ``form``, with one exception.
+    """Return the container to write for a weight: ``form``, except for AWQ layers.
 
-    An AWQ layer of Model-Optimizer gets the container MODELOPT_AWQ, its own, if ``form`` is Model-Optimizer's NVFP4, so
-    that it keeps its factors per column.
+    If ``have`` is MODELOPT_AWQ and ``form`` is Model-Optimizer's NVFP4, return MODELOPT_AWQ, so that the layer keeps
+    its factors per column.
 
     Args:
         have: the container of the weight; None if it is unquantized.
@@ -71,13 +69,14 @@ def action_of(weight: Weight, form: Container | None) -> str:
 
     The first case that applies decides:
 
-    - An unquantized weight is quantized, or copied if ``form`` is None.
-    - A quantized weight is dequantized if ``form`` is None.
-    - A weight with a rotation is requantized, because it cannot keep its codes.
-    - If ``form`` can store the weight's codes and block scales unchanged, the action is "rename". If the decoded values
-      of the weight are rounded to 16 bits, ``form`` must round too.
-    - MXFP4 is cast to NVFP4 if ``form`` has a tensor scale. FP8 with 128x128 blocks is carried to MXFP8.
-    - Any other weight is requantized.
+    1. An unquantized weight is quantized, or copied if ``form`` is None.
+    2. A quantized weight is dequantized if ``form`` is None.
+    3. A weight with a rotation is requantized, because it cannot keep its codes.
+    4. A weight is renamed if ``form`` can store its codes and block scales unchanged. If decoding rounds its values to
+       16 bits, ``form`` must round them too.
+    5. MXFP4 is cast to NVFP4 if ``form`` has a tensor scale, otherwise requantized.
+    6. FP8 with 128x128 blocks is carried to MXFP8.
+    7. Any other weight is requantized.
 
     Args:
         weight: the weight to convert.
@@ -98,9 +97,9 @@ def action_of(weight: Weight, form: Container | None) -> str:
 
 
 def is_rounded(weight: Weight) -> bool:
-    """Return whether the decoded values of a weight are rounded to 16 bits, the dtype of its scales.
+    """Return whether decoding rounds the values of a weight to 16 bits, the dtype of its scales.
 
-    The values of FP8 layers of compressed-tensors with 16-bit scales are rounded.
+    This is so for FP8 layers of compressed-tensors whose scales are stored in 16 bits.
     """
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
     rounds = weight.container is not None and weight.container.rounds
@@ -202,9 +201,9 @@ class Job:
 
     @property
     def slab_bytes(self) -> int | None:
-        """The size of a slab, the rows that are read at a time, in bytes of source elements.
+        """The largest size of a slab (rows that are read at a time), in bytes of source elements.
 
-        None for a job that runs on the CPU, which uses the default.
+        It is None for a job that runs on the CPU; reading then uses the default size.
         """
         return None if self.device is None else DEVICE_SLAB_BYTES
 
@@ -212,7 +211,7 @@ class Job:
     def nbytes_in(self) -> int:
         """The number of source bytes that the job reads in one pass over its source, scales included.
 
-        For a part of a weight, it is the share of its rows in the size of the weight.
+        If the job reads only some rows of a weight, the weight's size is divided in proportion to the rows.
         """
         if isinstance(self.source, Located):
             return self.source.entry.nbytes
@@ -220,10 +219,12 @@ class Job:
 
     @property
     def is_measured(self) -> bool:
-        """True if the job needs a first pass over its source, whose result is ``Measured``.
+        """True if the job reads its source twice. The first pass finds the amax, scale exponents, NaN and infinity.
 
-        The first pass finds the amax, scale exponents and non-finite values. It is needed for quantize, cast, carry and
-        requantize; for dequantize, unless ``nonfinite`` is "keep"; and for rename if ``nonfinite`` is "error".
+        - For quantize, cast, carry and requantize: True.
+        - For dequantize: True unless ``nonfinite`` is "keep".
+        - For rename: True if ``nonfinite`` is "error".
+        - For copy: False.
         """
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
         return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)
@@ -236,9 +237,9 @@ class Measured(NamedTuple):
         key: the key of the job.
         amax: the largest magnitude of the finite values; 0 if none is finite, or if the action is "rename".
         nonfinite: the number of NaN and infinite values.
-        low, high: for the action "cast", the smallest and the largest scale exponent of the nonzero blocks. The
-            defaults, with low > high, mean that there are none.
-        exact: for the action "carry", whether all scales are powers of two; True for all other actions.
+        low, high: for the action "cast", the smallest and the largest scale exponent of the nonzero blocks. If there
+            are no nonzero blocks, and for all other actions, low > high.
+        exact: for the action "carry", True if all scales are powers of two; True for all other actions.
         reach: the largest magnitude that the scales of a quantized weight allow; 0 for an unquantized one.
         lost: the number of blocks of a quantized weight whose scales are 0 although their codes are not.
         doubt: a warning that the codes of a quantized weight do not seem to belong to its scales; "" if nothing is odd.

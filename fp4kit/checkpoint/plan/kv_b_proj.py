@@ -1,4 +1,6 @@
-"""Restore kv_b_proj, a layer of multi-head latent attention, from the two stacks that mlx-lm makes of it.
+"""Restore kv_b_proj, a layer of multi-head latent attention, from the two stacks that mlx-lm makes of it. For H heads,
+embed_q [H, K, nope] holds the first ``nope`` rows (keys) of each head, transposed, and unembed_out [H, v, K] the other
+``v`` rows (values).
 
 mlx-lm reads kv_b_proj [H * (nope + v), K] for H heads as [H, nope + v, K], and stores two stacks per layer:
 
@@ -28,12 +30,12 @@ Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """A kv_b_proj layer that is stored as two stacks.
+    """A kv_b_proj layer that the source stores as two stacks.
 
     Attributes:
         name: the name of kv_b_proj.
-        keys: embed_q, [H, K, nope].
-        values: unembed_out, [H, v, K].
+        keys: the stack embed_q, [H, K, nope].
+        values: the stack unembed_out, [H, v, K].
     """
 
     name: str
@@ -42,7 +44,7 @@ class SplitLayer:
 
     @property
     def reason(self) -> str:
-        """The reason in the plan, in words for the user: both stacks are decoded and put together as kv_b_proj."""
+        """The text that the plan shows as the reason: both stacks are decoded and put together as kv_b_proj."""
         return "embed_q and unembed_out of mlx-lm: decoded and put together as kv_b_proj"
 
     @property
@@ -52,7 +54,7 @@ class SplitLayer:
 
     @property
     def dtype(self) -> str:
-        """How the source stores embed_q: a safetensors dtype, or the name of its container if it is quantized."""
+        """The dtype in which the source stores embed_q: a safetensors dtype, or its container's name if quantized."""
         return self.keys.dtype
 
     @property
@@ -117,7 +119,7 @@ def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, S
 
 
 def is_split(name: str) -> bool:
-    """Return whether a tensor name is that of a stack that mlx-lm makes of kv_b_proj.
+    """Return whether a tensor has the name of one of the two stacks that mlx-lm makes of kv_b_proj.
 
     Such a name ends in ".embed_q.weight" or ".unembed_out.weight".
     """
@@ -130,7 +132,7 @@ def _leaf(name: str) -> str:
 
 
 def _is_plain_stack(entry: TensorEntry) -> bool:
-    """Return whether a tensor can be an unquantized stack: three axes of a float dtype, none of them empty."""
+    """Return whether a tensor can be an unquantized stack: a float dtype and three axes, none of length 0."""
     return entry.dtype in FLOAT_DTYPES and len(entry.shape) == 3 and 0 not in entry.shape
 
 
@@ -140,7 +142,8 @@ def _check_shapes(keys: Weight, values: Weight) -> None:
     H is the number of heads, and K the number of columns of kv_b_proj. nope and v are the rows per head for keys and
     values.
 
-    keys, values: the stacks embed_q and unembed_out.
+    Args:
+        keys, values: the stacks embed_q and unembed_out.
     """
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
         raise CheckpointError(

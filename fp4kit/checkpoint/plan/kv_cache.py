@@ -47,9 +47,9 @@ class KvCache(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """True if ``scheme`` is FP8 (8-bit floats) with static scales, the only scheme that both formats support.
+        """True if ``scheme`` is FP8 (8-bit floats) with static scales. Both formats support only this scheme.
 
-        False if there is no scheme, even if ``algorithm`` is "FP8".
+        If ``scheme`` is None, it is False, even if ``algorithm`` is "FP8".
         """
         scheme = self.scheme or {}
         return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic")
@@ -60,11 +60,11 @@ class KvCache(NamedTuple):
         return bool(self.scheme or self.algorithm or self.tensors)
 
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Return (kv_cache_scheme, kv_cache_quant_algo) to declare in the config files of the output.
+        """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare.
 
-        - If the source has the output format, they are those of the source, of which either may be None.
-        - Otherwise they are those of an FP8 cache. For "compressed-tensors", kv_cache_quant_algo is None.
-        - Both are None if the output does not keep the KV cache (see ``is_carried``).
+        - If the output does not keep the KV cache (see ``is_carried``), both are None.
+        - If the source has the output format, both are those of the source, where either may be None.
+        - Otherwise, both are those of an FP8 cache. For "compressed-tensors", kv_cache_quant_algo is then None.
 
         Args:
             format: the output format, such as "modelopt".
@@ -78,8 +78,9 @@ class KvCache(NamedTuple):
     def is_carried(self, format: str) -> bool:
         """Return whether an output of the given format keeps the scales and the declaration of the KV cache.
 
-        The formats "modelopt" and "compressed-tensors" keep an FP8 cache. They keep any other cache only if the source
-        has the same format. Return False for all other formats, and if the source has no quantized KV cache.
+        - False if the source has no quantized KV cache, and for formats other than "modelopt" and "compressed-tensors".
+        - True if the source has the given format, or if the cache is FP8.
+        - False for any other cache.
         """
         return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
 
@@ -100,7 +101,7 @@ class KvCache(NamedTuple):
 
 
 def kv_cache_of(source: Source) -> KvCache:
-    """Return the quantized KV cache that the config files of a source declare and its tensors store. Never None.
+    """Return the quantized KV cache of a source, as its config files declare it and its tensors store it. Never None.
 
     If the source has none, ``is_declared`` of the result is False. No tensor data is read.
     """
@@ -128,11 +129,13 @@ def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
 
 
 def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
-    """Yield (severity, name, reason) for each scale of the KV cache that is unusable, or whose counterpart is missing.
+    """Yield (severity, name, reason) for each scale of the KV cache that is wrong or has no counterpart.
 
-    A scale that is zero, negative, NaN or infinite is an "error". A key scale without a value scale, or the reverse, is
-    a "warning", because models with latent attention (MLA) may need only one of them. The scales are read from the
-    files.
+    - "error": the scale is zero, negative, NaN or infinite.
+    - "warning": a key scale has no value scale beside it, or the reverse. It may be intended, because models with
+      latent attention (MLA) may need only one of them.
+
+    The scales are read from the files.
 
     Args:
         tensors: tensor name -> (its file, its header entry), for a whole model.

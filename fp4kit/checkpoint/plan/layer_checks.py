@@ -23,10 +23,12 @@ _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 
 
 def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
-    """Raise CheckpointError if fp4kit could not read the output again, or does not know the axes of a weight.
+    """Raise CheckpointError if a layer must not be quantized, because the result could not be read or would be wrong.
 
-    The output could not be read again if the module of a layer to quantize also has an unknown tensor. The axes of
-    stacks of experts are unknown if the shapes of two stacks do not fit together.
+    There are two reasons:
+
+    - The layer's module also has a tensor that fp4kit does not know, so that fp4kit would refuse the output.
+    - The shapes of two stacks of experts do not fit together, so that it is unknown which axis is which.
 
     Args:
         selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
@@ -46,7 +48,7 @@ def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> 
 def _check_stacks(plain: Mapping[str, Weight]) -> None:
     """Raise CheckpointError if the shapes of the gate_up stack and the down stack of a module do not fit together.
 
-    The shapes tell whether a stack is stored as [E, N, K] or transposed as [E, K, N]. If they do not fit, that is
+    The shapes tell whether stacks are stored as [E, N, K] or transposed as [E, K, N]; without this, the axes are
     unknown. A stack without its counterpart passes.
 
     Args:
@@ -60,10 +62,10 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
 
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if the shape of a stack of experts does not fit the shape of its counterpart.
+    """Return an error message if the shapes of a stack of experts and of its counterpart do not fit; "" if they do.
 
-    The counterpart of the stack of gate and up projections is the stack of down projections, and the reverse. Return ""
-    if the shapes fit, or if the layer is no such stack or has no counterpart.
+    The stack of gate and up projections and the stack of down projections are counterparts. Return "" also if the layer
+    is no such stack, or if its counterpart is missing.
 
     Args:
         name: the module of one stack.
@@ -88,7 +90,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 
 
 def missing_experts(names: Iterable[str]) -> Iterator[str]:
-    """Yield a warning per module whose experts are numbered with gaps: a number below the largest is missing.
+    """Yield a warning for each module in which the number of an expert is missing: one below the largest number.
 
     Numbers start at 0. Only names such as "mlp.experts.3.up_proj" count, so stacks are ignored.
 
@@ -129,8 +131,8 @@ def all_doubts(
 ) -> Iterator[str]:
     """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head.
 
-    A tied head is a quantized output head although the config ties the head to the embedding. For the other warnings,
-    see ``doubtful_layers``.
+    The output head is warned about if it is quantized although the config ties it to the embedding. For the other
+    warnings, see ``doubtful_layers``.
 
     Args:
         weights: the weights of a model.
@@ -147,7 +149,8 @@ def doubtful_layers(
 ) -> Iterator[str]:
     """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed.
 
-    Biases and scales that do not fit their layer, or have another dtype than in similar layers, are named too.
+    There are also warnings about biases and scales that do not fit their layer, or whose dtype differs from that in
+    similar layers.
 
     Args:
         weights: the weights of a model.
@@ -168,9 +171,9 @@ def doubtful_layers(
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one warning that names all layers that seem to be stored as [K, N]. Yield nothing if there are none.
 
-    Only matrices in decoder layers with usual names are checked, such as q_proj and down_proj. One axis must have the
-    length hidden_size of the config: the last axis of a layer that reads the hidden state, and the first axis of a
-    layer that writes it. A layer seems transposed if only its other axis has this length.
+    Only matrices in decoder layers with usual names are checked, such as q_proj and down_proj. The config's hidden_size
+    must be the length of the last axis if the layer reads the hidden state, and of the first axis if it writes it. A
+    layer seems transposed if only the other axis has this length.
 
     Args:
         weights: the weights of a model.

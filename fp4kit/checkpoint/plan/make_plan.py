@@ -1,4 +1,6 @@
-"""Make the plan of a conversion: decide what happens to each tensor of a model, and check the user's request."""
+"""Make the plan of a conversion: decide what happens to each tensor of a model, and check the user's request. Nothing
+is converted or written here.
+"""
 
 from __future__ import annotations
 
@@ -146,12 +148,16 @@ def make_plan(
 def _plan(facts: PlanFacts) -> Plan:
     """Return the plan that follows from the decisions about a model, with all warnings.
 
-    Raises CheckpointError in these cases:
+    Args:
+        facts: the decisions about the model.
 
-    - Nothing is converted.
-    - Two output tensors have the same name.
-    - A scale search does not fit the layers.
-    - A tensor is larger than the limit for files of a split GGUF model.
+    Raises:
+        CheckpointError: in one of these cases:
+
+            - Nothing is converted.
+            - Two output tensors have the same name.
+            - A scale search does not fit the layers.
+            - A tensor is larger than the limit for files of a split GGUF model.
     """
     if not facts.selected and not facts.restored:
         raise CheckpointError(
@@ -205,11 +211,12 @@ def _plan(facts: PlanFacts) -> Plan:
 
 
 def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:
-    """Return the plan for one file that holds the tensors of all files of a split GGUF model.
+    """Return one plan for a split GGUF model, with the tensors of all its files.
 
-    The joined file takes its name and metadata from the first file.
+    The name and the metadata are those of the first file.
 
-    shards: the plans of the files, at least one.
+    Args:
+        shards: the plans of the files, at least one.
     """
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     return ShardPlan(shards[0].name, tensors, shards[0].metadata)

@@ -71,7 +71,7 @@ class Mixture:
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
         """Raise CheckpointError for the first pattern that decides about no layer.
 
-        Such a pattern matches no layer to quantize, or earlier patterns match every layer that it matches.
+        A pattern decides about a layer to quantize if it is the first pattern that matches it.
 
         Args:
             modules: the names of the layers to quantize.
@@ -83,7 +83,7 @@ class Mixture:
                 raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
 
     def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
-        """Return the reason why the pattern at ``index`` decides about no layer, as a clause with advice.
+        """Return the reason why a pattern decides about no layer, and advice, as a clause of an error message.
 
         Args:
             index: the position of the pattern in the list of patterns, from 0.
@@ -106,10 +106,10 @@ class Mixture:
         )
 
     def check_fused(self, layers: Mapping[str, str]) -> None:
-        """Raise CheckpointError if layers that loaders fuse into one would get different recipes or containers.
+        """Raise CheckpointError if layers that engines compute together would get different recipes or containers.
 
-        Parts of a fused layer, such as q_proj and k_proj, need one recipe. All experts of a decoder layer need one
-        container, because engines compute them with one kernel.
+        The parts of a fused layer, such as q_proj and k_proj, need one recipe. All experts of a decoder layer need one
+        container, because engines compute them with one kernel. Without patterns, nothing is checked.
 
         Args:
             layers: output layer -> name of the source's layer that it is made from.
@@ -128,10 +128,10 @@ class Mixture:
 
     @staticmethod
     def _check_equal(group: str, found: Mapping[str, str], what: str) -> None:
-        """Raise CheckpointError if the members of a fused layer do not all have the same recipe or container.
+        """Raise CheckpointError if the members of a group do not all have the same recipe or container.
 
         Args:
-            group: a readable name of the fused layer, for the error message.
+            group: a readable name of the group (a fused layer, or experts), for the error message.
             found: member -> id of the member's recipe, or name of its container.
             what: "recipe" or "container".
         """

@@ -1,4 +1,6 @@
-"""Divide the output tensors of a plan into files: one file per source file, or the files of a split GGUF model."""
+"""Divide the output tensors of a plan into files: one file per source file, or the files of a split GGUF model. A run
+writes files to a partial directory, which gets its final name at the end (see run/staging.py).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ class OutputFile:
     """One file that a conversion writes.
 
     Attributes:
-        name: the file's name in the partial directory, to which a run writes (see run/staging.py).
+        name: the file's name in the partial directory.
         outputs: the tensors in the file.
         metadata: key -> text to write into the header: the metadata of a safetensors file, or keys of a GGUF file.
-        numbers: the keys that describe a file of a split GGUF model (see keys_of_part); {} for all other files.
+        numbers: header keys with the number of this file and the total, for a file of a split GGUF model (see
+            keys_of_part); {} for all other files.
         is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
     """
 
@@ -57,8 +60,8 @@ class OutputFile:
 def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], limit: int) -> tuple[OutputFile, ...]:
     """Divide the tensors of a GGUF model into files of limited size, and return the files in order.
 
-    The division is that of llama-gguf-split --split-max-size. In the partial directory, a file is named by the end of
-    its final name, such as 00001-of-00003.gguf (see final_path).
+    The division is that of llama-gguf-split --split-max-size. Until the end of the run, a file has only the last part
+    of its final name, such as 00001-of-00003.gguf (see final_path).
 
     Args:
         outputs: all tensors of the model.
@@ -92,12 +95,12 @@ def final_path(target: Path, name: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Raise CheckpointError if the destination of a split GGUF model is named like one of its files.
+    """Raise CheckpointError if the destination of a split GGUF model has the name of one of its files.
 
-    Otherwise do nothing. The destination need not exist.
+    The destination must be DST.gguf, not DST-00001-of-00003.gguf. It need not exist.
 
     Args:
-        target: the destination that the user named. It must be DST.gguf, not DST-00001-of-00003.gguf.
+        target: the destination that the user named.
     """
     whole = whole_path(target)
     if whole != target:

@@ -1,9 +1,8 @@
-"""Describe a planned conversion: an action and a reason per tensor, the files to write, and the layers to exclude.
+"""Describe a planned conversion: an action and a reason per tensor, the files to write, and the layers to exclude. A
+piece is the unit of work: some rows of one matrix of a weight. A plan is executed as jobs; a job converts one piece or
+copies one tensor. A shard is one source file.
 
-A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it. A plan is
-executed as jobs. A job converts or copies some data, and knows where in the output files its result belongs.
-
-A piece is a unit of work: some rows of one matrix of a weight (see model/layers.py).
+A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it.
 """
 
 from __future__ import annotations
@@ -39,17 +38,19 @@ from fp4kit.recipes import Recipe
 class TensorPlan:
     """The plan for one source tensor, or for one weight with all tensors that store it: the action, and why.
 
-    name, dtype, shape: the name, dtype and shape of the tensor. A weight has the name of the tensor with its values or
-        codes; its dtype and shape are Weight.dtype and Weight.shape.
-    action: one of the actions in job.py.
-    reason: why this action was chosen, in words for the user.
-    bytes_in: the number of bytes of the source tensors.
-    pieces: the units of work for a weight; empty for a tensor that is copied.
-    place: where to read a tensor that is copied; None for a weight.
-    group: output module -> name of its group, for the modules that share a tensor scale. None or {} if none does.
-    renamed: the output name of a tensor that is copied; "" if it keeps its own name.
-    recipe: the recipe of a weight that is converted to a container, also if it keeps its codes. None if the weight is
-        decoded or stays in its container, and for a tensor that is copied.
+    Attributes:
+        name, dtype, shape: the name, dtype and shape of the tensor. A weight has the name of the tensor with its values
+            or codes; its dtype and shape are Weight.dtype and Weight.shape.
+        action: one of the actions in job.py, such as "copy" or "quantize".
+        reason: why this action was chosen, in words for the user.
+        bytes_in: the number of bytes of the source tensors.
+        pieces: the units of work for a weight; empty for a tensor that is copied.
+        place: where to read a tensor that is copied; None for a weight.
+        group: output module -> name of its group, for the modules that share a tensor scale. None or {} if no module
+            does.
+        renamed: the output name of a tensor that is copied; "" if it keeps its own name.
+        recipe: the recipe of a weight that is converted to a container, also if it keeps its codes. None if the weight
+            is decoded or stays in its container, and for a tensor that is copied.
     """
 
     name: str
@@ -81,9 +82,10 @@ class TensorPlan:
 class ShardPlan:
     """The plan for the tensors of one source file. A GGUF model, split or not, is one shard.
 
-    name: the name of the source file; the first file's name for a split GGUF model.
-    tensors: the plans of the source file's tensors.
-    metadata: key -> text to write into the header of the output file.
+    Attributes:
+        name: the name of the source file; the first file's name for a split GGUF model.
+        tensors: the plans of the source file's tensors.
+        metadata: key -> text to write into the header of the output file.
     """
 
     name: str
@@ -140,7 +142,7 @@ class Plan:
     def layers_of_forms(self) -> dict[Container, list[str]]:
         """Container -> names of the converted layers that are written in it; {} for unquantized output.
 
-        With several containers, the output is a mixed checkpoint. Layers that are copied are not listed.
+        Several containers mean that the output is a mixed checkpoint. Layers that are copied are not listed.
         """
         found: dict[Container, dict[str, None]] = defaultdict(dict)
         for piece in (piece for tensor in self.converted for piece in tensor.pieces):
@@ -168,8 +170,8 @@ class Plan:
     def is_mixed(self) -> bool:
         """True if layers are written in several containers that the config must tell apart.
 
-        The NVFP4 containers of Model-Optimizer with and without AWQ count as one. False for output formats other than
-        compressed-tensors and modelopt.
+        This is possible only for the output formats compressed-tensors and modelopt. Model-Optimizer's NVFP4 with and
+        without AWQ counts as one container.
         """
         forms = {MODELOPT_NVFP4 if form is MODELOPT_AWQ else form for form in self.layers_of_forms}
         return len(forms) > 1 and self.form is not None and self.form.format in MIXED
@@ -181,7 +183,7 @@ class Plan:
 
     @property
     def carries_codes(self) -> bool:
-        """True if every converted layer keeps the codes of the source, so that ``recipe`` computes no new codes.
+        """True if every converted layer keeps the codes of the source, so that no new codes are computed.
 
         False if no layer is converted, or if codes are copied from another model (--codes).
         """
@@ -191,8 +193,9 @@ class Plan:
     def recorded(self) -> str:
         """The id of the recipe that made the written codes; "" if it is unknown.
 
-        If ``carries_codes`` is True, it is the recipe that the source records. Otherwise it is the recipe that made the
-        copied codes (--codes) or, without copied codes, the recipe of the request.
+        - If ``carries_codes`` is True, it is the recipe that the source records.
+        - If codes are copied from another model (--codes), it is the recipe that this model records.
+        - Otherwise, it is the recipe of the request.
         """
         return recorded_recipe(self.source) if self.carries_codes else self.request.recorded
 
@@ -200,8 +203,8 @@ class Plan:
     def recorded_patterns(self) -> list[list[str]]:
         """The [pattern, recipe id] pairs to record for layers whose recipe is not ``recorded``; [] if there are none.
 
-        The first pattern that matches a layer's name in the source decides. If ``carries_codes`` is True, the pairs are
-        those that the source records, otherwise those of the request (--recipe PATTERN=RECIPE).
+        The first pattern that matches a layer's name in the source decides. If ``carries_codes`` is True, the source's
+        recorded pairs are returned, otherwise those of the request (--recipe PATTERN=RECIPE).
         """
         if self.carries_codes:
             return recorded_patterns(self.source)
@@ -209,7 +212,7 @@ class Plan:
 
     @property
     def is_file(self) -> bool:
-        """True if the output is a GGUF model, as the source is, in one or several files; False for safetensors."""
+        """True if source and output are GGUF models, in one or several files; False if the output is safetensors."""
         return is_gguf_config(self.source.config)
 
     @property
@@ -283,7 +286,7 @@ def jobs_of(
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
 ) -> Job:
-    """Return the job that converts one piece (some rows of a weight) of a tensor's plan.
+    """Return the job that converts one piece of a tensor's plan.
 
     Args:
         plan: the whole plan, with the user's request.

@@ -1,7 +1,6 @@
-"""Decide what a conversion does with each weight of a model. A plan is made from these decisions.
-
-A piece is a unit of work: some rows of one matrix of a weight (see model/layers.py). A group is a set of layers that
-share a tensor scale, because loaders fuse them.
+"""Decide what a conversion does with each weight of a model. A plan is made from these decisions. A selected weight is
+one to convert. A group is a set of layers that share a tensor scale, because loaders fuse them. A piece is the unit of
+work: some rows of one matrix of a weight (see model/layers.py).
 """
 
 from __future__ import annotations
@@ -46,27 +45,31 @@ class PlanFacts:
 
     A plan is made from the attributes. The key of a weight is the name of the tensor with its values or codes.
 
-    source, request: the model to convert, and what the user asked for.
-    weights: tensor name -> weight of the source, except weights that go into ``restored``. With --codes, some weights
-        have codes of another model.
-    items: everything that the source stores besides its quantized layers. Ignored tensors are not written.
-    left_out: the names of tensors that are not written.
-    mixture: the recipe and the container of every layer.
-    form: the container to write; with several containers, that of layers that no pattern matches. None for unquantized
-        output.
-    restored: tensor name -> layer or stack of experts that is put together from several weights.
-    split: the entries of ``restored`` for kv_b_proj layers.
-    absorbed: the names of all tensors that go into ``restored``.
-    decisions: tensor name -> whether the tensor is converted, and why.
-    selected: tensor name -> weight, for the weights to convert.
-    forms: container -> the selected weights to write in it. Empty for unquantized output.
-    input_scaled: the names of the containers whose layers get input scales.
-    has_input_scale: True if ``form`` is one of them.
-    groups: output module -> name of its group.
-    actions: tensor name -> one of the actions in job.py, for the selected weights. Empty for unquantized output.
-    input_amaxes: output layer -> amax of its inputs, for input scales computed from activations.
+    Attributes:
+        source, request: the model to convert, and what the user asked for.
+        config: the content of the model's config.json.
+        weights: tensor name -> weight of the source, except weights that go into ``restored``. With --codes, some
+            weights have codes of another model.
+        items: the items of the source: everything that may concern quantization (see model/items.py).
+        left_out: the names of tensors that are not written, such as ignored ones.
+        mixture: the recipe and the container of every layer.
+        form: the container to write; with several containers, that of layers that no pattern matches. None for
+            unquantized output.
+        restored: tensor name -> layer or stack of experts that is put together from several weights.
+        split: the entries of ``restored`` for kv_b_proj layers.
+        absorbed: the names of all tensors that go into ``restored``.
+        kv_cache: the quantized KV cache of the source.
+        decisions: tensor name -> whether the tensor is converted, and why.
+        selected: tensor name -> weight, for the weights to convert.
+        forms: container -> the selected weights to write in it. Empty for unquantized output.
+        input_scaled: the names of the containers whose layers get input scales.
+        has_input_scale: True if layers in the container ``form`` get input scales.
+        groups: output module -> name of its group.
+        actions: tensor name -> one of the actions in job.py, for the selected weights. Empty for unquantized output.
+        input_amaxes: output layer -> amax of its inputs, for input scales computed from activations.
 
-    Raises CheckpointError if the source cannot be converted with this request.
+    Raises:
+        CheckpointError: if the source cannot be converted with this request.
     """
 
     def __init__(
@@ -122,12 +125,14 @@ class PlanFacts:
             fp8_to_mxfp8.check(carried)
 
     def _decisions(self) -> dict[str, Decision]:
-        """Decide for all weights and all other tensors whether to convert them. Return a dict by tensor name.
+        """Decide for each tensor whether to convert it, and return the decisions by tensor name.
 
-        A weight is listed under the name of the tensor with its values or codes. Its other tensors, such as scales,
-        are not listed. For unquantized output, only weights are listed, and to convert a weight is to decode it.
+        A weight has one decision, under the name of the tensor with its values or codes. Its other tensors, such as
+        scales, are not in the result. For unquantized output, only weights are in the result, and converting means
+        decoding.
 
-        Raises CheckpointError if the user's patterns do not fit the tensors (see selection.check).
+        Raises:
+            CheckpointError: if the user's patterns do not fit the tensors (see selection.check).
         """
         if self.form is None:
             return {name: Decision(w.container is not None, "already unquantized") for name, w in self.weights.items()}
@@ -163,10 +168,11 @@ class PlanFacts:
 
         If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
 
-        name: the name of the tensor.
-        entry: the tensor's dtype and shape. If the tensor holds the values or codes of a weight, the weight's
-            dtype and shape are used.
-        facts: the facts about the model, from model_facts.
+        Args:
+            name: the name of the tensor.
+            entry: the tensor's dtype and shape. If the tensor holds the values or codes of a weight, the weight's dtype
+                and shape are used.
+            facts: the facts about the model, from model_facts.
         """
         weight = self.weights.get(name)
         if weight is None:
@@ -175,11 +181,13 @@ class PlanFacts:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _rotate(self, rotation: WeightRotation) -> None:
-        """Mark the selected weights that --hadamard-only allows as rotated, in ``selected`` and ``weights``.
+        """Set the rotation of the selected weights that --hadamard-only allows, in ``selected`` and ``weights``.
 
-        rotation: the rotation to apply to the columns of these weights.
+        Args:
+            rotation: the rotation to apply to the columns of these weights.
 
-        Raises CheckpointError if a selected weight cannot be rotated (see input_rotation.rotated).
+        Raises:
+            CheckpointError: if a selected weight cannot be rotated (see input_rotation.rotated).
         """
         facts = model_facts(self.config)
         found = {name: self._candidate(name, self.source.tensors[name][1], facts) for name in self.selected}
@@ -193,9 +201,9 @@ class PlanFacts:
         return self.mixture.of(module).form
 
     def others(self) -> dict[str, TensorEntry]:
-        """Return a dict from name to header entry of the tensors to copy that store no weight, such as biases.
+        """Return the tensors to copy that store no weight, such as biases: name -> header entry.
 
-        Tensors that are left out and the scales of the KV cache are not in it.
+        Tensors that are left out and the scales of the KV cache are not in the result.
         """
         taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
         return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
@@ -205,9 +213,9 @@ class PlanFacts:
         return name in self.weights and bool(self.weights[name].members)
 
     def stays_quantized(self) -> bool:
-        """Return whether quantized layers that are not selected for conversion are copied. If not, they are decoded.
+        """Return whether quantized layers that are not selected stay as they are. If not, they are decoded.
 
-        True only if the experts of DeepSeek-V4 are converted, because its loaders expect FP8 layers beside them.
+        They stay only if the experts of DeepSeek-V4 are converted, because its loaders expect FP8 layers beside them.
         """
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
@@ -256,11 +264,12 @@ class PlanFacts:
         return found
 
     def _groups(self) -> dict[str, str]:
-        """Return a dict from output module to the name of the group with which it shares a tensor scale.
+        """Return a dict from output module to the name of its group, for the modules that share a tensor scale.
 
-        Modules with a scale of their own are not in it. Return {} if no output container has a tensor scale.
+        Return {} if no output container has a tensor scale.
 
-        Raises CheckpointError if a gate projection has no matching up projection.
+        Raises:
+            CheckpointError: if a gate projection has no matching up projection.
         """
         scaled = [
             (form, weight) for form, own in self.forms.items() if form.has_tensor_scale for weight in own.values()
@@ -272,9 +281,10 @@ class PlanFacts:
         return fused_layers.shared_amax_groups(modules)
 
     def _actions(self) -> dict[str, str]:
-        """Choose the action that converts each selected weight to its output container. Return a dict by tensor name.
+        """Return the action for each selected weight, by tensor name; {} if the output is unquantized.
 
-        Return {} if the output is unquantized.
+        Raises:
+            CheckpointError: if an action is not allowed (see _actions_of).
         """
         if self.form is None:
             return {}
@@ -291,13 +301,15 @@ class PlanFacts:
 
         - False if the container has no tensor scale.
         - True if the user gives input scales.
-        - Otherwise, True if all layers have an input scale of their own, and False if none has. Input scales of another
-          format, such as FP8 if NVFP4 is written, do not count, because they are for activations in that format.
+        - Otherwise, True if all layers have an input scale of their own, and False if none has one. An input scale
+          counts only if it is for the container's format: that of an FP8 layer does not count if NVFP4 is written.
 
-        form: the container.
-        own: tensor name -> weight, for the weights to write in this container.
+        Args:
+            form: the container.
+            own: tensor name -> weight, for the weights to write in this container.
 
-        Raises CheckpointError if the user gives no input scale and only some of the layers to convert have one.
+        Raises:
+            CheckpointError: if the user gives no input scale and only some of the layers to convert have one.
         """
         if not form.has_tensor_scale:
             return False
@@ -316,10 +328,13 @@ class PlanFacts:
     def _input_amaxes(self) -> dict[str, np.float32]:
         """Return a dict from output layer to the amax of its inputs, for input scales computed from activations.
 
-        Return {} if the user gives no activations, or if the output is unquantized. Layers that keep their codes and
-        their own input scale are left out. So are experts that saw no token if Activations.unseen is "none".
+        Return {} if the user gives no activations, or if the output is unquantized. These layers are left out:
 
-        Raises CheckpointError if no layer needs the activations, or if a layer was not measured.
+        - layers that keep their codes and their own input scale;
+        - experts that saw no token, if Activations.unseen is "none".
+
+        Raises:
+            CheckpointError: if no layer needs the activations, or if a layer was not measured.
         """
         if self.request.activations is None or self.form is None:
             return {}
@@ -345,13 +360,14 @@ class PlanFacts:
 
         False if the weight gets new codes, or if it has no input scale.
 
-        tensor: the name of the tensor with the weight's values or codes.
+        Args:
+            tensor: the name of the tensor with the weight's values or codes.
         """
         return self.actions[tensor] == RENAME and INPUT_SCALE in self.selected[tensor].parts
 
     @property
     def matrix_holder(self) -> Weight | None:
-        """The first selected weight with a rotation: the rotation matrix is stored beside it. None if there is none.
+        """The weight beside which the rotation matrix is stored: the first selected weight with a rotation, or None.
 
         One copy is enough, because compressed-tensors and vLLM share the matrix among the layers of a transform.
         """
@@ -362,8 +378,9 @@ class PlanFacts:
 
         Return False if the user gives no activations, or if the layer keeps its own input scale.
 
-        weight: the source weight of the layer.
-        piece: the unit of work that writes the layer.
+        Args:
+            weight: the source weight of the layer.
+            piece: the unit of work that writes the layer.
         """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)
@@ -375,10 +392,10 @@ def _actions_of(
     choices: Mapping[str, LayerQuantization],
     requantize: bool,
 ) -> dict[str, str]:
-    """Choose one of the actions in job.py for each weight to convert. Return a dict from tensor name to action.
+    """Return the action for each weight to convert (one of those in job.py), by tensor name.
 
     If weights that share a tensor scale would get different actions, the quantized ones among them are requantized. The
-    unquantized ones are quantized in any case.
+    unquantized ones are quantized as always.
 
     Args:
         selected: the weights to convert, by the name of the tensor with their values or codes.
@@ -409,7 +426,7 @@ def _actions_of(
 
 
 def _written(choice: LayerQuantization) -> Container:
-    """Return ``choice.form``, the container to write for a layer. It must not be None, as for unquantized output."""
+    """Return ``choice.form``, the container to write for a layer. An assertion fails for unquantized output (None)."""
     assert choice.form is not None
     return choice.form
 

@@ -1,4 +1,6 @@
-"""Plan what is written for each tensor of a source file: converted, decoded or copied."""
+"""Plan what is written for each tensor of a source file: converted, decoded or copied. A selected weight is one to
+convert. A piece is the unit of work: some rows of one matrix of a weight (see model/layers.py).
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,11 @@ _WORDS = {
 def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
     """Return the plan for one source file: what happens to its tensors, and the metadata of the output file.
 
-    facts: the decisions about the model.
-    file: the source file.
-    recorded: the id of the recipe to record in the metadata; "" to record none.
-    patterns: the [pattern, recipe id] pairs to record.
+    Args:
+        facts: the decisions about the model.
+        file: the source file.
+        recorded: the id of the recipe to record in the metadata; "" to record none.
+        patterns: the [pattern, recipe id] pairs to record.
     """
     parts = (part_names(facts.weights.values()) - set(facts.weights)) | facts.left_out
     parts |= facts.absorbed - set(facts.restored)
@@ -76,8 +79,12 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
 def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
     """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files.
 
-    If the codes of all weights are kept, they are the id and the pairs that the source records. The id is "" for
-    unquantized output or an unknown recipe. The pairs are [] if there are none.
+    - For unquantized output, return ("", []).
+    - If the source's own codes are kept in all converted weights, return the id and the pairs that the source records.
+    - Otherwise, return those of the request. The id is "" if codes are copied from a model that records no recipe.
+
+    Args:
+        facts: the decisions about the model.
     """
     if facts.form is None:
         return "", []
@@ -87,9 +94,9 @@ def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
 
 
 def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
-    """Return the metadata (key -> text) of a source file that the output keeps: all but the entries about its layers.
+    """Return the metadata (key -> text) of a source file that the output keeps.
 
-    Left out are the entries of ComfyUI and torchao that say how layers are stored (see describes_stored_layers).
+    Entries of ComfyUI and torchao that say how layers are stored are left out (see describes_stored_layers).
     """
     quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
     tensors = facts.source.tensors
@@ -103,12 +110,13 @@ def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
 def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
     """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds.
 
-    These cases are tried in order:
+    The first case that applies decides:
 
-    - The tensor stands for a layer or stack that is put together from several weights (PlanFacts.restored): decoded.
-    - A selected weight is converted.
-    - Any other quantized weight is decoded, or stays in its container for DeepSeek-V4.
-    - Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
+    1. If the tensor is a key of PlanFacts.restored, the layer or stack is put together from several weights, and
+       decoded.
+    2. A selected weight is converted.
+    3. Any other quantized weight is decoded; for DeepSeek-V4, it stays in its container.
+    4. Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
     """
     if entry.name in facts.restored:
         return _restored(facts, entry.name)
@@ -130,10 +138,11 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
 
 
 def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
-    """Return the TensorPlan that combines several weights of the source into one unquantized layer or stack.
+    """Return the plan for an unquantized layer or stack that is put together from several weights of the source.
 
-    facts: the decisions about the model. ``facts.restored`` holds the layer or stack.
-    tensor: its key in ``facts.restored``, which is the name of the first tensor of these weights.
+    Args:
+        facts: the decisions about the model. ``facts.restored`` holds the layer or stack.
+        tensor: its key in ``facts.restored``, which is the name of the first tensor of these weights.
     """
     one = facts.restored[tensor]
     nbytes = sum(weight.nbytes for weight in one.weights)
@@ -141,10 +150,12 @@ def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
 
 
 def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to write a quantized weight in its own container, with the codes and scales that it has.
+    """Return the plan to write a quantized weight in its own container, with its own codes and scales.
 
-    weight: the weight, which must be quantized.
-    reason: why the weight is not converted.
+    Args:
+        facts: the decisions about the model.
+        weight: the weight, which must be quantized.
+        reason: why the weight is not converted, for the user.
     """
     assert weight.container is not None
     found = pieces(weight, weight.container, facts.config, INPUT_SCALE in weight.parts)
@@ -157,8 +168,9 @@ def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
     A stack is written as [E, K, N] if the source stores it so, or if the model is gpt-oss; otherwise as [E, N, K].
 
-    weight: the weight, quantized.
-    reason: why the weight is decoded, for the user.
+    Args:
+        weight: the weight, quantized.
+        reason: why the weight is decoded, for the user.
     """
     transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(facts.config))
     found = tuple(unquantized_pieces(weight, "BF16", transposed))
@@ -196,11 +208,13 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
 
 
 def _with_matrix(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece (a unit of work) that also writes the rotation matrix of its layer.
+    """Return a copy of a piece that also writes the rotation matrix of its layer.
 
-    The matrix is one more output tensor, F32 [size, size].
+    The matrix is an additional output tensor, F32 [size, size].
 
-    weight: the weight of the piece, which must have a rotation.
+    Args:
+        weight: the weight of the piece, which must have a rotation.
+        piece: the piece.
     """
     assert weight.rotation is not None
     shape = (weight.rotation.size, weight.rotation.size)
@@ -209,9 +223,9 @@ def _with_matrix(weight: Weight, piece: Piece) -> Piece:
 
 
 def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece (a unit of work) that writes scales in the dtype in which the source stores them.
+    """Return a copy of a piece that writes scales in the dtype in which the source stores them.
 
-    Decoding rounds values to this dtype, so the dtype must be kept.
+    Decoding rounds values to this dtype, so another dtype would change them.
     """
     kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
     return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))

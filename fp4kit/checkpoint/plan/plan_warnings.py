@@ -29,9 +29,9 @@ from fp4kit.storage.errors import listed, shown
 def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (exclusion list, warnings about layers that loaders may treat wrongly).
 
-    The exclusion list names the unquantized layers that loaders would expect to be quantized. It is () if the
-    output is unquantized or its format has no such list. Quantized layers that stay in their containers are not
-    listed.
+    The exclusion list tells loaders which layers are unquantized, where they would expect quantized ones. Quantized
+    layers that stay in their containers are not in it. The list is () if the output is unquantized or its format has no
+    such list.
     """
     if facts.form is None:
         family, names = support.family_of(facts.config), [weight.name for weight in facts.weights.values()]
@@ -68,7 +68,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _rows_of_other_length(facts: PlanFacts) -> list[str]:
     """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks.
 
-    Layers of equal row length and dtype share a warning. Return [] if there are no such layers.
+    There is one warning per row length and dtype; [] if there are no such layers.
     """
     assert facts.form is not None
     rows: dict[str, list[str]] = defaultdict(list)
@@ -88,7 +88,8 @@ def _rows_of_other_length(facts: PlanFacts) -> list[str]:
 def _restored_layers(facts: PlanFacts) -> list[str]:
     """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none.
 
-    These are the layers that are restored from mlx-lm's stacks embed_q and unembed_out.
+    They stay so because they are put together from mlx-lm's stacks embed_q and unembed_out, whose blocks run along
+    different axes.
     """
     names = [layer.name for layer in facts.split.values()]
     why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
@@ -96,10 +97,11 @@ def _restored_layers(facts: PlanFacts) -> list[str]:
 
 
 def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
-    """Yield a warning about fused layers whose parts keep different tensor scales. Yield nothing if there are none.
+    """Yield one warning that names fused layers whose parts keep different tensor scales; nothing if there are none.
 
-    The tensor scales of the source are read, because vLLM uses one of them for the whole fused layer. FP8 layers and
-    experts in stacks are not checked. Nothing is yielded for output formats other than modelopt and compressed-tensors.
+    vLLM uses one tensor scale for all parts of a fused layer, so values would be wrong. FP8 layers and experts in
+    stacks are not checked, nor are output formats other than modelopt and compressed-tensors. The tensor scales are
+    read from the source.
     """
     if facts.form is None or facts.form.format not in ("modelopt", "compressed-tensors"):
         return
@@ -124,9 +126,11 @@ def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
 
 
 def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
-    """Return one warning that names the experts without an input scale; () if every layer has one.
+    """Return a tuple with one warning, which names the experts without an input scale; () if no expert lacks one.
 
-    shards: the plans of all output files.
+    Args:
+        facts: the decisions about the model.
+        shards: the plans of all output files.
     """
     converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in facts.selected)
     pairs = [
@@ -149,7 +153,7 @@ def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]
 
 
 def _several(layers: list[str]) -> str:
-    """Return text that names layers in a warning: the only name, or the number of layers and the first few names.
+    """Return the text that names layers in a warning: one name, or the number of layers and the first few names.
 
     ``layers`` must not be empty.
     """
@@ -161,7 +165,8 @@ def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
 
     Return [] if there are no such stacks.
 
-    decisions: tensor name -> the decision whether it is converted.
+    Args:
+        decisions: tensor name -> the decision whether it is converted.
     """
     kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
     return (

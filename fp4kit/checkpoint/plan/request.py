@@ -1,6 +1,6 @@
-"""Hold the user's request for a conversion, and find the container that fits the request and the model.
-
-Combinations that no loader can read are rejected here.
+"""Hold the user's request for a conversion, and find the container that fits the request and the model. A request has a
+default recipe and may have further recipes, each for layers whose names match a pattern. Combinations that no loader
+can read are rejected here.
 """
 
 from __future__ import annotations
@@ -138,10 +138,11 @@ class Request:
         self._check_hadamard()
 
     def _check_hadamard(self) -> None:
-        """Raise CheckpointError if an option about rotations is invalid, or if another option excludes rotations.
+        """Raise CheckpointError if an option about rotations is invalid, or if it conflicts with another option.
 
-        A seed and patterns need a size. A rotation excludes formats other than compressed-tensors, measured
-        activations, column weights and any nonfinite but "error".
+        - hadamard_seed and hadamard_only need hadamard.
+        - hadamard needs the format compressed-tensors and nonfinite "error". It cannot be combined with measured
+          activations or column weights.
         """
         seed = self.hadamard_seed
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
@@ -173,7 +174,7 @@ class Request:
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors (format "bf16").
 
-        The default recipe decides; ``recipes`` with patterns are ignored here (see mixture_for).
+        The result is that of the default recipe; ``recipes`` with patterns are not considered (see mixture_for).
 
         Args:
             config: the content of the model's config.json.
@@ -228,11 +229,11 @@ class Request:
         return Mixture(default, choices)
 
     def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
-        """Return the fields to replace in a copy of this request that is made for the recipe ``one`` alone.
+        """Return the fields to replace in a copy of this request for the recipe ``one`` alone.
 
         Only recipes with a tensor scale can have input scales. If ``one`` has none, but another recipe of the request
-        has one, the user's input scales are for the other: return {"input_scale": None, "activations": None}. Otherwise
-        return {}. If no recipe can have input scales, a later check refuses them.
+        has one, the user's input scales belong to the other recipe: return {"input_scale": None, "activations": None}.
+        Otherwise return {}. If no recipe can have input scales, they are rejected later.
 
         Args:
             one: a recipe of the request.
@@ -241,14 +242,15 @@ class Request:
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
-        """Return the format for all recipes of a request: the user's, or one that can store each of them.
+        """Return the output format for all recipes of the request.
 
-        If the user names no format:
-
-        - If the recipes need containers of several kinds, try the formats in MIXED, which can declare several.
-        - Otherwise, try the best format for the default recipe, then all other formats.
-        - If none of these stores all recipes, return the best format for the default recipe, or None if it has none.
-          Building the containers then raises the error.
+        - If the user names a format, return it.
+        - Otherwise, if the recipes need containers of several kinds, return the first format in MIXED for which loaders
+          accept all of them.
+        - Otherwise, return the best format for the default recipe if loaders accept it for all recipes, or else the
+          first other format that they accept.
+        - If there is no such format, return the best format for the default recipe, which may be None. Building the
+          containers then raises the error.
 
         Args:
             config: the content of the model's config.json.
@@ -264,7 +266,7 @@ class Request:
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors.
 
-        Unlike ``form_for``, this does not check that the container supports the scale search.
+        This does what ``form_for`` does, but does not check the scale search.
 
         Args:
             config: the content of the model's config.json.
@@ -306,7 +308,7 @@ class Request:
         return self._with_input_scales(form)
 
     def _with_input_scales(self, form: Container) -> Container:
-        """Return ``form`` unchanged, after checking that it can hold input scales if the user gives any.
+        """Return ``form`` unchanged, after checking that it can hold the input scales that the user gives, if any.
 
         Raises:
             CheckpointError: if the user gives an input scale or activations, but ``form`` has no tensor scale. Such

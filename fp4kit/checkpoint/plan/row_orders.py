@@ -41,9 +41,10 @@ def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight whose slabs, when it is read, have all gate rows of an expert before all its up rows.
+    """Return a weight that is read with all gate rows of an expert before all its up rows.
 
-    If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
+    If gate and up rows of ``weight`` alternate, the result is a copy that reorders them on reading. Otherwise it is
+    ``weight`` itself.
 
     Args:
         weight: a weight of the model.
@@ -76,10 +77,10 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the reordering that interleaves the two halves of every head of q or k, or undoes this.
+    """Return the reordering that interleaves the two halves of every head of q or k, or undoes this; otherwise None.
 
-    Return None for all other layers. Return None too if the number of heads is unknown, or does not divide the rows
-    into heads of an even size above 2.
+    - None for all layers other than attn_q and attn_k.
+    - None if the number of heads is unknown, or does not divide the rows into heads of an even size above 2.
 
     Args:
         leaf: the last component of the layer's name in a GGUF file, such as "attn_q".
@@ -95,8 +96,7 @@ def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool
 def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
     """Return ``rows`` unchanged or reordered by ``order``, whichever decodes closer to the values of ``unquantized``.
 
-    A few rows are compared first. All rows are compared only if the first rows give a tie. If all rows tie, the result
-    is ``rows`` unchanged.
+    Only a few rows are compared, unless these tie; then all rows are. If all rows tie, return ``rows`` unchanged.
 
     Args:
         unquantized: the weight with its own values.
@@ -113,9 +113,9 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
 
 
 def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, max_rows: int = _SAMPLE_ROWS) -> float:
-    """Return the signal-to-noise ratio of decoded rows in decibels, compared with the rows of the unquantized weight.
+    """Return the signal-to-noise ratio, in decibels, of decoded rows against the unquantized rows.
 
-    Only the first and the last ``max_rows`` of ``rows`` are compared. The result is inf if they are equal.
+    Only the first ``max_rows`` and the last ``max_rows`` of the rows are compared. If these are equal, return inf.
 
     Args:
         unquantized: the weight with its own values.

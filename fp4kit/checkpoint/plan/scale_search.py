@@ -1,8 +1,6 @@
-"""Configure the search of block scales: which error to minimize, and with which column weights.
-
-Without a search, a block scale is computed from the block's amax. A search tries several scales per block and stores
-the scale with the smallest error. Column weights are factors, one per column of a layer, that multiply the errors of
-the columns.
+"""Configure the search of block scales: which error to minimize, and with which column weights. Without a search, a
+block scale is computed from the block's amax. A search tries several scales per block and stores the one with the
+smallest error. Column weights are factors, one per column of a layer, by which the errors in the columns count.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
 
 @dataclass(frozen=True)
 class ColumnWeights:
-    """A safetensors file with column weights: one float32 vector (K,) per layer. The values stay in the file.
+    """A safetensors file with column weights: one float32 vector (K,) per layer. Vectors are read when needed.
 
-    A scale search multiplies the error in each of the K columns by the column's weight. A vector is named after the
-    layer's weight or its module. The experts of a stack may share one vector, named after the stack.
+    A vector is named after the layer's weight or its module. The experts of a stack may share one vector, named after
+    the stack.
 
     Attributes:
         file: the header of the file.
@@ -53,7 +51,7 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """A map from the name of a vector to a Located: the file and the place of the vector's bytes in it.
+        """A map from the name of a vector to its Located: the file, and the place of the vector's bytes in it.
 
         A Located does not contain the file's header, so that jobs that are sent to worker processes stay small.
         """
@@ -221,9 +219,9 @@ class ScaleSearch:
 
     @staticmethod
     def check_recipe(recipe: Recipe) -> None:
-        """Raise CheckpointError if the recipe does not accept searched scales, or already searches its scales itself.
+        """Raise CheckpointError if the recipe's block scales cannot be searched; otherwise do nothing.
 
-        Do nothing if the scales can be searched.
+        They cannot if the recipe does not accept given scales, or if it already searches its scales itself.
 
         Args:
             recipe: the recipe for newly quantized tensors.
@@ -241,7 +239,7 @@ class ScaleSearch:
 
     @staticmethod
     def supports(recipe: Recipe) -> bool:
-        """Return whether block scales of the recipe can be searched; False if it already searches them itself."""
+        """Return whether the recipe's block scales can be searched (see ``check_recipe``)."""
         try:
             ScaleSearch.check_recipe(recipe)
         except CheckpointError:
@@ -251,12 +249,12 @@ class ScaleSearch:
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
         """Return where a layer's column weights are stored: ChannelWeights for an imatrix, otherwise a Located.
 
-        Return None if there are no column weights for the layer. All its columns then weigh equally.
+        Return None if there are no column weights for the layer; its columns then have equal weights.
 
         Args:
             layer: (module to write, weight that it is made from).
-            expert: the index of the expert's matrix in a stack; 0 for a single matrix. Only an imatrix has different
-                column weights for the experts of a stack.
+            expert: the index of the expert's matrix in a stack; 0 for a single matrix. It matters only for an imatrix,
+                because the experts of a stack share the vector of a safetensors file.
         """
         if isinstance(self.columns, Imatrix):
             return self.columns.of(*layer, expert)
@@ -265,8 +263,10 @@ class ScaleSearch:
     def lacks(self, layer: Layer) -> bool:
         """Return whether column weights for a layer are missing, so that verify cannot repeat a search that used them.
 
-        True for every layer if ``columns`` is None. False for every layer if ``columns`` is an imatrix, because a
-        layer that the imatrix does not name is searched with equal weights.
+        - If ``columns`` is None, True for every layer.
+        - If ``columns`` is an imatrix, False for every layer, because layers that it does not name are searched with
+          equal weights.
+        - If ``columns`` is a file of column weights, True if it has no vector for the layer.
 
         Args:
             layer: (module to write, weight that it is made from).
@@ -296,9 +296,10 @@ class ScaleSearch:
         return ()
 
     def words_for(self, action: str, recipe: Recipe) -> str:
-        """Return what a plan adds to its reason for a layer whose scales are searched: ", scales searched by mse".
+        """Return the text to append to the plan's reason for a layer, such as ", scales searched by mse".
 
-        Return "" if the action computes no new codes, or if the recipe's scales cannot be searched.
+        Return "" if the layer's scales are not searched: the action computes no new codes, or the recipe does not allow
+        it.
 
         Args:
             action: what happens to the layer, one of the actions in job.py.
@@ -365,5 +366,5 @@ class Losses(NamedTuple):
     after: float = 0.0
 
     def plus(self, other: Losses) -> Losses:
-        """Return new Losses: this one and ``other`` added, field by field, to sum over layers or parts of a layer."""
+        """Return the sum of these Losses and ``other``, field by field, for example over the parts of a layer."""
         return Losses(*(a + b for a, b in zip(self, other, strict=True)))

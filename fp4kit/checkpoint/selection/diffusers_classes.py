@@ -1,8 +1,8 @@
-"""Decide which layers of Diffusers transformers may be quantized, by the class of the model.
+"""Decide which layers of Diffusers transformers may be quantized, by the class of the model. In the classes in BLOCKS,
+only linear layers of the numbered transformer blocks tolerate few bits. The modulation layers in these blocks, which
+compute scales and shifts of norms, stay unquantized too.
 
-In the classes in BLOCKS, only linear layers of the numbered blocks tolerate few bits. Embedders of pixels, text, time
-and guidance, the modulation (the linear layers that compute scales and shifts of norms), and the output layers stay
-unquantized.
+Outside the blocks are, for example, embedders of pixels, text, time and guidance, and the output layers.
 
 Source: diffusers models/transformers/transformer_{flux,sd3,qwenimage,wan,ltx,hunyuan_video}.py.
 """
@@ -54,8 +54,8 @@ def class_of(config: Mapping[str, Any]) -> str:
 def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
     """Return the reason why a layer of a diffusion model must stay unquantized, or None if it may be quantized.
 
-    - For a class in BLOCKS: layers outside the numbered blocks, and modulation layers in them, must stay unquantized.
-    - Otherwise, also for "": layers with a component in _ORIGINAL, such as "final_layer", must stay unquantized.
+    - If the class is in BLOCKS, layers outside the numbered blocks and modulation layers in them must stay unquantized.
+    - If the class is another one or "", layers with a component in _ORIGINAL, such as "final_layer", must.
 
     Args:
         name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.

@@ -1,12 +1,10 @@
-"""Group linear layers that loaders fuse into one, such as q_proj, k_proj and v_proj.
+"""Group linear layers that loaders fuse into one, such as q_proj, k_proj and v_proj. The members of a fused layer are
+the layers that it consists of. A gated MLP has two halves, gate and up, for example gate_proj and up_proj, or w1 and
+w3. The leaf of a module name is its last component.
 
-The members of a fused layer are the layers that it consists of. They must share one tensor amax, and an exclusion list
-must name all of them or none. A fused layer has a single tensor scale. vLLM uses the largest scale of the members, or
-the gate's scale for a gated MLP, and does not rescale the codes. Members with different tensor scales therefore
-silently lose accuracy.
-
-A gated MLP has two halves, gate and up, for example gate_proj and up_proj, or w1 and w3. The leaf of a module name is
-its last component.
+The members of a fused layer must share one tensor amax, and an exclusion list must name all of them or none. A fused
+layer has a single tensor scale. vLLM uses the largest scale of the members, or the gate's scale for a gated MLP, and
+does not rescale the codes. Members with different tensor scales therefore silently lose accuracy.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ class Fusion:
     Attributes:
         members: the leaf names of the layers, such as ("gate_proj", "up_proj").
         alias: the leaf name of the fused layer, such as "gate_up_proj"; None if the fused layer has no name of its own.
-        alternatives: the number of members that are second names of a layer that is already in ``members``. Models use
-            one name or the other. Usually 0.
+        alternatives: how many of ``members`` are only a second name for another member. A model uses one of the two
+            names. Usually 0.
     """
 
     members: tuple[str, ...]
@@ -36,7 +34,7 @@ class Fusion:
 
     @property
     def size(self) -> int:
-        """The number of layers that are fused. Alternative names of one layer count once."""
+        """The number of layers in a complete fused layer: the members, where two names of one layer count once."""
         return len(self.members) - self.alternatives
 
 
@@ -103,11 +101,12 @@ def group_name(parent: str, fusion: Fusion) -> str:
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
     """Return a dict from module to the name of its group, for modules that must share a tensor amax.
 
-    The modules of a group are those that loaders fuse.
+    A group consists of the modules that loaders fuse:
 
-    A module that is alone in its group is left out. Experts that are stored separately have one group per expert. If
-    experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert. A stack
-    gate_up_proj has no group, because its matrices already hold gate and up.
+    - Experts that are stored separately have one group per expert.
+    - If experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert.
+    - A stack gate_up_proj has no group, because its matrices already hold gate and up.
+    - A module without any partner in ``modules`` has no group.
     """
     found: dict[str, str] = {}
     for key, members in fused_groups(modules).items():
@@ -119,8 +118,8 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 def group_of(module: str) -> tuple[str, int] | None:
     """Return the group of fused layers that a module belongs to, as (name, number of layers in a complete group).
 
-    An example is ("model.layers.0.mlp.(gate_proj|up_proj)", 2). The layers of a group share their tensor amax. Return
-    None if loaders do not fuse the module.
+    The layers of a group share their tensor amax. For "model.layers.0.mlp.up_proj", the result is
+    ("model.layers.0.mlp.(gate_proj|up_proj)", 2). Return None if loaders do not fuse the module.
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
@@ -128,7 +127,7 @@ def group_of(module: str) -> tuple[str, int] | None:
 
 
 def same_input_names(module: str) -> tuple[str, ...]:
-    """Return the names under which activation calibration may have measured the inputs of a module.
+    """Return the names under which calibration may have measured the inputs of a module.
 
     These are the names of the module itself, of the layers that loaders fuse with it because they read the same input,
     and of the fused layer. For "mlp.up_proj", they are "mlp.up_proj", "mlp.gate_proj" and "mlp.gate_up_proj".
@@ -146,10 +145,10 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
 
     The other half may be in ``converted`` or in ``present``.
 
-    - A gate_proj or w1 without the up_proj or w3 beside it is reported. Exceptions are the gate of an attention layer,
-      and a w1 beside c_proj, because Qwen names the halves w1 and w2.
-    - An up_proj or w3 without a gate is reported only if the MLP of another layer or expert, of the same name apart
-      from numbers, has a gate. This is because MLPs without gates also have an up_proj.
+    - A gate_proj without up_proj, or a w1 without w3, is reported, except for the gate of an attention layer and for a
+      w1 beside c_proj, because Qwen names the halves w1 and w2.
+    - An up_proj or w3 without a gate is reported only if the same MLP of another layer or expert has a gate. Otherwise,
+      the model's MLPs have no gates, and the up projection is complete.
 
     Args:
         converted: the names of the modules that are quantized.
@@ -176,8 +175,10 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
 def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
     """Return whether a gate_proj or w1 must have an up_proj or w3 beside it.
 
-    The result is False in two cases: the gate belongs to an attention layer, which has no up_proj; or the gate is a w1
-    beside a c_proj, because in Qwen's names the layer fused with w1 is w2.
+    Return False in two cases:
+
+    - The gate belongs to an attention layer, which has no up_proj.
+    - The gate is a w1 beside a c_proj, because Qwen fuses w1 with w2.
 
     Args:
         parent: the gate's parent module.
@@ -197,10 +198,10 @@ def _without_numbers(module: str) -> str:
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the names of the up projections that the gates of a model need, whether or not the model has them.
+    """Return the names of the up projections that must exist because the model has their gates.
 
-    They are up_proj for each gate_proj, and w3 for each w1. In these names, ``#`` replaces each number, so that all
-    layers and experts give one name.
+    A gate_proj needs an up_proj, and a w1 needs a w3. Each number in a name is replaced with ``#``, so that all layers
+    and experts give one name.
 
     Args:
         all_modules: the names of all modules of the model.

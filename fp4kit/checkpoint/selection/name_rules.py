@@ -1,11 +1,10 @@
-"""Decide by name which tensors must stay unquantized: an ordered list of rules, each of which may give a reason.
+"""Decide by name which tensors must stay unquantized: an ordered list of rules, each of which may give a reason. A role
+is what one component of a dotted name says about the tensor, such as "router" or "experts". A tower is an encoder or
+decoder for images, sound or video, with its projector. MTP is multi-token prediction.
 
-The rules use names from published models. A rule looks at one tensor's name, dtype and shape and at a few
-facts from config.json, never at other tensors. The converter (which sees all tensors) and a live export (which sees
-one at a time) therefore decide identically.
-
-A role is what one component of a dotted name says about the tensor, such as "router" or "experts". A tower is an
-encoder or decoder for images, sound or video, with its projector. MTP is multi-token prediction.
+The rules use names from published models. A rule looks at one tensor's name, dtype and shape and at a few facts from
+config.json, never at other tensors. The converter (which sees all tensors) and a live export (which sees one at a time)
+therefore decide identically.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class ModelFacts:
         has_encoder: True if the model has an encoder besides the decoder, so that encoder.layers.N is not a decoder
             layer.
         is_gguf: True if the model is a GGUF file, whose tensors have llama.cpp's names.
-        diffusers: the name of the Diffusers class; "" if the model is not of Diffusers.
+        diffusers: the name of the Diffusers class; "" if it is not a Diffusers model.
     """
 
     layers: int | None
@@ -132,7 +131,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tensor as the selection rules see it. They decide whether it must stay unquantized.
+    """One tensor as the selection rules see it, to decide whether it must stay unquantized.
 
     Attributes:
         name: the tensor's name.
@@ -157,7 +156,7 @@ class Candidate:
 
     @lazy_property
     def roles(self) -> tuple[Role | None, ...]:
-        """One role per component in ``parts``, such as "router"; None in place of a role if a component has none."""
+        """The role of each component in ``parts``, such as "router", or None for a component without a role."""
         return tuple(map(_role, self.parts))
 
     @lazy_property
@@ -216,11 +215,11 @@ class Candidate:
     def mtp_prefix(self) -> str | None:
         """The name of the multi-token prediction (MTP) module that the tensor belongs to; None if there is none.
 
-        Examples are "mtp" and "model.layers.61", without a dot at the end.
+        Examples are "mtp" and "model.layers.61". An MTP module is recognized in one of two ways:
 
-        An MTP module is recognized by a component with the role "mtp". If there is none, a layer number beyond the last
-        decoder layer counts, but only in a list named "layers" outside an encoder and if the config states the number
-        of layers.
+        - A component has the role "mtp".
+        - The tensor is in a layer whose number is beyond the last decoder layer. This counts only in a list named
+          "layers", outside an encoder, and if the config states the number of layers.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
@@ -232,8 +231,8 @@ class Candidate:
     def kind(self) -> LayerKind:
         """The kind of layer that the module name suggests, such as "routed expert"; "linear layer" if it suggests none.
 
-        The presets of selection.py name the kinds to quantize. If components suggest several kinds, the first of this
-        order wins: routed expert, shared expert, attention, dense MLP.
+        The presets of selection.py name the kinds to quantize. If components suggest several kinds, the first in this
+        order is returned: routed expert, shared expert, attention, dense MLP.
         """
         if "experts" in self.roles:
             return "routed expert"
@@ -259,7 +258,7 @@ def candidate(name: str, dtype: str, shape: tuple[int, ...], model: ModelFacts) 
 def _layer_count(section: Mapping[str, Any]) -> int | None:
     """Return the decoder's number of layers from one section (a nested object) of config.json.
 
-    If the section states only the encoder's number, return that. Return None if it states neither.
+    If the section states only the encoder's number, return that; None if it states neither.
 
     Raises:
         CheckpointError: if a number is not a whole number from 1 to _MAX_LAYERS.
@@ -285,8 +284,8 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Return the facts that the selection rules use, from the content of config.json.
 
-    Sections such as text_config are searched too. The first section with a number of layers counts; the number is None
-    if no section has one.
+    Nested sections such as text_config are searched too. The number of layers is that of the first section that has
+    one, or None.
 
     Raises:
         CheckpointError: if a number of layers is not a whole number from 1 to _MAX_LAYERS.
@@ -309,9 +308,9 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
 
 
 def _other_stack(tensor: Candidate) -> str | None:
-    """Return the reason why a stack of experts with an unsupported name or rank stays unquantized, or None.
+    """Return the reason why a stack of experts stays unquantized if its name or rank is not supported, otherwise None.
 
-    None means that the tensor is 1-D, is a supported stack, belongs to a single expert, or belongs to no expert at all.
+    None means that the tensor is 1-D, is a supported stack, belongs to a single expert, or belongs to no expert.
     """
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in GRANITE_STACKS
@@ -337,8 +336,8 @@ def _rank(tensor: Candidate) -> str | None:
 def _diffusers(tensor: Candidate) -> str | None:
     """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors.
 
-    Examples are modulation and output layers. They are recognized by name, also in models that are not in the form of
-    Diffusers (see diffusers_classes.unquantized_reason).
+    Examples are modulation and output layers. They are recognized by name, also in single files of an original release
+    (see diffusers_classes.unquantized_reason).
     """
     return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
@@ -375,18 +374,18 @@ def _mtp(tensor: Candidate) -> str | None:
 def _head(tensor: Candidate) -> str | None:
     """Return the reason why an output head stays unquantized, such as "output head (lm_head)"; None for other tensors.
 
-    The module name of a head has a component with the role "head". A module whose whole name is ``output`` is
-    llama.cpp's output head. As a component of a longer name, ``output`` belongs to an MLP.
+    A head is recognized by a component of its module name with the role "head". llama.cpp's output head is the module
+    ``output``; as a component of a longer name, ``output`` belongs to an MLP.
     """
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor with the role "embedding" in its name stays unquantized; None for other tensors.
+    """Return the reason why an embedding table stays unquantized; None for all other tensors.
 
-    The linear layers of embedding modules have this role too, but RULES tests ``_embedding_layer`` first, so this rule
-    decides about embedding tables only. T5 and BART call their embedding table ``shared``.
+    A table has a component with the role "embedding", or the name ``shared`` as in T5 and BART. Linear layers of
+    embedding modules have this role too, but ``_embedding_layer`` comes earlier in RULES and decides about them.
     """
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
@@ -403,8 +402,8 @@ def is_embedding_table(tensor: Candidate) -> bool:
 def _embedding_layer(tensor: Candidate) -> str | None:
     """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors.
 
-    A component of the layer's module name has the role "embedding". It is not the last component, or the last component
-    contains "proj". Otherwise the tensor is an embedding table, for which the rule is ``_embedding``.
+    A component of the layer's module name has the role "embedding". If it is the last component, the name of this
+    component must contain "proj"; otherwise the tensor is an embedding table, about which ``_embedding`` decides.
     """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
@@ -446,9 +445,9 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a GGUF file stays unquantized: llama.cpp never quantizes tensors of its name.
+    """Return the reason why a tensor of a GGUF file stays unquantized because llama.cpp never quantizes this name.
 
-    Return None for other names, and for models that are not GGUF files.
+    Return None for all other names, and for models that are not GGUF files.
     """
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
@@ -465,9 +464,8 @@ def _conv1d(tensor: Candidate) -> str | None:
 def _dtype(tensor: Candidate) -> str | None:
     """Return the reason why a tensor stays unquantized because of its dtype, such as an integer dtype; otherwise None.
 
-    None means that the dtype is no obstacle: it is one of FLOAT_DTYPES, or it is the name of a container, because the
-    layer is already quantized. A layer of dtype "Q8_0" gets a reason, because it is quantized again only with
-    --requantize.
+    None means that the dtype is one of FLOAT_DTYPES, or the name of a container, because the layer is already
+    quantized. A layer of dtype "Q8_0" gets a reason, because it is quantized again only with --requantize.
     """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"
@@ -476,21 +474,21 @@ def _dtype(tensor: Candidate) -> str | None:
 
 
 def _empty(tensor: Candidate) -> str | None:
-    """Return "has no elements" if an axis of the tensor has the length 0, so that it stays unquantized; else None."""
+    """Return "has no elements" for a tensor with an axis of length 0, which stays unquantized; otherwise None."""
     return "has no elements" if 0 in tensor.shape else None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A selection rule, and what follows for the tensors that it leaves unquantized.
+    """A selection rule, and its consequences for the tensors that it leaves unquantized.
 
     Attributes:
         reason: the rule, a function that returns the reason why a tensor must stay unquantized, or None if the rule
             does not apply.
         listed: True if these tensors must be in the config's exclusion list, because loaders would otherwise expect
             them to be quantized.
-        prefix: for a rule about whole modules, a function that returns the name of the module that the tensor is in.
-            The rule does not apply to a module that an --only pattern names. None for a rule about single tensors.
+        prefix: for a rule about whole modules, a function that returns the name of the module that the tensor is in;
+            None for a rule about single tensors. If an --only pattern names this module, the rule does not apply.
     """
 
     reason: Callable[[Candidate], str | None]

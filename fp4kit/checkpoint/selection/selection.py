@@ -1,7 +1,8 @@
-"""Decide for each tensor whether a conversion quantizes it.
+"""Decide for each tensor whether a conversion quantizes it. In names, "converted" means quantized; "copied" and "kept"
+mean unquantized. A candidate is a tensor as the rules see it; a preset is a set of kinds of layers to quantize.
 
 A decision combines the rules of name_rules.py, the options --keep-first and --keep-last, the --keep and --only
-patterns, and the preset. In names, "converted" means quantized; "copied" and "kept" mean unquantized.
+patterns, and the preset.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _EXPERTS = ".experts."
 def _without_expert_number(module: str) -> str:
     """Return a module name with the expert's number replaced: "mlp.experts.#.up_proj" for "mlp.experts.3.up_proj".
 
-    The name is returned unchanged unless it has a number and a further component after its first ".experts.". No rule
+    If the first ".experts." is not followed by a number and a further component, return the name unchanged. No rule
     depends on the expert's number, so all experts of a layer can share a cached decision.
     """
     parent, _, suffix = module.partition(_EXPERTS)
@@ -39,9 +40,9 @@ def _without_expert_number(module: str) -> str:
 class Wishes:
     """The user's choice of which layers to quantize.
 
-    Embeddings, output heads, routers, norms and similar tensors stay unquantized whatever the choice. A tower
-    (vision or audio encoder) or a multi-token prediction module is quantized only if a pattern in ``only`` begins with
-    its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
+    Embeddings, output heads, routers, norms and similar tensors always stay unquantized. A tower (vision or audio
+    encoder) or a multi-token prediction module is quantized only if a pattern in ``only`` begins with its name:
+    ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
 
     Patterns are case-sensitive globs that must match a whole module name.
 
@@ -162,10 +163,10 @@ class Selector:
         return cached[0] or self._by_patterns(tensor.module) or cached[1]
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized because of its name, decoder layer, shape or dtype.
+        """Return the decision to leave a tensor unquantized by the rules; None if no rule applies.
 
-        The decision comes from the rules of name_rules.py, from --keep-first and --keep-last, or from the length of a
-        row. Return None if none of them leaves the tensor unquantized.
+        The rules are those of name_rules.py, --keep-first and --keep-last, and that the length of a row must be a
+        multiple of the block. They look at the tensor's name, decoder layer, shape and dtype.
         """
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
@@ -187,7 +188,7 @@ class Selector:
         return None
 
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized if --keep-first or --keep-last covers its layer.
+        """Return the decision to leave a tensor unquantized because --keep-first or --keep-last covers its layer.
 
         Return None if neither option covers the layer, or if the tensor is in no decoder layer. If both options cover
         the layer, the reason names --keep-first.
@@ -203,15 +204,15 @@ class Selector:
         return None
 
     def _by_preset(self, tensor: Candidate) -> Decision:
-        """Return the decision of the preset: to quantize the tensor if and only if the preset includes its kind."""
+        """Return the decision of the preset, which is to quantize the tensor if its kind is in the preset."""
         kind = tensor.kind
         return self._converted.get(kind) or Decision(False, f"{kind}: not in preset {self._wishes.preset}", True)
 
     def _by_patterns(self, module: str) -> Decision | None:
-        """Return the decision to leave a module unquantized because of --keep or --only.
+        """Return the decision to leave a module unquantized because of --keep or --only; otherwise None.
 
-        A pattern of --keep that matches the module decides first. Return None if no pattern of --keep matches, and
-        --only either was not given or has a pattern that matches.
+        If a pattern of --keep matches the module, the reason names this pattern. Otherwise, if there are --only
+        patterns and none matches, the reason is that. In all other cases, return None.
         """
         kept = self._keep.first(module)
         if kept is not None:
@@ -230,9 +231,8 @@ def no_multiple(shape: tuple[int, ...], block: int) -> str:
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
     """Decide for each candidate whether it is quantized.
 
-    Return a dict from name to decision, in the order of the candidates.
-
-    A decision depends on its own tensor alone, so the tensors of a model may be split over several calls.
+    Return a dict from tensor name to decision, in the order of the candidates. A decision depends on its own tensor
+    alone, so the tensors of a model may be split over several calls.
 
     Args:
         candidates: tensors of one or several models.
@@ -250,11 +250,11 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
     """Raise CheckpointError if the user's choice of layers does not fit the model.
 
-    These are errors:
+    It does not fit in these cases:
 
-    - a pattern that matches no module, or an --only pattern whose modules all stay unquantized;
-    - a layer of --keep-first or --keep-last without tensors;
-    - a choice that leaves nothing to quantize.
+    - A pattern matches no module, or the modules of an --only pattern all stay unquantized.
+    - A layer that --keep-first or --keep-last names has no tensors.
+    - Nothing is left to quantize.
 
     Args:
         candidates: the candidates of the whole model.
@@ -299,12 +299,12 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
     """Return the error message for an --only pattern whose modules all stay unquantized.
 
-    If a rule excludes a whole module outside the decoder layers, such as a vision tower, the message also says how to
-    select it.
+    If a rule leaves a whole module unquantized, such as a vision tower, and the module is outside the decoder layers,
+    the message also says how to select it.
 
     Args:
         pattern: the pattern.
-        first: one of these modules, which the message names.
+        first: one of the pattern's modules, which the message names.
         decision: the decision on this module, with the reason.
     """
     text = (
@@ -316,9 +316,10 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
 
 
 def _check_count(wishes: Wishes, count: int | None) -> None:
-    """Raise CheckpointError if --keep-first or --keep-last asks for more layers than the model has.
+    """Raise CheckpointError if --keep-first or --keep-last cannot be applied.
 
-    Raise it too if one of these options is used, but the number of layers is unknown.
+    - One of the options asks for more layers than the model has.
+    - One of the options is used, but the number of layers is unknown.
 
     Args:
         wishes: the user's choice of layers.
