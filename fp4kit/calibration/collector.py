@@ -322,8 +322,7 @@ class Collector:
     def _decoded(cls, data: bytes, label: str) -> Collector:
         """Return the Collector in the bytes of a file.
 
-        Raises ValueError, which begins with ``label``, if save did not write the bytes, or if a layer has two numbers
-        of columns.
+        Raises ValueError, whose message begins with ``label``, if save did not write the bytes.
         """
         entries, histogram = decode(data, label)
         found = cls(histogram=histogram)

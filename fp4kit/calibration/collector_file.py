@@ -55,10 +55,10 @@ class CollectedInputs(NamedTuple):
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 
     def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
-        """Return a new entry: the larger amax, and the sums of the tokens and of the histograms, of self and ``other``.
+        """Return a new entry for the inputs of both entries: the larger amax, and sums of the tokens and histograms.
 
-        The new entry has no histogram if self or ``other`` has none. Raises ValueError, which begins with ``op``, if
-        they differ in the number of columns.
+        The new entry has no histogram if self or ``other`` has none. Raises ValueError, whose message begins with
+        ``op``, if the numbers of columns differ.
         """
         if self.columns != other.columns:
             raise ValueError(

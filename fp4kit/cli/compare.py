@@ -92,10 +92,10 @@ def _verdict(comparison: CheckpointComparison) -> str:
 
 
 def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
-    """Return the cells of one layer's row in the table, without its name.
+    """Return the cells of one layer's row in the table, without its name, for a layer that both checkpoints quantize.
 
     The cells show the numbers of codes, block scales and values that differ, the two tensor scales ("same" if they are
-    equal), and the SQNR in decibels.
+    equal, or if neither checkpoint has one), and the SQNR in decibels.
     """
     a, b = layer.tensor_scales
     scales = "same" if a == b else f"{a} and {b}"

@@ -335,7 +335,7 @@ def _device(text: str) -> int | None:
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
-    """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted.
+    """Run the command convert and return 0. Raise CheckpointError if the model cannot be converted as requested.
 
     - With --remove-stale, one path and no --demo, only remove what a killed run left for that path.
     - With --dry-run, only print the plan; write and remove nothing.
@@ -444,12 +444,16 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """Return the user's choice of layers: --preset, --keep-first, --keep-last, --keep and --only."""
+    """Return the user's choice of layers, from the options --preset, --keep-first, --keep-last, --keep and --only."""
     return Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
 
 
 def _assignment_body(assignment: Assignment | None) -> dict[str, Any] | None:
-    """Return an assignment as a dict for the JSON documents, or None if there is none."""
+    """Return an assignment as a dict for the JSON documents of convert, or None if there is none.
+
+    It has the budget, the bits per weight and the error of the chosen assignment, the number of weights, the recipe of
+    each group of layers, and the curve of errors over bits.
+    """
     if assignment is None:
         return None
     units = zip(assignment.units, assignment.options, strict=True)
@@ -622,7 +626,10 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common."""
+    """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common.
+
+    They are the source, the options, the files to write with their sizes, the skipped files and the warnings.
+    """
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -644,7 +651,11 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
-    """Return a report as a dict for the JSON document of a conversion."""
+    """Return a report as a dict for the JSON document of a conversion.
+
+    It has the destination, the entries of _outcome_body, the number of layers per action, what was lost, and the SQNR
+    of layers with and without a scale search.
+    """
     body = {"destination": report.destination, **_outcome_body(report.plan, report.destination)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return body | {
@@ -666,7 +677,7 @@ def _decibels(losses: Losses) -> dict[str, float]:
 
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
-    """Return a list of (file name, reason) pairs, one per file of the source that the conversion leaves out."""
+    """Return (file name, reason) for every file of the source that the conversion leaves out; [] if there are none."""
     return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
 
 

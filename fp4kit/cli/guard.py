@@ -97,9 +97,9 @@ class _Signals:
         self.code: int | None = None  # the exit code, once the command has ended
 
     def install(self) -> None:
-        """Start to handle signals, except signals that the parent process chose to ignore (as nohup does).
+        """Start to handle SIGINT, SIGTERM and SIGHUP, except those that the parent process ignores (as nohup does).
 
-        Signals whose handler was not installed by Python are left alone too. Do nothing in a thread that is not the
+        A signal with a handler that Python did not install is left alone too. Do nothing in a thread that is not the
         main thread, because Python allows no signal handlers there.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -122,7 +122,7 @@ class _Signals:
     def fix_exit_code(self, code: int) -> None:
         """Store the exit code of the command. A signal that arrives later ends the process with this code.
 
-        If the process is to go on after the command, restore the old signal handlers instead.
+        If keep_handling is False, the process goes on after the command, so restore the old signal handlers instead.
         """
         self.code = code
         if not self._keep_handling:
@@ -166,8 +166,8 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
     """Run ``command`` and return its exit code. If it fails or is stopped, write one line to stderr that says why.
 
     command: called with a GuardedCommand, whose fields it sets; it returns an exit code.
-    process: True if the process ends with the command. Then signals stay handled, because a signal that arrives during
-        Python's shutdown would print a traceback.
+    process: True if the process ends with the command. Signals are then handled until the process ends, because a
+        signal during Python's shutdown would otherwise print a traceback.
     """
     task, signals = GuardedCommand(), _Signals(process)
     try:

@@ -37,7 +37,7 @@ class Output:
 
     command: the name of the command, with which every note begins.
     json: True to print one JSON document instead of text.
-    quiet: True to print no text, notes or progress.
+    quiet: True to print no text, notes or progress. A JSON document is printed nevertheless.
     """
 
     command: str

@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         hints: {option that users may try although it does not exist: end of the error message}. This text replaces the
-            suggestion. An argument with choices may have an attribute `hints` for its values.
+                suggestion. The key "" is for a superfluous positional argument, which replaces {} in the text. An
+                argument with choices may have an attribute `hints` for its values.
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **options: Any) -> None:
@@ -109,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         """Raise UsageError with a suggestion for the first option that does not exist.
 
         Call this before argparse, which would report only that arguments are missing. Arguments after "--", or after
-        the name of a command, are not checked.
+        the name of a command, are not checked. Negative numbers are not options.
         """
         for text in arguments:
             is_flag = len(text) > 1 and text[0] == "-" and " " not in text and not _NUMBER.fullmatch(text)

@@ -54,7 +54,7 @@ def register(commands: Any) -> None:
 def _selftest(args: argparse.Namespace, out: Output) -> int:
     """Run the command selftest: find the engine and compare it.
 
-    Return 1 if anything differs or nothing was compared, otherwise 0.
+    Return 1 if anything differs, a comparison fails with an error, or nothing was compared; otherwise 0.
 
     Raise OSError if there is no GPU or, with --host, no compiled engine.
     """
@@ -78,7 +78,7 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
 def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
     """Compare an engine with the specification, and print a table, the differences and the cases that were left out.
 
-    Return 1 if anything differs or nothing was compared, otherwise 0.
+    Return 1 if anything differs, a comparison fails with an error, or nothing was compared; otherwise 0.
 
     golden: the recorded outputs of producers, which are compared as well; None if there are none.
     quick: True to check less, in at most a minute.

@@ -26,7 +26,8 @@ def rule_text(r: Recipe) -> str:
     """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores.
 
     It is the rule of the block scales or, if the recipe has none, of the tensor scale. For a recipe that only
-    fake-quantizes, it is the rule of fake_quantize. If the recipe searches scales, ", searched" is appended.
+    fake-quantizes, it is the rule of fake_quantize. If the recipe searches scales, ", searched" is appended. Return ""
+    for a recipe without any of these.
     """
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)

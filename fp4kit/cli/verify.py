@@ -63,7 +63,7 @@ def register(subparsers: Any) -> None:
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command verify. Return 0 if there are no errors, otherwise 1.
+    """Run the command verify. Return 0 if the report has no errors (warnings do not count), otherwise 1.
 
     Raise CheckpointError in these cases:
 

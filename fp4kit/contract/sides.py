@@ -189,7 +189,7 @@ def side_of(label: str, given: Any) -> Side:
     """Return the Side that the argument ``train`` or ``rollout`` of parity describes.
 
     Raise TypeError if the argument has none of the types that parity accepts. Raise ValueError for a pair whose second
-    entry is also a contract. Errors of fp4kit.checkpoint, which opens paths, are not caught.
+    entry is also a contract, or the path of one. Errors of fp4kit.checkpoint, which opens paths, are not caught.
 
     label: the name of the side, for error messages and results.
     given: the argument.

@@ -121,7 +121,7 @@ def first_step(
 ) -> FirstStep | None:
     """Return the earliest step that differs for the affected elements; None if no recorded step differs.
 
-    The matrix is divided into parts. Only the first eight parts that hold affected elements are examined.
+    The matrix is divided into parts (see _windows). Only the first eight parts with affected elements are examined.
 
     x: the elements (m, k) of both sides.
     affected: bool (m, k), the elements whose codes or values differ.

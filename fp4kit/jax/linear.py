@@ -146,7 +146,7 @@ def linear(
 
 
 def _seeds(seed: Any) -> tuple[int | None, Any]:
-    """Return a seed as (int, None) or (None, 0-d array). Return (None, None) if there is no seed.
+    """Return a seed as (int, None) if it is static, or as (None, 0-d array); (None, None) if there is no seed.
 
     Raises TypeError for a number that is not an integer, and ValueError for an array with axes or an int that does not
     fit 64 bits.

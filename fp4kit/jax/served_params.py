@@ -31,7 +31,7 @@ class _Leaf(NamedTuple):
 
 
 class ServedParams:
-    """A function that replaces the weights in a pytree of parameters by their fake-quantized values.
+    """A function that takes a pytree of parameters and returns a new one with fake-quantized weights.
 
     fake_quantize_model returns a ServedParams. Call it with the parameters, also inside jax.jit, jax.grad and
     jax.checkpoint. Gradients pass straight through, or are set to 0 where |w| > amax if fake_quantize_model was called
@@ -162,7 +162,7 @@ def fake_quantize_model(
 def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
     """Return the description of an array of a pytree: its names, shape, dtype and kind, and the axis of its blocks.
 
-    Raise TypeError if the entry of the pytree is not an array.
+    Raise TypeError if the entry `array` of the pytree has no shape and dtype.
 
     path: the keys of JAX that lead to the array.
     """
@@ -187,6 +187,9 @@ _KIND: dict[bool, Any] = {False: "matrix", True: "stack"}
 
 
 def _largest(w: Any, stack: bool) -> Any:
-    """Return the largest |w| as float32 (), or for a stack the largest |w| per expert as (E,), without a gradient."""
+    """Return the largest |w| as float32 (), or for a stack of experts the largest |w| per expert as (E,).
+
+    It is 0 for an empty array, and has no gradient.
+    """
     size = jax.numpy.abs(jax.lax.stop_gradient(w))
     return jax.numpy.max(size, axis=(1, 2) if stack else None, initial=0).astype("float32")

@@ -36,10 +36,12 @@ def fake_quantize_served(
     pass_through: bool,
     inputs: tuple[Any, Any],
 ) -> QuantizedNames:
-    """Implement fake_quantize_model for a recipe. Arguments, result and errors are those of fake_quantize_model.
+    """Implement fake_quantize_model for a recipe. Result and errors are those of fake_quantize_model.
 
-    patterns: the arguments parameters, exclude and include, by name. inputs: the arguments activations and
-    input_amaxes.
+    The arguments are those of fake_quantize_model too, except that some are grouped:
+
+    patterns: {"parameters": ..., "exclude": ..., "include": ...}.
+    inputs: (activations, input_amaxes).
     """
     pass_through = as_flag(OP, "pass_through", pass_through)
     _check_not_fsdp(model)
@@ -236,7 +238,7 @@ def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch
 def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
     """Remove the parametrization `part` of a module's parameter `leaf`, and the hooks that keep its name.
 
-    The parameter gets back its original values. Other parametrizations of the parameter stay.
+    The module then has the original parameter again, with its current (trained) values. Other parametrizations stay.
     """
     parts = parts_of(module, leaf)
     if len(parts) == 1:
