@@ -1,4 +1,5 @@
 """Find, for each block, the multiple of its amax that gives the smallest error, by the compiled library.
+A sign mask is an int whose bit i is 1 if the Hadamard transform first negates element i of each 16.
 
 auto-round's recipes use this search. For FP-Quant's method quest, search_quest computes the amax from the elements of
 the block alone.

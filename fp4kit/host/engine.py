@@ -1,4 +1,5 @@
 """Run parsed calls on NumPy arrays, one matrix after the other: the reference engine, which supports every call.
+A sign mask is an int whose bit i is 1 if the Hadamard transform first negates element i of each 16.
 
 A MatrixFunctions holds the functions that compute one matrix, by default those of the specification (fp4kit.reference).
 The compiled engine (cpu/engine.py) calls this module with its own MatrixFunctions. cuda.engine has functions of the

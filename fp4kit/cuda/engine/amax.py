@@ -1,6 +1,7 @@
 """Compute amaxes of CuPy arrays: per tensor, row, block or column.
 AmaxOperands are the first three arguments of launch.matrix.amax: an array, which of its elements count ("all", "no_nan"
-or "finite"), and whether each row has its own amax.
+or "finite"), and whether each row has its own amax. A sign mask is an int whose bit i is 1 if a Hadamard transform
+first negates element i of each 16.
 
 Functions that return AmaxOperands let group.py compute many amaxes in one launch.
 """

@@ -1,6 +1,7 @@
 """Find the best block amaxes of CuPy arrays, for recipes that try a fixed list of multiples of each amax.
 A matrix is a tuple (x, block amaxes, tensor amax), where x holds the elements and is contiguous (M, K). The found
-amaxes are written to the array of block amaxes.
+amaxes are written to the array of block amaxes. A sign mask is an int whose bit i is 1 if a Hadamard transform first
+negates element i of each 16.
 
 The search "quest", which computes each amax from the elements of a block, is launched here too.
 """

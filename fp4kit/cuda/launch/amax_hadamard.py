@@ -1,4 +1,5 @@
 """Launch amax_hadamard.cu, which computes the tensor amax of a matrix after a Hadamard transform along its columns.
+A sign mask is an int whose bit i is 1 if the Hadamard transform first negates element i of each 16.
 
 quantize_both and quantize with axis=-2 use this kernel, because it needs no transposed copy.
 """

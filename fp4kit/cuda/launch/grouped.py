@@ -1,9 +1,9 @@
 """Prepare single kernel launches for groups of tensors: quantize, amax and clip.
 The tensors of a group are its members. The work on a member is divided into pieces, and a thread block processes one
-piece at a time. kernels/shared/grouped.cuh uses the same words.
+piece at a time. A sign mask is an int whose bit i is 1 if a Hadamard transform first negates element i of each 16.
 
 The addresses and sizes of the members are passed as kernel arguments if the group is small. Otherwise they are in a
-table in device memory.
+table in device memory. kernels/shared/grouped.cuh uses the words member and piece, too.
 
 A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. A launch does
 no work per tensor on the host.

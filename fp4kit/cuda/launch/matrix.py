@@ -1,4 +1,5 @@
 """Launch the kernels for one matrix: quantize, fake_quantize, dequantize and amax.
+A sign mask is an int whose bit i is 1 if the Hadamard transform first negates element i of each 16.
 
 All functions launch on the current stream, and none waits for the device. Arrays are contiguous CuPy arrays on one
 device, with the quantized axis last. Prepared launches are cached, because a Launch depends only on dtypes, shapes and

@@ -1,6 +1,6 @@
-// The kernel of quantize_tile.cu for a group of tensors. R is the recipe. kAligned is true if, in all tensors, all rows
-// of x (and of `values`, if they are stored) begin at multiples of 16 bytes. kSmall is true if the group is small
-// (grouped.cuh).
+// The kernel of quantize_tile.cu for a group of tensors. R is the recipe. If R::kFake, the kernel stores the values to
+// which codes decode instead of codes and scales. kAligned is true if, in all tensors, all rows of x (and of `values`,
+// if they are stored) begin at multiples of 16 bytes. kSmall is true if the group is small (grouped.cuh).
 #include "grouped_quantize.cuh"
 #include "quantize_tile.cuh"
 

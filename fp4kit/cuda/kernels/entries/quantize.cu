@@ -4,7 +4,8 @@
 // processes several runs. The fast path encodes blocks of finite elements in few instructions; the exact path is valid
 // for all blocks. R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of x (and of
 // `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays, their
-// sizes and the seed. t is a tensor scale: its encode and decode factors.
+// sizes and the seed. t is a tensor scale: its encode and decode factors. A Factor is what the elements of a block are
+// multiplied or divided by.
 //
 // A thread loads several runs before it uses the first one. If the factor of an E4M3 scale follows from its code
 // (R::kHasTable), each thread block first fills a table of the factors. That takes two divisions per code, instead of

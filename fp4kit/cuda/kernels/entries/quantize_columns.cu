@@ -2,7 +2,9 @@
 // blocks of several rows (16x16, 32x32) in either direction. A thread block processes a tile of 128 rows at a time. R
 // is the recipe, In is the type of the elements of x, and P holds the sizes of tiles (PatchTraits). kAligned is true if
 // all rows of x (and of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments:
-// the arrays and their sizes. t is the tensor scale, and `table` holds the Factor of each scale code if R::kHasTable.
+// the arrays and their sizes. t is the tensor scale: its encode and decode factors. A Factor is what the elements of a
+// block are multiplied or divided by; `table` holds one for each scale code if R::kHasTable. The fast path encodes
+// blocks of finite elements in few instructions; the exact path is valid for all blocks.
 //
 // A thread holds a patch (a small rectangle) of the tile in registers, and loads the patch while the table of factors
 // is filled. For blocks in a column, a patch is 16 rows of 8 bytes. Finding the amax of a block then needs at most one

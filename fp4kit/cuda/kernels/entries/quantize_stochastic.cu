@@ -1,9 +1,11 @@
 // quantize_stochastic: compute codes and block scales of E2M1 recipes that round stochastically by noise (noise.cuh),
 // for blocks in a row (1 x kBlock). If R::kFake, it stores the values to which these codes decode instead. R is the
 // recipe, In is the type of the elements of x, and kAligned is true if all rows of x begin at multiples of 16 bytes.
-// `a` holds the kernel's arguments: the arrays, their sizes and the seed. t is a tensor scale.
+// `a` holds the kernel's arguments: the arrays, their sizes and the seed. t is a tensor scale: its encode and decode
+// factors. A Factor is what the elements of a block are multiplied or divided by.
 //
-// A thread quantizes a whole block by the exact path. Few callers round in this way, so the kernel is not tuned.
+// A thread quantizes a whole block by the exact path, which is valid for all elements. Few callers round in this way,
+// so the kernel is not tuned.
 #include "amax.cuh"
 #include "noise.cuh"
 #include "quantize.cuh"

@@ -2,7 +2,9 @@
 // tables (four_over_six_table.cuh). Blocks for which the tables do not prove which scale is better are quantized by the
 // functions of quantize_tile.cuh. R is the recipe, In is the type of the elements of x, and kAligned is true if all
 // rows of x begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and their sizes. t is the
-// tensor scale.
+// tensor scale: its encode and decode factors. The two candidate scales of a block are called six and four, because
+// they map its amax to the element values 6 and 4. The fast path encodes blocks of finite elements in few instructions;
+// the exact path is valid for all blocks.
 //
 // Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
 #include "four_over_six_table.cuh"

@@ -1,6 +1,8 @@
 // quantize_tile: quantize blocks of several rows, or blocks of one or more rows by 4over6 (each block gets the better
 // of two scales). Blocks have 16 or 32 columns. The elements may have any type, and the matrix any size. R is the
-// recipe. If R::kFake, the kernel stores the values to which codes decode instead of codes and scales.
+// recipe. If R::kFake, the kernel stores the values to which codes decode instead of codes and scales. t is a tensor
+// scale: its encode and decode factors. The fast path encodes blocks of finite elements in few instructions; the exact
+// path is valid for all blocks.
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 

@@ -1,7 +1,7 @@
 // quantize_unblocked: quantize without block scales, with one float32 scale per tensor or per row (FP8, INT8, INT4 by
 // tensor or channel). R is the recipe, and In is the type of the elements of x. kAligned is true if all rows of x (and
 // of `values`, if they are stored) begin at multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and
-// their sizes.
+// their sizes. If R::kFake, the values to which codes decode are stored instead of codes and scales.
 //
 // Rows may have any length. A thread processes runs (16 bytes of neighboring elements of one row), and loads several
 // runs before it uses the first one. Elements after the last whole run of a row are quantized one at a time.

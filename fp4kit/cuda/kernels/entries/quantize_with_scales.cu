@@ -2,7 +2,8 @@
 // layout) and a.tensor_scale are inputs of this kernel. A thread processes a run of 16 neighboring elements of a row at
 // a time. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows of x begin at
 // multiples of 16 bytes. `a` holds the kernel's arguments: the arrays and their sizes. t is a tensor scale: its encode
-// and decode factors.
+// and decode factors. A block's factor is what its elements are multiplied or divided by. The fast path encodes finite
+// elements in few instructions; the exact path is valid for all elements.
 //
 // If the recipe multiplies elements by the tensor's encode scale, a.tensor_amax holds the amaxes from which the recipe
 // would compute the tensor scales. Otherwise a.tensor_amax is nullptr.

@@ -1,7 +1,8 @@
 // search_factors: for each block, find the multiple of its amax whose codes have the smallest squared error, and store
 // it. kFactors holds the multiples to try, in order. The operations and results equal those in
 // reference/search_factors.py. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows
-// of x begin at multiples of 16 bytes. `a` holds the kernel's arguments, and t is a tensor scale.
+// of x begin at multiples of 16 bytes. `a` holds the kernel's arguments, and t is a tensor scale. A Factor is what the
+// elements of a block are multiplied or divided by before they are rounded.
 //
 // A multiple is skipped if the previous multiple or the first multiple has the same scale. Its error is then the same
 // too, so it would not win. (Rules that read the amax skip no multiple.) The multiples after the first one rise. So all
