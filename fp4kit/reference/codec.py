@@ -120,7 +120,8 @@ def encode(
         step: the factor of a block, used only by "first".
 
     Raises:
-        KeyError: rounding or sign is another name.
+        KeyError: rounding or sign is another name, and fmt uses it.
+        ValueError: rounding is another name, for E8M0.
 
     Numerics:
         Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. "rnw" is the

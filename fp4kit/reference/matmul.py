@@ -253,10 +253,12 @@ def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     """Return C + A B^T, added block by block in float32, as Transformer Engine's reference does for NVFP4.
 
-    The result is float32 (M, N). The blocks are added in ascending order. Each block adds (scale_a * scale_b) * (the
-    exact sum of the block's products) to C. The two products and the addition to C are rounded to float32. Both
-    operands must have block scales and blocks of one size. If K is 0, c itself is returned. Source: reference_nvfp4.py
-    of Transformer Engine.
+    The result is float32 (M, N). The blocks are added in ascending order. Each block adds this term to C:
+
+        (scale_a * scale_b) * (exact sum of the products of the block's elements)
+
+    Both multiplications and the addition to C are rounded to float32. Both operands must have block scales and blocks
+    of one size. If K is 0, c itself is returned. Source: reference_nvfp4.py of Transformer Engine.
     """
     x, y = (np.ldexp(*f.elements).astype(np.float32) for f in (a, b))
     scales = [np.ldexp(*f.scales).astype(np.float32) for f in (a, b) if f.scales is not None]
@@ -291,7 +293,9 @@ def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDo
 
     If K is 0, c itself may be returned.
 
-    a, b: the operands A (M, K) and B (N, K). c: the matrix C, float32 (M, N). unit: the matrix unit.
+    a, b: the operands A (M, K) and B (N, K).
+    c: the matrix C, float32 (M, N).
+    unit: the matrix unit.
     step: the step of the unit for these operands, whose K is a multiple of step.k. None if the unit has no steps, but
         an order such as "exact".
     """

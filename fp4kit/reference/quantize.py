@@ -75,8 +75,9 @@ def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> n
     block of several rows is repeated for each of its rows. Without a tensor scale, the result is the amax of the
     matrix, (). An empty matrix gives 0.
 
-    FlashInfer leaves the tensor amax to its caller, so it defines no effect of infinite and NaN elements. For its
-    recipes (amax_nan "lanes") such elements are left out. For other recipes amax_nan decides about NaN.
+    recipe.amax_nan decides how NaN elements count (see blocks.reduce_amax), with one exception. FlashInfer leaves the
+    amax of a tensor to its caller, so it defines no effect of infinite and NaN elements. If its recipes (amax_nan
+    "lanes") have one scale per tensor, such elements are left out.
 
     hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
@@ -197,8 +198,9 @@ def encode_elements(
 ) -> np.ndarray:
     """Return the codes of elements: uint8 (m, blocks, block), one code per byte.
 
-    The elements are first multiplied or divided by the factors of their blocks, as recipe.apply says. Then they are
-    rounded as the recipe says, or stochastically if random numbers are given.
+    recipe.apply says how elements and factors are combined: "multiply" or "divide" scales the elements, which are then
+    rounded as the recipe says. "compare" compares the elements with the values times the factor. If random numbers are
+    given, the elements are scaled (divided, for "compare") and rounded stochastically.
 
     Args:
         blocks: float32 elements (m, blocks, block).

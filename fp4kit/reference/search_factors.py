@@ -79,6 +79,9 @@ class TriedCodes:
 
     This saves much time: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, instead of 43.3 s if
     every candidate is tried (x86-64, two cores, nothing else running, 2026-11-22, one run each).
+
+    Args:
+        code: code(amax) returns the scale codes (uint8) that amaxes give.
     """
 
     def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:

@@ -33,6 +33,7 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
     losses, the smallest amax is taken. If all losses of a block are NaN or infinite, the smallest allowed candidate is
     taken.
 
+    x: a matrix of floats. K must not be 0.
     out: float32 (M, K / 16). If blocks span several rows, the amax is written into each of their rows.
     amax: the tensor amax, one number.
     search: the parsed call, with the recipe, the range of candidates and the loss.

@@ -58,6 +58,7 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 class RandomStream(NamedTuple):
     """The random bytes of a matrix, generated from a seed when a tile (a rectangle of the matrix) needs them.
 
+    seed: the seed; its low 64 bits count.
     first: the position of the matrix's element (0, 0) in the stream of the seed.
     K: the number of columns.
     """
@@ -254,8 +255,9 @@ def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype
       8 or more, it overwrites the sign. If n is 16 or more, it overwrites bits of the code of the element before.
     - From 2^63 on, n becomes 0 on a CPU and 255 on a GPU.
 
-    x: (..., even), scaled elements, rounded to dtype. random: float32 from 0 to 1, in the shape of x. It is rounded to
-    dtype, and 1 then becomes 0, as in torch.rand. on_gpu: True to compute as PyTorch does on a GPU.
+    x: the scaled elements, rounded to dtype: (..., even), where even is an even number.
+    random: float32 from 0 to 1, in the shape of x. It is rounded to dtype, and 1 then becomes 0, as in torch.rand.
+    on_gpu: True to compute as PyTorch does on a GPU.
 
     Source: ComfyUI comfy/float.py stochastic_float_to_fp4_e2m1, stochastic_round_quantize_nvfp4_block.
     """
@@ -284,10 +286,10 @@ _MSLK_BITS = np.int32(0x3FFFFF)
 def stochastic_amax(amax: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Return the powers of two to which MSLK rounds float32 block amaxes stochastically, so that scales are random too.
 
-    As an integer, the bits of the amax are increased by 22 random bits. Then the mantissa bits are cleared. An amax of
-    0 counts as 2^-126, and subnormal results become 0. Infinity stays infinite, and NaN stays NaN.
+    A random integer of 22 bits is added to the bits of the amax, and then the mantissa bits are cleared. An amax of 0
+    counts as 2^-126, and subnormal results become 0. Infinity stays infinite, and NaN stays NaN.
 
-    words: uint32, in the shape of amax.
+    words: uint32, in the shape of amax. The low 22 bits are the random integers.
 
     Source: MSLK fp4_primitives/scale.py mx4_scale_normalize_encode, with RoundingMode.stochastic.
     """
@@ -301,11 +303,15 @@ def with_mslk_noise(x: np.ndarray, words: np.ndarray) -> np.ndarray:
 
         bits(y) = bits(x) + (words & 0x3FFFFF) - 0x1FFFFF, as int32, which may wrap around
 
-    For about half of the random words, the bits of a zero wrap around to those of a NaN, whose code is 7 (the value 6).
-    Otherwise the code of a zero is 0 or 8. A NaN has the bits 0x7FFFFFFF, which the division on a GPU gives. With noise
-    they may become the bits of a tiny negative number.
+    Two kinds of elements may wrap around:
 
-    x: float32. words: uint32, in the shape of x.
+    - A zero: for about half of the random words, its bits become those of a NaN, whose code is 7 (the value 6).
+      Otherwise its code is 0 or 8.
+    - A NaN: it counts as the bits 0x7FFFFFFF, which the division on a GPU gives. They may become the bits of a tiny
+      negative number.
+
+    x: float32.
+    words: uint32, in the shape of x.
 
     Source: MSLK fp4_primitives/scale.py mx4_scale_normalize_encode.
     """

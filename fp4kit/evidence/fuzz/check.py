@@ -36,10 +36,11 @@ class Verdict(NamedTuple):
 
     Attributes:
         kind: one of the kinds below.
-        text: the reason, or what is wrong.
-        function: the function that was called last.
+        text: the reason, or what is wrong; "" for "equal".
+        function: the function that was called last. For "broken", it is the first value of the Same statement. For
+            "equal" and "written", it is "".
         step: number of the statement at which the case ended.
-        calls: number of calls made.
+        calls: number of calls of fp4kit made.
         values: number of values compared.
         differing: number of compared values that differ.
 
@@ -47,7 +48,7 @@ class Verdict(NamedTuple):
 
     - "equal": all results are equal.
     - "refused": both engines raise the same ValueError or TypeError.
-    - "declined": the second engine raises NotImplementedError.
+    - "declined": an engine, usually the second, raises NotImplementedError.
 
     Kinds of failures:
 

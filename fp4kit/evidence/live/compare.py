@@ -40,8 +40,8 @@ class PartDifference:
         differing: number of elements that differ.
         size: number of elements of the part.
         at: index of the first difference, or None if the arrays differ in shape or dtype.
-        theirs: the producer's element at this index, or its dtype and shape.
-        ours: fp4kit's element at this index, or its dtype and shape.
+        theirs: the producer's element at this index. If ``at`` is None, the dtype and shape of the producer's array.
+        ours: the same for fp4kit.
     """
 
     part: str
@@ -185,14 +185,14 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
-    """Return the difference between the producer's and fp4kit's arrays of a part, or None if they are equal.
+    """Return the difference between the producer's and fp4kit's arrays of a part, or None if no compared element differs.
 
     Any NaN equals any other NaN, but -0 differs from +0.
 
     Args:
         part: the name of the part, a key of PARTS.
         theirs, ours: the arrays of the producer and of fp4kit. If their shapes or dtypes differ, all elements count as
-            different.
+            different, and ``masked`` is ignored.
         masked: True for elements that are not compared.
         r: the recipe, which determines the formats of codes and scales.
     """

@@ -321,7 +321,8 @@ class LiveCase:
         """Compare the producer with fp4kit on a value, an array or a Quantized. Return (comparison, error text).
 
         The error text is "" unless the producer raises an exception. After an exception, the comparison has no
-        differences. For a Quantized, an exception of fp4kit's decoder counts as one of the producer.
+        differences. An exception of fp4kit itself is raised if the value is an array. For a Quantized, it counts as one
+        of the producer.
         """
         try:
             with quiet():
@@ -365,7 +366,8 @@ def _shrunk(case: LiveCase, compared: ProducerComparison, failure: str, result: 
         case: the input on which the producer differs, or raises an error.
         compared: the comparison in which the case differed.
         failure: the producer's error, or "" if it raised none.
-        result: has the producer's versions and the time spent on shrinking so far, which limits the time for this case.
+        result: the result of the producer. Its field ``shrinking``, the time spent so far, limits the time for this
+            case, and the program names its ``versions``.
     """
     parts = differing_parts(compared.differences)
 
