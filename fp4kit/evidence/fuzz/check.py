@@ -86,8 +86,8 @@ class Verdict(NamedTuple):
     def reason(self) -> str:
         """Return the verdict's text with recipe ids and numbers replaced, so that texts with one cause become equal.
 
-        It is used to count rejections and failures by cause. Only the text before the first semicolon is used, cut to
-        150 characters.
+        Reports use it to count rejected and declined calls by cause. Only the text before the first semicolon is used,
+        cut to 150 characters.
         """
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)

@@ -46,10 +46,10 @@ class Failure:
         case: the integer that the case is drawn from.
         kind: the kind of the failure, such as "differs" (see check.Verdict).
         function: the function that failed.
-        text: what is wrong.
+        text: what is wrong in the shrunk case.
         drawn: the case as one line.
         shrunk: the shrunk case as one line.
-        script: a Python program that reproduces the failure.
+        script: a Python program that reproduces the failure of the shrunk case.
     """
 
     case: int

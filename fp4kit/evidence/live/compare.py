@@ -185,7 +185,7 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
-    """Return the difference between the producer's and fp4kit's arrays of a part, or None if no compared element differs.
+    """Return the difference between the producer's and fp4kit's arrays of a part; None if no compared element differs.
 
     Any NaN equals any other NaN, but -0 differs from +0.
 

@@ -25,8 +25,9 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
     """Return a Quantized with random codes and scales, determined by ``seed``, ``number`` and the recipe's id.
 
-    Half of the blocks have a scale near 1. The others have a random scale byte, or one of EDGES (the smallest, largest
-    and NaN scales). If the recipe has a tensor scale, it is random, from 2^-16 to 2^4.
+    Half of the blocks have an ordinary scale, from 2^-8 to 2^7 for E8M0 and from 0.5 to 1.875 for E4M3. The others have
+    a random scale byte, or one of EDGES (the smallest, largest and NaN scales). If the recipe has a tensor scale, it is
+    random, from 2^-16 to 2^4.
 
     Args:
         r: the recipe.

@@ -59,7 +59,7 @@ def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
     At its end, the entries of sys.modules for the packages of these modules are as before. So modules of these packages
     that were imported meanwhile are removed, too.
 
-    modules: name -> module, such as "vllm.logger" -> a stand-in.
+    modules: {name: module}, such as {"vllm.logger": a stand-in}.
     """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}
