@@ -62,8 +62,8 @@ def nvfp4_modelopt_triton(
     s is the scale of a block. amax holds the block amaxes; None computes them from x. round() rounds to the nearest
     element value, ties to even.
 
-    If s is below 1e-5 or NaN, s is replaced by 1. A tensor whose scales are all below 1e-5 therefore becomes zero.
-    Zeros are +0. A NaN element gives -6 s. dtype is not used.
+    If amax is NaN, the minimum is 448. If s is below 1e-5 or NaN, s is replaced by 1. A tensor whose scales are all
+    below 1e-5 therefore becomes zero. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = show("tensor scale", np.where(gs <= 0, np.float32(1e-12), gs))
