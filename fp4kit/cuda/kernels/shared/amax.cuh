@@ -1,8 +1,8 @@
-// Functions that find the largest magnitude among the elements of a run, of a thread block and of a cluster, as far as
-// they count in a tensor's amax (kInput says which elements count). Magnitudes are compared as float32 bits, which
-// order like the magnitudes, with NaN above infinity. A run is a number of neighboring elements that one thread handles
-// together. A cluster is a few thread blocks that can share memory. R is the recipe, and In is the type of the
-// elements. a.x are the elements, a matrix with a.rows rows and a.columns columns.
+// Functions that find the largest magnitude of the elements of a run, a thread block or a cluster, for the amax of a
+// tensor. kInput (AmaxInput) says which elements count: all, all but NaN, or only finite ones. Magnitudes are compared
+// as float32 bits, which order like the magnitudes, with NaN above infinity. A run is a number of neighboring elements
+// that one thread handles together. A cluster is a few thread blocks that can share memory. R is the recipe, and In is
+// the type of the elements. a.x are the elements, a matrix with a.rows rows and a.columns columns.
 #pragma once
 
 #include "block.cuh"
@@ -19,7 +19,7 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
 }
 
 // Return the float32 bits of the largest magnitude among the elements of a run that count according to kInput
-// (AmaxInput), or 0 if none counts. If Transform::kHadamard, the elements are those of the transformed run; the
+// (AmaxInput), or 0 if none counts. If Transform::kHadamard, the Hadamard transform of the run is searched instead; the
 // caller's run does not change.
 template <class Transform, class In, AmaxInput kInput, int kCount>
 FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
@@ -36,8 +36,8 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   return largest;
 }
 
-// Return the largest of the integers `own` that the threads of a thread block pass. The thread block must have kThreads
-// threads (a power of two). All threads must call this function, and all get the result.
+// Return the largest value of `own` among the threads of a thread block. All threads must call this function, and all
+// get the same result. The thread block must have kThreads threads, and kThreads must be a power of two.
 template <int kThreads>
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
@@ -56,8 +56,8 @@ constexpr int kAmaxRun = 16;  // number of elements of a run
 
 // Return the float32 bits of the largest magnitude in this thread's share of the `count` elements at x, among those
 // that count according to kInput. Return 0 if none counts. `lanes` threads share the elements, and `lane` is the index
-// of this thread. If Transform::kHadamard, runs of kAmaxRun elements are transformed first, and `count` must be whole
-// runs. If kAligned, the address x must be a multiple of 16 bytes.
+// of this thread. If Transform::kHadamard, runs of kAmaxRun elements are transformed first, and `count` must be a
+// multiple of kAmaxRun. If kAligned, the address x must be a multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   constexpr int kRun = kAmaxRun;
@@ -131,9 +131,9 @@ FP4KIT_DEVICE void wait_for_cluster() {
 #endif
 }
 
-// Return the largest `own_largest` among the thread blocks of a cluster, to all threads. Without clusters, return this
-// thread's `own_largest`. All threads of the cluster must call this function, each with the result of largest_of_block
-// for its thread block, and must have called arrive_in_cluster before.
+// Return the largest value of `own_largest` in a cluster. All threads of the cluster get the same result. Without
+// clusters, return this thread's `own_largest`. All threads of the cluster must have called arrive_in_cluster, and must
+// then call this function. Each passes the result of largest_of_block for its thread block.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
@@ -157,8 +157,8 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 
 // Store the amax of row i of a.x in a.tensor_amax[i], for all rows. If NaN propagates in the recipe R, the amax of a
 // row with NaN is NaN; otherwise NaN elements do not count, and the amax of a row of only NaN is 0. All threads of the
-// cluster must call this function, and may read all amaxes when it returns. A warp takes one row at a time. Each
-// cluster stores all amaxes, so that it need not wait for other clusters.
+// cluster must call this function, and may read all amaxes when it returns. A warp takes one row at a time. Every
+// cluster finds and stores all amaxes, so no cluster waits for another.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
   constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
@@ -176,8 +176,9 @@ FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
   wait_for_cluster();
 }
 
-// If R::kFinders is 0, do nothing. Otherwise find the amaxes from which the tensor scales of a.x are computed, before
-// the kernel quantizes a.x; for small arrays, this saves one or two launches. All threads must call this function.
+// Find the amaxes from which the tensor scales of a.x are computed, or do nothing if R::kFinders is 0. A kernel calls
+// this function before it quantizes a.x. For small arrays, this saves one or two kernel launches. All threads of the
+// launch must call this function.
 //
 // If each row has a tensor scale, find_row_amaxes stores the amaxes at the address a.tensor_amax. Otherwise the first
 // thread block stores the amax of the whole array there, and a.tensor_amax is set to the address of a copy in shared

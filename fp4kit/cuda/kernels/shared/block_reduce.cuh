@@ -34,9 +34,9 @@ struct SumOf {
 };
 
 // Combine each of kCount values over all rows of a block by Operation (LargerOf or SumOf), in any order. Each thread
-// passes the values of its row in `values`, where the results for its block replace them. `column` is the index of the
-// block in the tile. All threads of the thread block must call this function. It overwrites tile.parts[kPart] and the
-// following kCount - 1 parts.
+// passes the values of its row in `values`, and finds the results for its block there afterwards. `column` is the index
+// of the block in the tile. All threads of the thread block must call this function. It overwrites tile.parts[kPart]
+// and the following kCount - 1 parts.
 //
 // A warp holds neighboring rows of the tile. If a row has more than 32 blocks, a warp holds a part of one row.
 template <class R, class Operation, int kPart, int kCount>

@@ -39,8 +39,9 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
 }
 
 // Return the value, with its sign, to which a scaled element (the element times the factor of its block) is rounded
-// when errors are measured. It is the value of the element's code (encode_element), so magnitudes above the format's
-// largest value saturate. Only for Rounding::rnw, values continue beyond the largest one.
+// when errors are measured. The result is usually the value of the element's code (encode_element), so magnitudes above
+// the format's largest value saturate. The exception is Rounding::rnw, for which magnitudes do not saturate
+// (nearest_unbounded).
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
   if constexpr (R::kRounding == Rounding::rnw)
@@ -48,9 +49,9 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Return the error (error_of) that element x adds to its block in the recipe IF4, under the block scale with the code
-// scale_code and the value `scale`. x is rounded to INT4 if the bit If4::kIntegerBit of scale_code is set, and
-// otherwise to E2M1. `scaled` is x times the factor of the block, and t is the tensor scale.
+// Return the error that element x adds to its block (see error_of) in a recipe of IF4. The block scale has the code
+// scale_code and the value `scale`. x is rounded to INT4 if bit If4::kIntegerBit of scale_code is set, and otherwise to
+// E2M1. `scaled` is x times the factor of the block, and t is the tensor scale.
 template <class R>
 FP4KIT_DEVICE float error_in_format(float x, float scaled, u32 scale_code, float scale, TensorScale t) {
   using Floats = FloatsOf<R>;
@@ -84,8 +85,8 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
-// Return the 4-bit code of a scaled element (the element times the factor of its block) in the recipe IF4: an INT4 code
-// if the bit If4::kIntegerBit of the block's scale code is set, and otherwise an E2M1 code.
+// Return the 4-bit code of a scaled element (the element times the factor of its block) in a recipe of IF4: an INT4
+// code if the bit If4::kIntegerBit of the block's scale code is set, and otherwise an E2M1 code.
 template <class R>
 FP4KIT_DEVICE u32 code_in_format(float scaled, u32 scale_code) {
   return scale_code & If4::kIntegerBit ? int4_code(scaled) : encode_element<FloatsOf<R>>(scaled);
@@ -131,8 +132,8 @@ FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes
 // sum E of n squares differs by at most 114 e u * 2 sum |d| plus 42 e E, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n
 // / 4 u^2. The function is_decided requires that the two sums differ by more than both of these errors together.
 
-// What the fast path needs to know about a block scale. Lengths are in units of amax_power(t). u is the decoded value
-// of the code value 1.
+// A block scale in the form that the fast path uses. Magnitudes of elements are measured in units of amax_power(t). u
+// is the decoded value of the code value 1.
 struct alignas(16) ApproximateScale {
   float factor;  // infinite if the fast path must not be used
   float small;   // factor * 2^-126

@@ -78,8 +78,9 @@ FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }
 
-// Return true if the table may be used for blocks with this tensor scale: if the tensor's amax is between 2^-40 and
-// 2^60, and both scales of t are finite. Each block must then be checked by is_in_table.
+// Return true if the table may be used for blocks with the tensor scale t. The tensor's amax must be between 2^-40 and
+// 2^60 (both excluded), and t.encode and t.decode must be finite. If the result is true, each block must still be
+// checked by is_in_table.
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
   return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
@@ -116,9 +117,9 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return the table entry of the bfloat16 with the bits `bits`, which must not be negative, for a pair of scales and the
-// tensor scale t. The entry holds the difference of the errors, four's minus six's, in its upper 24 bits, six's code in
-// bits 0 to 2, and four's code in bits 4 to 6.
+// Return the table entry of a bfloat16 >= 0 with the bits `bits`, for a pair of scales and the tensor scale t. The
+// entry holds the difference of the errors, four's minus six's, in its upper 24 bits, six's code in bits 0 to 2, and
+// four's code in bits 4 to 6.
 template <class R>
 FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   const float x = float_of(bits << 16);
@@ -145,9 +146,10 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return true if the table may be used for a block: if its amax is at most t.amax (the tensor's amax), and `base` is at
-// least 2^-6 (so that its code is normal) or the amax is 0. `base` is the first scale of the block before it is rounded
-// to E4M3. If the amax is NaN, the result is false. has_table_for(t) must be true.
+// Return true if the table may be used for a block with this amax. Two conditions must hold: the amax is at most t.amax
+// (the tensor's amax), and either `base` is at least 2^-6 (so that its code is normal) or the amax is 0. `base` is the
+// first scale of the block before it is rounded to E4M3. If the amax is NaN, the result is false. has_table_for(t) must
+// be true.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }

@@ -90,15 +90,16 @@ FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
 }
 
 // Call body(a, tile) for each tile of the product `a` that this thread block computes: the thread blocks of the grid
-// take turns. All threads of a thread block get the same calls.
+// take turns. All threads of a thread block get the same calls of `body`.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductArguments& a, Body body) {
   const i64 tiles = tile_count<kTile>(a);
   for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) body(a, tile_at<kTile>(a, i));
 }
 
-// Call body(arguments, tile) for each tile of a group of products that this thread block computes. `arguments` is the
-// product of the tile, in shared memory. All threads of a thread block must call this function, and get the same calls.
+// Call body(arguments, tile) for each tile of a group of products that this thread block computes: the thread blocks of
+// the grid take turns. `arguments` belongs to the product of the tile, and is in shared memory. All threads of a thread
+// block must call this function, and get the same calls of `body`.
 template <int kTile, class Body>
 FP4KIT_DEVICE void for_each_tile(const ProductGroup& group, Body body) {
   __shared__ ProductArguments arguments[1];

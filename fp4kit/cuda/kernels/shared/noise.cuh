@@ -8,17 +8,17 @@
 
 constexpr u32 kMslkBits = 0x3FFFFFu;  // MSLK adds 22 random bits, those below the first mantissa bit
 
-// Return the power of two to which MSLK rounds the amax (largest magnitude) of a block, up or down by the random word
-// `word`, of which it uses the lowest 22 bits. An amax of 0 is treated as 2^-126. NaN gives NaN, and infinity gives
-// infinity.
+// Return the power of two to which MSLK rounds the amax (largest magnitude) of a block. The lowest 22 bits of the
+// random word `word` decide whether it rounds up or down. An amax of 0 is treated as 2^-126. NaN gives NaN, and
+// infinity gives infinity.
 FP4KIT_DEVICE float mslk_amax(float amax, u32 word) {
   if (is_nan(amax)) return amax;
   return float_of((bits_of(amax == 0.0f ? kFltMin : amax) + (word & kMslkBits)) & kInfinityBits);
 }
 
-// Return the code of a scaled element y in MSLK's rounding: the lowest 22 bits of the random word `word`, minus about
-// half of their largest value, are added to the bits of y (0x7FFFFFFF if y is NaN). The resulting float is rounded to
-// nearest even, and saturates. If it is NaN, return the code of the largest value.
+// Return the code of a scaled element y, rounded as MSLK does it. The integer in the lowest 22 bits of the random word
+// `word`, minus 2^21 - 1, is added to the bits of y (0x7FFFFFFF if y is NaN). The float with the resulting bits is
+// rounded to nearest even, and saturates. If that float is NaN, return the code of the largest value.
 template <class R>
 FP4KIT_DEVICE u32 mslk_code(float y, u32 word) {
   const u32 bits = is_nan(y) ? 0x7FFFFFFFu : bits_of(y), noise = (word & kMslkBits) - (kMslkBits >> 1);
@@ -30,10 +30,10 @@ FP4KIT_DEVICE int reached(float a, float one, float two, float three) {
   return (a >= one) + (a >= two) + (a >= three);
 }
 
-// Return clamp(floor(log2(a) + c), 0, 3) for a >= 0. c is 1, or 1.1925 if kOffset is true. log2 and the sum are rounded
-// to In; if kOnGpu is false, 1.1925 is rounded to In, too. Because the sum never falls if a rises, it suffices to
-// compare `a` with the smallest float32 numbers for which the result is 1, 2 and 3. tests/cuda/test_gpu_stochastic.py
-// checks these numbers.
+// Return clamp(floor(log2(a) + c), 0, 3) for a >= 0, or 0 if `a` is NaN. c is 1, or 1.1925 if kOffset is true. log2 and
+// the sum are rounded to In. 1.1925 is also rounded to In if kOnGpu is false, that is, if ComfyUI runs on a CPU.
+// Because the sum never falls if a rises, it suffices to compare `a` with the smallest float32 numbers for which the
+// result is 1, 2 and 3. tests/cuda/test_gpu_stochastic.py checks these numbers.
 template <class In, bool kOffset, bool kOnGpu>
 FP4KIT_DEVICE int comfyui_exponent(float a) {
   if constexpr (In::kIsBfloat16) {
@@ -61,10 +61,11 @@ FP4KIT_DEVICE float two_to(int exponent) {
   return float_of(static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return the code of a scaled element y of type In in ComfyUI's rounding, with a random number `random` from 0 to 1. If
-// y is NaN, it counts as 0; if it is infinite, as the largest finite number of In with its sign. The result may exceed
-// 15. If the element is the second of a pair, store_pair (quantize_stochastic.cu) combines the bits above the lowest
-// four with the code of the first element by a bitwise or.
+// Return the code of a scaled element y of type In, rounded as ComfyUI does it, with a random number `random` from 0 to
+// 1. A random number that In rounds to 1 counts as 0. If y is NaN, it counts as 0. If y is infinite, it counts as the
+// largest finite number of In with the sign of y. The result is from 0 to 255, so it may exceed the 15 of a 4-bit code.
+// If the element is the second of a pair, store_pair (quantize_stochastic.cu) combines the bits above the lowest four
+// with the code of the first element by a bitwise or.
 template <class R, class In>
 FP4KIT_DEVICE u32 comfyui_code(float y, float random) {
   constexpr bool kOnGpu = R::kComfyuiOnGpu;

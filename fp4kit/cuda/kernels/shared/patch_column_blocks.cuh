@@ -65,8 +65,8 @@ FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows
   return inconclusive;
 }
 
-// Store in y the Hadamard transform of the 16 elements x[0], x[step], x[2 step], ..., by the signs of R::kSignMask. The
-// result is always right, unlike that of transform_columns. x is not changed.
+// Store in y the Hadamard transform of the 16 elements x[0], x[step], ..., x[15 step], with the signs R::kSignMask (see
+// hadamard.cuh). Unlike the result of transform_columns, this result always has the right bits. x is not changed.
 template <class R, class In>
 FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
   typename In::Bits column[16];

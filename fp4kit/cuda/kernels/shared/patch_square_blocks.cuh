@@ -30,7 +30,8 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
 
 // Quantize and dequantize a patch at position s: store in a.values the values to which its codes decode. Rows outside
 // of the matrix are left out. x holds the elements of the patch. If is_fast, the fast path rounds them; otherwise the
-// exact path loads them again from a.x. f is the factor of the block, and `scale` decodes its codes.
+// exact path loads them again from a.x. f is the factor of the block, and `scale` is its Scale, by which codes are
+// decoded (decode_rules.cuh).
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,

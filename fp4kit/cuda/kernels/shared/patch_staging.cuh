@@ -28,10 +28,10 @@ struct Staging {
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Return the index at which column `column` of the tile is stored in each of staging.words[4 quad] ...
-// staging.words[4 quad + 3]. Columns are permuted to avoid bank conflicts between lanes that store neighboring patches,
-// and between lanes that load the quads of a few columns. Four columns that begin at a multiple of four stay
-// contiguous.
+// Return the index at which column `column` of the tile is stored in a quad of staging.words. A quad is four rows of
+// words: staging.words[4 quad] ... staging.words[4 quad + 3]. Each quad has its own order of columns, to avoid bank
+// conflicts between lanes that store neighboring patches, and between lanes that load the quads of a few columns. Four
+// columns that begin at a multiple of four stay contiguous.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);

@@ -172,7 +172,7 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
 
 // Quantize the tiles of a.x that this thread block of `grid` takes, one after the other, for blocks of several rows.
 // Store codes and scales or, if R::kFake, only values. `table` holds the ApproximateScale of each scale code; if it is
-// nullptr, each is computed when it is used. All threads of the thread block must call this function, which exchange
+// nullptr, each is computed when it is used. All threads of the thread block must call this function. They exchange
 // amaxes and errors in `tile`.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,

@@ -102,7 +102,7 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
 // ties). If the result is false, `best` may be wrong, and the caller tries all candidates.
 //
 // The caller initializes `best` with range.low and an infinite loss, and shared.ordinary must be true. The search tries
-// the upward codes first, and then lower codes.
+// the upward codes first (see the head of this file), and then lower codes.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

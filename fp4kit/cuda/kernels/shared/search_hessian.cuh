@@ -20,9 +20,10 @@ struct Hessian {
   alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
-// Return the Candidate of the scale code `code`, with the scale as it will be stored: the E4M3 value of the rounded
-// block scale times the tensor scale, or 1 if that is 0. `amax` is the tensor's amax (largest magnitude). The losses by
-// a Hessian use such scales, unlike those of candidate_of.
+// Return the Candidate of the scale code `code`, with the scale by which stored codes are decoded: the block scale,
+// rounded to E4M3, times the tensor scale. If that product is 0, the scale is 1. `amax` is the tensor's amax (largest
+// magnitude). Losses with a Hessian are computed with these scales; all other losses use the unrounded scales of
+// candidate_of.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);

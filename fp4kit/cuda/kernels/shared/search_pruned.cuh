@@ -84,9 +84,9 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
 
 // Begin the search of a block: compute the loss of the upward code with the smallest bound. Return the state of the
 // block's search, which holds the rank of this code and, in `open`, the other codes that may still win. `first` is the
-// result of normal_first, and must not be 0. The lowest `unsure` of the seven codes below `first` may be no candidates.
-// If one of them may still win, least.second is 0, so that no code is proven best; otherwise it is the bits of
-// infinity.
+// result of normal_first, and must not be 0. The lowest `unsure` of the seven codes below `first` are possibly no
+// candidates. If one of them may still win, least.second is 0, so that no code is proven best; otherwise it is the bits
+// of infinity.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
@@ -104,9 +104,9 @@ FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, Candi
   return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
-// Compute the losses of all open codes of a warp's blocks, one code per thread at a time. Store in s.least the two
-// smallest ranks of this thread's block, those that s.least held before included. `block` and s belong to this thread,
-// and open_codes to the warp. s.open is not changed. All threads of the warp must call this function.
+// Compute the losses of all open codes of a warp's blocks, one code per thread at a time. Update s.least, the two
+// smallest ranks among all codes of this thread's block that have been tried so far. `block` and s belong to this
+// thread, and open_codes to the warp. s.open is not changed. All threads of the warp must call this function.
 FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, const Candidates& shared,
                                   OpenCodes& open_codes) {
   const u32 lane = threadIdx.x % 32u;

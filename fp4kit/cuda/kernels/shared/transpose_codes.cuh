@@ -26,8 +26,8 @@ FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   return chunk;
 }
 
-// Store the first `count` of the 16 bytes of a chunk at `to`; nothing if `count` is 0 or less. If kAligned, `count`
-// must be 16 or at most 0, and the address a multiple of 16.
+// Store the first `count` of the 16 bytes of a chunk at `to`. If `count` is 0 or less, store nothing. If kAligned,
+// `count` must be 16 or at most 0, and the address a multiple of 16.
 template <bool kAligned>
 FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
   if constexpr (kAligned) {
