@@ -27,7 +27,7 @@ def amax(
 @with_threads
 @returns_in_library
 def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> Any:
-    """Return the largest |x|: of the whole array, along axes, or of each block that shares a block scale.
+    """Return the amax (the largest |x|) of the whole array, along axes, or of each block of a recipe.
 
         amax(x)                   float32 (): of the whole array
         amax(x, axis=1)           float32: reduced over that axis, or a tuple of axes, as np.max does
@@ -36,8 +36,9 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
     Args:
         x: float32, float16 or bfloat16 array of any shape.
-        recipe: a recipe id or a Recipe, which sets the blocks; None reduces over axes instead. A recipe without blocks
-            gives one amax per tensor scale: shape () or one per row.
+        recipe: a recipe id or a Recipe, which sets the blocks; None reduces over axes instead. A block is a group of
+            elements that share one block scale. A recipe without blocks gives one amax per tensor scale: shape (), or
+            one per row.
         axis: the axes to reduce over; with a recipe, the axis along which blocks run (default -1).
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -62,11 +63,12 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
 
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Check the arguments of fp4kit.amax, and return the pair (is_on_device, arguments of the engine's function).
+    """Check the arguments of fp4kit.amax. Return (is_on_device, the arguments for the engine's function).
 
     is_on_device is True if x is on a GPU. The engine's function is plain_amax if recipe is None, and amax otherwise.
+    Raise TypeError and ValueError as amax does.
 
-    op: the public function that error messages begin with. Raise the errors that amax raises.
+    op: the public function that error messages begin with.
     """
     if recipe is None:
         (x,) = import_arrays(op, x=x)

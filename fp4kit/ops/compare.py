@@ -45,7 +45,7 @@ WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtype
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between a and b, the two arguments of compare.
+    """The result of fp4kit.compare: how the arrays a and b differ.
 
     A Comparison prints as a table. Its truth value is True if everything is equal.
 
@@ -58,8 +58,8 @@ class Comparison:
         scales: count of block scales.
         tensor_scales: count of tensor scales.
         values: count of values, compared in every bit; NaN equals NaN.
-        max_ulp: largest distance in float32 steps, or in float64 steps if one of two arrays is float64. Pairs with a
-            NaN are left out.
+        max_ulp: largest distance between two values at one index, counted in steps from one float32 number to the next
+            (float64 if a or b is a float64 array). Pairs with a NaN are left out.
         max_error: largest |a - b|; 0 if all values are equal. NaN is possible, see compare.
         sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if all values are equal.
         first: the tuple (index, value of a, value of b) for the first value that differs, in row-major order. None if
@@ -151,7 +151,7 @@ class Comparison:
 
 @ieee("compare")
 def compare(a: Any, b: Any) -> Comparison:
-    """Count where a and b differ, two arrays of equal shape. Each is an array of values or a Quantized.
+    """Compare two arrays of equal shape, each an array of values or a Quantized, and count where they differ.
 
     Values are always compared; those of a Quantized are its dequantized float32 values. Codes and scales are compared
     too, in linear layout, if both arguments are Quantized with equal element formats, scale formats, block sizes along
@@ -176,9 +176,9 @@ def compare(a: Any, b: Any) -> Comparison:
         sqnr and max_error are computed in float64. Squares are summed pairwise within parts of 2^16 values, and then
         the sums of the parts are summed pairwise. If any value differs, then sqnr and max_error are NaN if a or b holds
         a NaN, or if both hold the same infinity at one index. If a is all zeros, sqnr is -inf, or NaN if b is all zeros
-        too. If only the signs of zeros differ otherwise, sqnr is inf.
+        too. If a has other values and only signs of zeros differ, sqnr is inf.
 
-        The call needs at most 64 MiB of memory beyond a and b, and a linear copy of swizzled scales.
+        Beyond a and b, the call needs at most 64 MiB of memory and, if scales are swizzled, a linear copy of them.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -210,10 +210,11 @@ def compare(a: Any, b: Any) -> Comparison:
 
 
 def _precision(name: str, a: Any) -> np.dtype:
-    """Return the dtype in which to compare an argument: float64 for a float64 array, otherwise float32.
+    """Return the dtype in which to compare one argument: float64 for a float64 array, otherwise float32.
 
-    Raise TypeError for an array whose dtype is not one of the floats that compare takes. a: an array or a Quantized.
-    name: the argument that the message names.
+    Raise TypeError for an array of a dtype that compare does not accept, such as integers.
+
+    a: the argument, a NumPy array or a Quantized. name: its name in the message, "a" or "b".
     """
     if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
         return np.dtype(np.float32)
@@ -227,9 +228,9 @@ def _precision(name: str, a: Any) -> np.dtype:
 
 
 def _linear(a: Any) -> Any:
-    """Return a Quantized with its block scales in linear layout, so that codes and scales can be cut into boxes.
+    """Return a Quantized with its block scales in linear layout, so that codes and scales can be sliced alike.
 
-    An array is returned unchanged, and so is a Quantized whose block scales are missing or already linear.
+    An array is returned unchanged, and so is a Quantized without block scales or with linear ones.
     """
     if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
         return a
@@ -248,10 +249,12 @@ def _reader(a: Any) -> BoxReader:
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return one number per axis: boxes that begin at multiples of it cut no block of any operand.
+    """Return one number per axis: parts of the arrays that begin at its multiples do not cut any block.
 
     The number is 1 for an axis along which no operand is quantized. Otherwise it is the least common multiple of the
     lengths that the operands' recipes require.
+
+    operands: arrays or Quantized of equal shape.
     """
     multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
     for q in operands:
@@ -261,12 +264,15 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return the table's text for an argument of compare: `name`, and for a Quantized also its recipe id."""
+    """Return the name under which the table shows an argument: "a", or "a (mxfp4-ocp)" for a Quantized.
+
+    name: "a" or "b". a: the argument itself.
+    """
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
-    """Return an array of any library as a NumPy array, and a Quantized as one with NumPy arrays.
+    """Return an array of any library as a NumPy array, or a Quantized whose arrays are NumPy arrays.
 
     Arrays on a GPU are copied to the host. Arrays in host memory are not copied.
 
@@ -280,11 +286,11 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    """Return three pairs (differing, compared): the counts of codes, of block scales and of tensor scales.
+    """Count the codes, block scales and tensor scales that differ. Return three pairs (differing, compared).
 
-    All are (0, 0) if the element formats, scale formats, block sizes along the axis, or axes of a and b differ. A part
-    that neither a nor b has counts as (0, 0). If only one of them has a tensor scale, all its entries count as
-    differing.
+    - If the element formats, scale formats, block sizes or axes of a and b differ, all three pairs are (0, 0).
+    - A part that neither a nor b has counts as (0, 0).
+    - If only one of a and b has a tensor scale, all entries of this tensor scale count as differing.
     """
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not comparable or a.recipe.block_size != b.recipe.block_size:
@@ -311,9 +317,10 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
-    """Return the largest distance, in steps of the element format, between codes of a and b at equal indices.
+    """Return the largest distance between two codes of a and b at equal indices, in steps of the element format.
 
-    Pairs with a NaN code are left out. Return 0 if no pair is left. a and b must have one element format and one shape.
+    A step is the distance between neighboring values. Pairs with a NaN code are left out; return 0 if no pair is left.
+    a and b must have equal element formats and shapes.
     """
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):

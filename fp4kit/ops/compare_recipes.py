@@ -26,9 +26,9 @@ OP = "compare_recipes"
 
 @dataclass(frozen=True, eq=False)
 class RecipeComparison:
-    """The differences between the results of several recipes for one array. print() shows shares of differing codes.
+    """The result of fp4kit.compare_recipes: how the results of several recipes differ. print() shows two tables.
 
-    Each attribute but `recipes` is an array of shape (n, n) for n recipes. Entry [i, j] compares recipes i and j, and
+    All attributes except `recipes` are arrays of shape (n, n) for n recipes. Entry [i, j] compares recipes i and j, and
     equals entry [j, i]. On the diagonal, shares are 0, and `first` is None.
 
     Attributes:
@@ -166,11 +166,13 @@ def compare_recipes(
 
 
 class _RecipeResult:
-    """The codes, scales and values that one recipe gives, as arrays on the host; None for those it does not give.
+    """The codes, scales and values that one recipe gives for x, as NumPy arrays. Parts that it does not give are None.
 
-    codes: the element codes, one per element, in the shape of x. scales: the block scales. tensor_scales and values:
-    the bits of the tensor scales and of the decoded float32 values, as _bits returns them. A recipe that only
-    fake-quantizes gives values alone.
+    - codes: the element codes, one per element, in the shape of x.
+    - scales: the block scales.
+    - tensor_scales, values: the bits of the tensor scales and of the decoded float32 values, as _bits returns them.
+
+    A recipe that only fake-quantizes gives only values.
     """
 
     def __init__(self, x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> None:
@@ -189,7 +191,7 @@ class _RecipeResult:
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """Return the bits of float32 values: int32, with one pattern for all NaN."""
+    """Return the bit patterns of float32 values as int32, with one common pattern for all NaNs."""
     return np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
 
 

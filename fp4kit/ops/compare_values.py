@@ -1,6 +1,6 @@
-"""Compare two arrays of values in parts (boxes), so that an array of any size needs only a few MiB at a time.
+"""Compare two arrays of values in parts, so that arrays of any size need only a few MiB of temporary memory.
 
-A box is a rectangular region of an array, given as a tuple of slices, one per axis.
+Each part is a box: a rectangular region of an array, given as a tuple of slices, one per axis.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ First = tuple[tuple[int, ...], float, float]  # index and both values
 
 
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
-    """Yield boxes of at most BOX_ELEMENTS (2^16) elements that together cover an array, in row-major order.
+    """Yield boxes (tuples of slices) of at most BOX_ELEMENTS (2^16) elements that together cover an array.
 
-    Boxes are as long as possible along the last axes. An array without elements has no boxes, and a 0-d array has one,
-    the empty tuple.
+    Boxes come in row-major order, and are as long as possible along the last axes. An array without elements has no
+    boxes, and a 0-d array has one, the empty tuple.
 
     shape: the shape of the array.
-    multiples: one number of elements per axis; None means 1 for all axes. Along each axis, boxes begin at multiples of
-        this number, and are at least this long unless the array ends. Such a box may exceed BOX_ELEMENTS.
+    multiples: one number per axis; None means 1 for all axes. Along each axis, boxes begin at multiples of this number,
+    and are at least this long unless the array ends. A box may then exceed BOX_ELEMENTS.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
@@ -43,7 +43,7 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
 @dataclass
 class Energy:
-    """A sum of squares, accumulated box by box, for the SQNR of a comparison.
+    """A sum of squares of an array, collected box by box, from which the SQNR of a comparison is computed.
 
     The sum of a box is stored as a pair (p, e), which means p * 4^e, so that squares of large and small float64 numbers
     neither overflow nor underflow.
@@ -52,10 +52,10 @@ class Energy:
     parts: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, x: np.ndarray, scaled: bool) -> None:
-        """Append the sum of the squares of x, a box of float64 values. The box must not be empty if ``scaled`` is True.
+        """Append the sum of the squares of x, a float64 array that holds the values of one box.
 
-        scaled: True divides x first by the power of two above its largest magnitude, so that no square overflows. A box
-        that holds NaN or infinity is not divided.
+        scaled: True first divides x by the power of two above its largest magnitude, so that no square overflows. A box
+        that holds NaN or infinity is not divided. An empty x is an error if `scaled` is True.
         """
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
@@ -64,9 +64,9 @@ class Energy:
         self.parts.append((float(np.sum(x * x)), exponent))
 
     def total(self) -> tuple[np.float64, int]:
-        """Return the sum over all boxes as (p, e), which means p * 4^e. Return (0, 0) if every sum is 0.
+        """Return the sum over all boxes as a pair (p, e), which means p * 4^e. Return (0, 0) if every sum is 0.
 
-        Boxes are added pairwise, in their order.
+        The sums of the boxes are added pairwise, in the order in which they were appended.
         """
         top = max((e for p, e in self.parts if p), default=0)
         return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
@@ -123,9 +123,9 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update `first` and `max_ulp` from x and y, the values of two arrays within a box.
+        """Update `first` and `max_ulp` from x and y, the values of the two arrays within a box.
 
-        differ: a mask of the values that differ, which must not be empty. Pairs with a NaN do not change `max_ulp`.
+        differ: a mask of the values that differ, with at least one True. Pairs with a NaN do not change `max_ulp`.
         """
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
@@ -138,9 +138,10 @@ class Differences:
 
     @property
     def sqnr(self) -> float:
-        """The ratio of signal to noise in dB: 10 log10(signal / noise).
+        """The signal-to-noise ratio in dB: 10 log10(sum x^2 / sum (x - y)^2).
 
-        It is inf if only the noise is 0, -inf if only the signal is 0, and NaN if both are 0 or one is not finite.
+        It is inf if only the noise (the second sum) is 0, -inf if only the signal (the first) is 0, and NaN if both are
+        0 or a sum is not finite.
         """
         (p, e), (q, f) = self.signal.total(), self.noise.total()
         return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))

@@ -36,7 +36,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         last one, the new array is a transposed view of a contiguous array.
 
     Raises:
-        TypeError: q is not a Quantized, or dtype is none of the three.
+        TypeError: q is not a Quantized, or dtype is not float32, float16 or bfloat16.
         ValueError: out has a shape or dtype other than those of the result, or shares memory with q.
 
     Numerics:
@@ -45,9 +45,9 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
         The values follow q.tensor_scale. Some decode rules also read the tensor amax: TE's, compressed-tensors', and
         Model-Optimizer's for integers. These rules use q.tensor_amax if the recipe computes exactly q.tensor_scale from
-        it, and otherwise an amax from which the recipe would compute q.tensor_scale (reference/implied_amax.py). If no
-        amax gives this scale, for example because a checkpoint holds an arbitrary one, value = decode(code) *
-        (block_scale * tensor_scale).
+        it. Otherwise they use an amax from which the recipe would compute q.tensor_scale (reference/implied_amax.py).
+        If no amax gives this scale, for example because a checkpoint holds an arbitrary one, the formula is value =
+        decode(code) * (block_scale * tensor_scale).
 
     Exact:
         Equals what the recipe's producer decodes.
@@ -67,9 +67,9 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """Check the arguments of dequantize, and return the values of q, in `out` if given. Raise the errors of dequantize.
+    """Check the arguments of dequantize, and return the values of q, in `out` if given. Raise as dequantize does.
 
-    key: the key under which to cache the parsed call for later calls with equal shapes; None caches nothing.
+    key: the key under which to cache a prepared call for later arrays of equal shapes; None caches nothing.
     """
     original, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)

@@ -40,10 +40,10 @@ def _cuda() -> Any:
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return a cached call: a function that repeats an operation on other arrays of equal shapes.
+    """Return a cached call: a function that repeats an operation on other arrays without parsing its arguments again.
 
-    The CUDA engine makes the function for arrays on a GPU, and the compiled host engine for arrays in host memory.
-    Return None if that engine does not support the call.
+    The other arrays must have equal shapes and dtypes. The CUDA engine makes the function for arrays on a GPU, and the
+    compiled host engine for arrays in host memory. Return None if that engine does not support the call.
 
     operation: the name of the function in the engine's cached_calls.py that makes the cached call.
     on_device: True if the arrays are on a GPU.
@@ -60,10 +60,10 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 
 
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
-    """Return function(x, *args, **kwargs), for a function that is decorated by returns_in_library.
+    """Return function(x, *args, **kwargs), where `function` is decorated by returns_in_library.
 
-    If x is a NumPy or CuPy array, the result needs no conversion to the library of x. To save time, the function that
-    was decorated is then called directly.
+    The decorator converts the result to the library of x. A NumPy or CuPy x needs no conversion, so the undecorated
+    function is called instead, which is faster.
     """
     is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
@@ -174,11 +174,14 @@ def specification() -> Iterator[None]:
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """Return the result of an operation from the first engine that supports the call.
 
-    Host engines run in IEEE arithmetic. Within `with fp4kit.specification()`, the specification is the only host
-    engine. If all engines decline the call, raise NotImplementedError with the last engine's reason.
+    Arrays on a GPU use the CUDA engine. Others use the compiled engine, and then the specification; within `with
+    fp4kit.specification()`, only the specification. Host engines run in IEEE arithmetic. If all engines decline the
+    call, raise NotImplementedError with the last engine's reason.
 
-    op: the public function that error messages name. operation: the name of the engine's function. on_device: whether
-    the arrays are CuPy arrays. arguments: the arguments of the engine's function.
+    op: the public function that error messages name.
+    operation: the name of the engine's function.
+    on_device: True if the arrays are CuPy arrays.
+    arguments: the arguments of the engine's function.
     """
     if on_device:
         return _first(op, operation, (_cuda(),), arguments)
@@ -192,7 +195,9 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
 def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
     """Return the result of an operation from the first of the given engines that supports the call.
 
-    Raise NotImplementedError if all engines decline it. The arguments are those of run, and engines are modules.
+    Raise NotImplementedError if all engines decline it.
+
+    engines: the engine modules, in the order in which to try them. op, operation, arguments: as in run.
     """
     reason = ""
     for engine in engines:
@@ -208,11 +213,13 @@ def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[A
 def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]) -> list[Any]:
     """Return the results of an operation on N arrays, one per array.
 
-    The CUDA engine computes them in one launch if it supports the group. Otherwise, the arrays are computed one by one.
-    Raise the errors of run. The messages number the array, as in "xs[1]".
+    The CUDA engine computes them in one launch if it supports the group. Otherwise, the arrays are computed one by one,
+    and errors number the array, as in "xs[1]". Raise as run does.
 
-    op: the public function that error messages name. operation: the name of the engine's function. calls: one pair per
-    array: whether it is a CuPy array, and the arguments of the engine's function.
+    op: the public function that error messages name.
+    operation: the name of the engine's function.
+    calls: one pair per array: (True if it is a CuPy array, the arguments of the engine's function). The first pair
+    decides whether the group is tried on a GPU.
     """
     if calls and calls[0][0]:
         try:
@@ -224,10 +231,10 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    """Return the result of an operation on a parsed call, from the first engine that supports it.
+    """Return the result of an operation on one parsed call, from the first engine that supports it.
 
-    HostGroup and HostClipGroup call this once per array of a group. Raise NotImplementedError if no engine supports the
-    call. Errors of the engine's function are raised unchanged.
+    HostGroup and HostClipGroup do this for every array of a group. Raise NotImplementedError if no engine supports the
+    call. Other errors of the engine are raised unchanged.
 
     operation: the name of the engine's function. Its arguments are `call` and `arguments`.
     """
@@ -235,13 +242,14 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup for host memory.
+    """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory.
 
-    A CudaGroup takes one launch per dtype, and a HostGroup loops over the calls. The first call decides where all
-    arrays are. Without calls, the result is a HostGroup.
+    A CudaGroup takes one launch per dtype, and a HostGroup loops over the calls. The first call decides which of the
+    two is made. An empty list gives a HostGroup.
 
-    op: the public function that error messages name. r: the recipe of all calls. stack: the stacked array on a GPU
-    whose items are the arrays of the calls; None if they are separate arrays.
+    op: the public function that error messages name.
+    r: the recipe of all calls.
+    stack: the stacked array on a GPU that holds the arrays of all calls; None if the arrays are separate.
     """
     return (
         _cuda().CudaGroup(calls, stack)
@@ -251,10 +259,10 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup for host memory.
+    """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup in host memory.
 
     A CudaClipGroup clips all gradients of a dtype in one launch, and a HostClipGroup loops over them. The first call
-    decides where all arrays are. Without calls, the result is a HostClipGroup.
+    decides which of the two is made. An empty list gives a HostClipGroup.
 
     calls: the parsed calls, each with its gradient and the array x that was fake-quantized.
     amaxes: one entry per call: its clip limit, or None to compute the limit from x.
@@ -272,7 +280,7 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
     Shards on a GPU are also checked. Raise ValueError if one of them is not contiguous. Raise NotImplementedError if no
     kernel supports the recipe's blocks or the size of a matrix.
 
-    values: the shards. shapes: the shape of the weight of each shard. r: the recipe.
+    values: the shards. shapes: for each shard, the shape of the whole weight. r: the recipe.
     """
     if not values or not imports.on_device(values[0]):
         return True
@@ -281,10 +289,12 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
-    """Return the object that computes the stages of cast_master_weights, step by step, for the shards `values`.
+    """Return the object whose methods compute the steps of cast_master_weights for the shards `values`.
 
     It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. The first shard decides, so
-    `values` must not be empty. facts: the arguments of these classes that follow `values`.
+    `values` must not be empty.
+
+    facts: the arguments of these two classes that follow `values`.
     """
     if imports.on_device(values[0]):
         return _cuda().DeviceStages(values, *facts)
@@ -295,10 +305,12 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
     """Return a function that repeats a call on another NumPy array of the same shape without parsing its arguments.
 
-    Callers use it if new_cached_call returned None. The function takes (x, amax, out) and returns the result of
-    `operation` from the first engine that supports the call. It ignores amax, which is None.
+    It serves calls for which new_cached_call returned None. The function takes (x, amax, out), where amax is always
+    None, and returns the result of `operation` from the first engine that supports the call.
 
-    Return None if the caller passed tensor_amax, or if x, the array as the caller passed it, is not a NumPy array.
+    Return None if the caller passed tensor_amax, or if x is not a NumPy array.
+
+    x: the array as the caller passed it.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

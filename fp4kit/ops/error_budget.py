@@ -43,7 +43,8 @@ class ErrorBudget:
         interaction: ratio of the error that only both quantizations together cause: the product of the error of x
             and that of w.
         quantization: ratio of the sum of the three errors weight, activation and interaction.
-        accumulation: ratio of the matrix unit's error, compared with the exact product of the quantized operands.
+        accumulation: ratio of the matrix unit's error: its float32 result compared with the exact product of the
+            quantized operands.
         rounding: ratio of the error of rounding the unit's float32 result to out_dtype.
         total: ratio of the sum of all errors: the result compared with the product of the unquantized x and w.
         recipe_x: id of the recipe of x.
@@ -111,7 +112,7 @@ def error_budget(
 ) -> ErrorBudget:
     """Split the error of a quantized matrix product x w^T into its sources.
 
-    With x' and w' for the quantized operands, the total error of the result is exactly the sum of the other five:
+    Let x' and w' be the quantized operands. The total error is the sum of five errors:
 
         weight        x (w' - w)^T
         activation    (x' - x) w^T
@@ -122,14 +123,16 @@ def error_budget(
 
     Here u is matmul(quantize(x, recipe_x), quantize(w, recipe_w), unit=unit) in float32, and r is u rounded to
     out_dtype. So "accumulation" compares the unit with the exact product. It includes the product of the tensor scales,
-    which is multiplied in float32. "quantization" is the sum of the first three, x' w'^T - x w^T.
+    which is multiplied in float32. The result also has "quantization", the sum of the first three, which is x' w'^T - x
+    w^T.
 
-    The ratio of an error e is its signal-to-quantization-noise ratio. All errors are compared with one signal:
+    Each error e is reported as a signal-to-quantization-noise ratio (SQNR) in dB, always relative to the unquantized
+    product:
 
         SQNR = 10 log10(sum (x w^T)^2 / sum e^2)
 
-    The table also shows the relative error, sqrt(sum e^2 / sum (x w^T)^2). Errors add, but squares of errors add only
-    as far as the errors are uncorrelated.
+    The table also shows the relative error, sqrt(sum e^2 / sum (x w^T)^2). The errors of the elements add up exactly,
+    but their squares do so only if the errors are uncorrelated.
 
     Args:
         x: float32, float16 or bfloat16 array (..., K), such as the activations of a layer. Its leading axes are joined
@@ -145,14 +148,15 @@ def error_budget(
 
     Raises:
         TypeError: x or w has a dtype other than these three, or out_dtype is none of them.
-        ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for the two recipes.
+        ValueError: x and w differ in K, K is not a whole number of blocks, or the unit has no instruction for the two
+            recipes.
         ValueError: a recipe or the unit is unknown, or a recipe only fake-quantizes.
 
     Numerics:
         - x' and w' are code times block scale times tensor scale, exact. For unit="dequantized", they are the float32
-          values of fp4kit.dequantize, and their rounding to bfloat16 counts as accumulation.
+          values of fp4kit.dequantize. The unit rounds these to bfloat16, and this rounding counts as accumulation.
         - Products other than u are computed in float64, on the host, with NumPy's matrix product. Its order of sums is
-          not fixed. Ratios above about 280 dB therefore mean "no error beyond float64 rounding".
+          not fixed. So a ratio above about 280 dB means that the only error is float64 rounding.
         - An error of zero gives inf. NaN or infinities in x or w give NaN.
 
         The call needs four float64 arrays: two of the size of x, and two of the size of w. Arrays on a GPU are
@@ -194,10 +198,12 @@ def error_budget(
 
 
 def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
-    """Return the values of a quantized matrix on the host, as float64, with the quantized axis last.
+    """Return the values of a quantized matrix as a float64 NumPy array, with the quantized axis last.
 
-    The values are exact: code times block scale times tensor scale. As an exception, for the unit "dequantized" they
-    are the float32 values of dequantize. s: the settings of the product, of which only s.unit is used.
+    The values are exact: code times block scale times tensor scale. For the unit "dequantized", they are the float32
+    values of dequantize instead.
+
+    q: the quantized matrix, on any device. s: the settings of the product, of which only s.unit is used.
     """
     q = on_host(q, OP)
     if s.unit.order == "dequantized":
@@ -214,10 +220,11 @@ def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
 def _energies(
     x: tuple[np.ndarray, np.ndarray], w: tuple[np.ndarray, np.ndarray], u: np.ndarray, r: np.ndarray
 ) -> np.ndarray:
-    """Return eight sums of squares, float64: that of x w^T, and then those of its errors, in the order of _RATIOS.
+    """Return eight sums of squares, float64: first that of x w^T, and then one per error, in the order of _RATIOS.
 
-    x, w: pairs of the operand and its quantized values, float64 (M, K) and (N, K). u: the result of the unit (M, N). r:
-    u rounded to out_dtype.
+    x, w: pairs (operand, its quantized values), float64 of shapes (M, K) and (N, K).
+    u: the float32 result of the unit, (M, N).
+    r: u rounded to out_dtype.
     """
     total = np.zeros(8)
     (plain, quantized), (w_plain, w_quantized) = x, w
@@ -236,9 +243,10 @@ def _energies(
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise) in dB.
+    """Return 10 log10(signal / noise) in dB, from two sums of squares.
 
-    The result is NaN if either sum is not finite, inf if the noise is 0, and -inf if only the signal is 0.
+    The result is NaN if either sum is not finite. Otherwise it is inf if the noise is 0, and -inf if only the signal is
+    0.
     """
     if not np.isfinite([signal, noise]).all():
         return nan

@@ -37,8 +37,8 @@ class ExplainedStep:
     """One step of quantizing an element: an intermediate result such as the block amax, as a number and as bits.
 
     Attributes:
-        name: the name of the result, such as "block amax". "code" is the stored code, and "result" is the dequantized
-            value.
+        name: the name of the intermediate result, such as "block amax". The step "code" has the stored code, and the
+            last step, "result", has the dequantized value.
         value: the number. For a code, it is the value that the code stands for.
         bits: the bit pattern of the number or code, as a non-negative integer.
         format: the format of the bits, such as "float32", "E4M3" or "E2M1".
@@ -67,7 +67,8 @@ class Explanation:
     Attributes:
         index: the index of the element.
         recipes: the ids of the recipes.
-        steps: one tuple of steps per recipe, in the order in which its producer computes them.
+        steps: one tuple of ExplainedStep per recipe, in the order in which its producer computes them.
+            explanation[name] is the step of the first recipe with this name.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -87,10 +88,10 @@ class Explanation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all steps.
+        """The names of the steps of all recipes, in the order of the table's rows. Each name occurs once.
 
-        Each name occurs once. The steps of the first recipe come in order. A step that only a later recipe has is
-        inserted after the step that precedes it in that later recipe.
+        The steps of the first recipe come in order. A step that only a later recipe has is inserted after the step that
+        precedes it in that later recipe.
         """
         names: list[str] = []
         for steps in self.steps:
@@ -103,10 +104,10 @@ class Explanation:
 
     @property
     def parting(self) -> str | None:
-        """The name of the first step, in the order of `names`, at which the recipes differ. None if there is none.
+        """The name of the first step at which the recipes differ. None if they agree, or if there is only one recipe.
 
-        Recipes differ at a step if the bits or the formats of two recipes differ. Steps that some recipe lacks are
-        skipped.
+        Recipes differ at a step if two of them have different bits or formats there. Steps come in the order of
+        `names`. Steps that some recipe lacks are skipped.
         """
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
@@ -172,10 +173,10 @@ def _cells(step: ExplainedStep | None) -> tuple[str, str]:
 
 
 def _decimal(step: ExplainedStep) -> str:
-    """Return the number of a step as decimal text, with as many digits as its format needs to tell numbers apart.
+    """Return the number of a step as decimal text.
 
-    float64 numbers get up to 17 digits. All others get the shortest text that gives the number back in float32, and no
-    ".0" at the end.
+    float64 numbers get 17 significant digits, without trailing zeros. All other numbers are printed as float32: the
+    shortest text from which the float32 number can be read back, without a final ".0".
     """
     return f"{step.value:.17g}" if step.format == "float64" else f"{np.float32(step.value)!s}".removesuffix(".0")
 
@@ -193,11 +194,11 @@ def explain(
     seed: Any = None,
     hadamard: Hadamard = False,
 ) -> Explanation:
-    """Show how a recipe quantizes one element, step by step, as its producer computes it.
+    """Show how a recipe quantizes one element of an array, step by step, as its producer computes it.
 
     The steps are the amaxes, the tensor scale, the block scale before and after rounding, the factor, the quotient or
     product, the code, and the decoded value. Each has its number and its bits. Several recipes are shown side by side,
-    and the step where they part is marked.
+    and the first step at which they differ is marked.
 
     Args:
         x: float32, float16 or bfloat16 array, as for fp4kit.quantize. It is quantized as a whole: its other elements
@@ -211,18 +212,19 @@ def explain(
         rounding: "nearest" or "stochastic", as for fp4kit.quantize. For "stochastic", the random byte of the element is
             a step.
         seed: the seed or the random bytes for stochastic rounding, as for fp4kit.quantize.
-        hadamard: False, True or "no_signs", as for fp4kit.quantize. The transformed element is a step. The columns of a
-            block must be a multiple of 16, unless the recipe has no blocks.
+        hadamard: False, True or "no_signs", as for fp4kit.quantize. The transformed element is a step. A block must
+            have a multiple of 16 columns, unless the recipe has no blocks.
 
     Returns:
-        An Explanation. `explanation["code"]` is a step of the first recipe, and `explanation.steps` has all of them.
+        An Explanation. `explanation["code"]` is the step "code" of the first recipe, and `explanation.steps` has the
+        steps of all recipes.
 
     Raises:
         TypeError: index does not consist of integers, x has an unsupported dtype, or a recipe is neither an id nor a
             Recipe.
         ValueError: x or another argument does not fit the recipe, as for fp4kit.quantize.
         ValueError: recipe is an empty sequence.
-        IndexError: x has no such element.
+        IndexError: index is out of range, or does not have one integer per axis of x.
 
     Numerics:
         The last steps, "code" and "result", equal fp4kit.quantize and fp4kit.dequantize in every bit. For recipes that
@@ -259,7 +261,7 @@ def explain(
 
 
 def _on_host(array: Any) -> Any:
-    """Return an array that the caller passed (amaxes or random bytes) as a NumPy array.
+    """Return an argument that may be an array on a GPU, such as amaxes or random bytes, as a NumPy array.
 
     None, Python numbers, NumPy scalars and other objects without a shape are returned unchanged.
     """
@@ -268,9 +270,9 @@ def _on_host(array: Any) -> Any:
 
 
 def _check_transform(call: Call) -> None:
-    """Raise ValueError if a call has a Hadamard transform, and the recipe's block length is no multiple of 16.
+    """Raise ValueError if a call has a Hadamard transform and the recipe's blocks are no multiple of 16 columns long.
 
-    Recipes without blocks pass, because the transform's own blocks of 16 then suffice.
+    explain computes a single block, which must hold whole blocks of the transform. Recipes without blocks are accepted.
     """
     r = call.recipe
     if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
@@ -284,8 +286,8 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     index: one integer, or a tuple or list of integers; negative ones count from the end. shape: the shape of x.
 
-    Raise IndexError if the number of integers is not that of the axes, or if one is out of range. Raise TypeError for
-    an entry that is not an integer.
+    Raise IndexError unless there is one integer per axis, each in range. Raise TypeError for an entry that is not an
+    integer.
     """
     given = tuple(index) if isinstance(index, (tuple, list)) else (index,)
     parts = tuple(as_index(OP, "index", part) for part in given)
@@ -301,7 +303,7 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
     """Yield the steps by which the recipe of a call quantizes the element at `index`, and then decodes it.
 
-    Only the block of the element is computed, by the specification, while its steps are recorded.
+    The specification computes only the block that holds the element, and records its steps.
     """
     crop, row, column = _crop(call, index)
     with specification(), np.errstate(all="ignore"), traced() as steps:
@@ -315,11 +317,13 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
-    """Return the triple (call, row, column): a call for only the block that holds an element, and where it lies there.
+    """Return (crop, row, column): a call for only the block that holds an element, and the element's position in it.
 
-    The returned call holds the tensor amaxes, the block amax and the random numbers that apply to the block. So it
-    gives this block the codes that the whole array would. If the recipe has no blocks, the fewest neighboring elements
-    whose codes fill whole bytes take the place of the block. With a Hadamard transform, these are at least 16.
+    The returned call has the tensor amaxes, the block amax and the random numbers that apply to this block, so it gives
+    the block the codes that it has in the whole array.
+
+    If the recipe has no blocks, the crop is the smallest group of neighboring elements whose codes fill whole bytes;
+    with a Hadamard transform, a group of at least 16.
 
     index: the index of the element in the array of `call`, with the axes as the caller passed them.
     """
@@ -354,13 +358,14 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
 
 
 def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
-    """Return the tensor amaxes that apply to a block: one, or one per row. None if the recipe has no tensor scale.
+    """Return the tensor amaxes that apply to a block, one or one per row. None if the recipe has no tensor scale.
 
-    If the caller passed amaxes, those of the block are picked. Otherwise the amaxes are computed from all elements that
-    share the tensor scale: the whole array, each row, or the block, as r.tensor_scaling says.
+    Amaxes that the caller passed are sliced to the block. Otherwise they are computed from the elements that share a
+    tensor scale: the whole array, a row, or the block, as r.tensor_scaling says.
 
+    call: the call for the whole array.
     moved: call.moved (the array with the quantized axis last), with at least two axes.
-    at: where the block is: its index along the axes before the last two, and the slices of its rows and columns.
+    at: the position of the block: (its index along the axes before the last two, slice of rows, slice of columns).
     """
     (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
     if r.tensor_scaling == "none":
@@ -381,9 +386,9 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
 
 
 def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield the steps in order, but each step whose name begins with "tensor" only once.
+    """Yield the steps in order, but only the first of several steps with one name that begins with "tensor".
 
-    Decoding computes the tensor amax and the tensor scale again, which records their steps a second time.
+    Decoding computes the tensor amax and the tensor scale again, which records these steps a second time.
     """
     tensor = set()
     for step in steps:
@@ -395,11 +400,11 @@ def _first_scales(steps: list[Step]) -> Iterable[Step]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Return the entry of a recorded step that belongs to the element (row, column) of a block, as an ExplainedStep.
+    """Return the ExplainedStep of the element (row, column) of a block, from a step recorded for the whole block.
 
-    A step has one entry per element, per row, or for the whole block.
+    A recorded step has one entry per element, one per row, or a single one for the block.
 
-    shape: the rows and columns of the block.
+    shape: the numbers of rows and columns of the block.
     """
     flat = step.result.reshape(-1)
     m, k = shape
@@ -410,7 +415,7 @@ def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> Explai
 def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep:
     """Return the ExplainedStep for one entry of a recorded result.
 
-    The entry is a number if fmt is None, otherwise a code of the format fmt.
+    name: the name of the step. entry: a number if fmt is None, otherwise a code of the format fmt.
     """
     if fmt is not None:
         return ExplainedStep(name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
@@ -421,10 +426,11 @@ def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep
 
 
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
-    """Yield the steps with unique names, and without two kinds of steps that only repeat another one.
+    """Yield the steps with unique names, without those that only repeat another step.
 
-    If a name occurs again, it gets a number, as in "block scale (2)". The step "decoded value" is left out if the step
-    "result" has its format. The step "element value" is left out if it equals the value of the step "code".
+    - If a name occurs again, it gets a number, as in "block scale (2)".
+    - The step "decoded value" is left out if the step "result" has the same format.
+    - The step "element value" is left out if its value equals that of the step "code".
     """
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}

@@ -27,11 +27,11 @@ def fake_quantize(
     seed: Any = None,
     threads: int | None = None,
 ) -> ArrayT:
-    """Return x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
+    """Return x with the rounding error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
-    Two kinds of recipes differ from dequantize(quantize(x)). A recipe with a fake_rule follows its producer's own fake
-    quantizer. Such a quantizer makes no codes, and its arithmetic often differs from the producer's real quantizer
-    (reference.fake states each). AMD Quark's MX recipes differ for float16 x.
+    For most recipes, the values are exactly those of dequantize(quantize(x)). A recipe with a fake_rule instead follows
+    its producer's own fake quantizer, which makes no codes and often uses other arithmetic than the producer's real
+    quantizer (reference.fake states each rule). The values of AMD Quark's MX recipes can also differ for float16 x.
 
     Args:
         x: float32, float16 or bfloat16 array of any shape, of any library. A tensor that requires grad is rejected:
@@ -75,10 +75,11 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
-    """Check the arguments of fake_quantize, and return the fake-quantized x. Raise the errors of fake_quantize.
+    """Check the arguments of fake_quantize, and return the fake-quantized x. Raise as fake_quantize does.
 
-    options: the options rounding and seed. amaxes: the arguments tensor_amax and block_amax. key: the key under which
-    to store a cached call for later calls; None stores nothing.
+    options: the options rounding and seed.
+    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
+    amaxes: the arguments tensor_amax and block_amax, by name.
     """
     op = "fake_quantize"
     call, cached = fake_call(op, x, recipe, axis, options, **amaxes), None
@@ -88,10 +89,11 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """Raise ValueError if a recipe whose fake_rule rounds to nearest only gets another rounding, or a seed.
+    """Raise ValueError if a recipe with a fake_rule that only rounds to nearest gets another rounding, or a seed.
 
-    Other recipes pass; their rounding and seed are checked elsewhere. op: the public function that the message begins
-    with.
+    Nothing is checked for recipes without a fake_rule, or with a stochastic one.
+
+    op: the public function that the message begins with.
     """
     if r.fake_rule is None or FAKE_RULES[r.fake_rule].stochastic:
         return
@@ -115,10 +117,10 @@ def fake_quantize_backward(
         x: the array that was fake-quantized.
         recipe: a recipe id, an alias or a Recipe.
         axis: the axis along which blocks run.
-        amax: the clip limit, float32: (), one per row of x (axis last), one per block, or (E,) with one per expert, as
-            for tensor_amax of quantize. None computes it from x, as quantize computes tensor_amax; for recipes without
-            a tensor scale (MX), it is the amax of the whole x. If x is on a GPU, pass a number or a float32 array on
-            that GPU.
+        amax: the clip limit, a number or an array in a shape that quantize accepts for tensor_amax: (), one per row or
+            per block, or (E,) with one per expert. None computes it from x, as quantize computes tensor_amax; for
+            recipes without a tensor scale (MX), it is the amax of the whole x. If x is on a GPU, pass a number or a
+            float32 array on that GPU.
         pass_through: True returns grad unclipped. False sets it to 0 where |x| > amax.
 
     Returns:
@@ -130,9 +132,8 @@ def fake_quantize_backward(
             array are not checked.
 
     Numerics:
-        These rules hold if pass_through is False. |x| is compared with amax in float32; amax is never rounded to the
-        dtype of x. |x| = amax passes. A NaN in x gives 0. A NaN amax gives 0 everywhere, because no comparison with it
-        holds.
+        If pass_through is False, |x| is compared with amax in float32; amax is never rounded to the dtype of x. |x| =
+        amax passes. A NaN in x gives 0. A NaN amax gives 0 everywhere, because no comparison with it holds.
 
     Source:
         Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.

@@ -28,9 +28,9 @@ def amax_grouped(
 ) -> list[Any]:
     """Return the amax of each array of a group: [amax(x, recipe, axis=axis) for x in xs].
 
-    On a GPU, one kernel launch per dtype computes all amaxes, and the results are views of one vector. As an exception,
-    recipes with blocks of several rows or with amax_nan="lanes" take one launch per array, because one thread must then
-    read a whole block.
+    On a GPU, one kernel launch per dtype computes all amaxes, and the results are views of one vector. Recipes with
+    blocks of several rows or with amax_nan="lanes" take one launch per array instead, because one thread must read a
+    whole block.
 
     Args:
         xs: a sequence of arrays of any shapes, or one stacked array whose first axis counts the arrays (experts).
@@ -70,7 +70,7 @@ def quantize_grouped(
 ) -> list[Quantized]:
     """Quantize each array of a group, such as the weights of all experts of a layer.
 
-    On a GPU, this takes one kernel launch per dtype, after one launch for the amaxes if they are computed. A stacked
+    On a GPU, this takes one kernel launch per dtype, plus one per dtype for the amaxes if they are computed. A stacked
     array is not copied, and its results are views of stacked arrays. If you quantize the same arrays in every step, use
     GroupedPlan, which repeats the call without work per array.
 

@@ -22,12 +22,12 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """An argument of a GroupedPlan as it was when the plan was made, so that later changes can be detected.
+    """A record of one argument of a GroupedPlan when the plan was made, so that later changes can be detected.
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.
-        entries: the entries of the argument; for an array, a list that holds only this array.
-        tensors: the entries that are PyTorch tensors. Their memory can be replaced while the object stays.
+        entries: the entries of the argument. An array counts as a single entry.
+        tensors: the entries that are PyTorch tensors. Their memory can be replaced while the object stays the same.
         addresses: the memory address of each of these tensors.
     """
 
@@ -38,25 +38,25 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return a PlanInput that records an argument: its entries and the addresses of PyTorch tensors.
+        """Return a PlanInput that records the entries of an argument and the addresses of PyTorch tensors among them.
 
         No data is copied. Raise TypeError if `value` is neither an array nor iterable.
 
-        name: the name of the argument in messages. value: the argument, a sequence of N entries or an array. An array
-            counts as a single entry.
+        name: the name of the argument, for messages.
+        value: the argument, a sequence of N entries or an array.
         """
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """Return None if the plan still fits the argument, otherwise the end of an error message.
+        """Return None if the argument is unchanged since the plan was made, otherwise the end of an error message.
 
-        The number of entries, the entries themselves (by identity) and the addresses of PyTorch tensors are compared;
-        new values in the same memory are no change. An example of a message is "[2] was replaced after the plan was
-        made".
+        It is unchanged if it has equally many entries, if the entries are the same objects, and if PyTorch tensors have
+        the same addresses. New values in the same memory do not count as a change. An example of a message is "[2] was
+        replaced after the plan was made".
 
-        value: the object that the caller passes now; None checks the recorded object, whose entries may have changed.
+        value: the object that the caller passes now. None checks the recorded object, whose entries may have changed.
         """
         now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
@@ -70,10 +70,11 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """Return the entries of an argument as a list or tuple. One array, stacked or not, becomes a list of one.
+    """Return the entries of an argument as a list or tuple. An array, stacked or not, becomes a list with one entry.
 
-    Raise TypeError if `value` is neither an array nor iterable. op, name: the public function and its argument, as the
-    message names them.
+    Raise TypeError if `value` is neither an array nor iterable.
+
+    op, name: the public function and its argument, for messages.
     """
     return [value] if is_array(value) else as_entries(op, name, value)
 
@@ -83,10 +84,12 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
     - The entries of a sequence are its items.
     - The entries of an array are its items along the first axis.
-    - If value is None, all `count` entries are None.
+    - If `value` is None, every entry is None.
 
-    Raise ValueError if value is neither a sequence nor an array with an axis, if the number of entries is not `count`,
-    or if an entry is None. op, name: the public function and its argument, as messages name them.
+    Raise ValueError if `value` is neither a sequence nor an array with an axis, if the number of entries is not
+    `count`, or if an entry is None.
+
+    op, name: the public function and its argument, for messages. count: the number of tensors.
     """
     if value is None:
         return [None] * count
@@ -104,13 +107,15 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """Import the argument xs of a grouped call. Return the pair (list of NumPy or CuPy arrays, stack).
+    """Import the argument xs of a grouped call, and return the pair (list of NumPy or CuPy arrays, stack).
 
-    - If xs is one stacked array, stack is this array, imported, and the list has its items along the first axis.
-    - Otherwise, stack is None, and the list has the entries of xs, imported.
+    - If xs is one stacked array, `stack` is this array, imported, and the list has its items along the first axis.
+    - Otherwise, `stack` is None, and the list has the imported entries of xs.
 
     Raise TypeError if xs is neither an array nor iterable, and ValueError if a stacked array has less than two
-    dimensions. Other errors are those of import_arrays.
+    dimensions. Importing an array can also raise the errors of import_arrays.
+
+    op: the public function, for messages.
     """
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
@@ -133,8 +138,8 @@ def check_stack(op: str, stack: Any, kind: str = "array") -> None:
 class GroupedPlan:
     """A plan that quantizes N tensors again and again, such as the weights of a model in every training step.
 
-    Arguments are parsed once, when the plan is made. Outputs and, on a GPU, the table of pointers to the tensors are
-    made at a method's first call. All later calls reuse them.
+    Arguments are parsed once, when the plan is made. A method's first call allocates its outputs and, on a GPU, a table
+    of pointers to the tensors. Later calls reuse them.
 
         plan = GroupedPlan(weights, "nvfp4-te")
         for step in range(steps):
@@ -144,9 +149,9 @@ class GroupedPlan:
     Every call of a method returns the plan's own arrays, and overwrites the values of the previous call in them. For a
     stacked array on a GPU, they are views of stacked arrays. If the tensors are JAX arrays, every call returns copies.
 
-    A plan keeps its tensors alive, and every call reads their current values. If an entry of the sequence was replaced
-    by another array, or the memory of a PyTorch tensor was replaced, the methods raise ValueError before any work. Call
-    refresh() then, which makes the plan again. If you hold the tensors in a new sequence object, pass this object to
+    A plan keeps its tensors alive, and every call reads their current values. If an entry of the sequence or the memory
+    of a PyTorch tensor has been replaced, the methods raise ValueError and compute nothing. In this case call
+    refresh(), which makes the plan again. If you keep the same tensors in a new sequence object, pass this object to
     the methods as xs.
 
     On a GPU, a call takes one kernel launch per dtype, or two if amaxes are computed. It uses the current stream and
@@ -230,10 +235,12 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
-        """Parse the calls, record the arguments, and replace the group that runs the calls. Return None.
+        """Make or remake the plan: parse the calls, record the arguments, and make the object that runs the calls.
 
-        The new group makes its own outputs at the first run. values: the arguments xs, tensor_amax and block_amax, by
-        name. Arguments that are not given are missing or None.
+        The new object allocates its own outputs when it first runs.
+
+        values: {name: value} of the arguments xs, tensor_amax and block_amax. Arguments that were not given are missing
+            or None.
         """
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
@@ -250,9 +257,11 @@ class GroupedPlan:
         self._group = new_group(self._op, calls, self.recipe, moved)
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """Return one parsed call per array of xs. values: the arguments tensor_amax and block_amax, by name.
+        """Return one parsed call per array of xs.
 
-        Amaxes that the caller passed are not copied, so that every later call reads their current values.
+        Amaxes that the caller passed are not copied, so every later call reads their current values.
+
+        values: {name: value} of the arguments tensor_amax and block_amax, either of which may be missing or None.
         """
         amaxes, blocks = (
             per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
@@ -272,9 +281,9 @@ class GroupedPlan:
         """The amaxes of all tensors in one float32 vector: one entry per tensor scale, tensor after tensor.
 
         A tensor has one entry, or one per row or block if the recipe has one tensor scale per row or block. The vector
-        holds zeros until amax, quantize or fake_quantize computes the amaxes for the first time; each later computation
-        overwrites it. As an exception, fake_quantize on a GPU leaves it unchanged for recipes with a fake_rule and one
-        tensor scale per block.
+        holds zeros until amax, quantize or fake_quantize first computes the amaxes, and every later computation
+        overwrites it. Only fake_quantize on a GPU, for recipes with a fake_rule and one tensor scale per block, leaves
+        it unchanged.
 
         The attribute is None if the caller passed the amaxes, or if the recipe has no tensor scale.
 
@@ -286,7 +295,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def amax(self, xs: Any = None) -> list[Any]:
-        """Return the amax from which each tensor's scale is made: the caller's tensor_amax, or else one computed now.
+        """Return, per tensor, the amax from which its scale is made: the caller's tensor_amax, or one computed now.
 
         Args:
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
@@ -304,7 +313,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
-        """Quantize each tensor into the plan's own arrays.
+        """Quantize the current values of each tensor into the plan's own arrays.
 
         Args:
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
@@ -324,7 +333,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
-        """Fake-quantize each tensor into the plan's own arrays.
+        """Fake-quantize the current values of each tensor into the plan's own arrays.
 
         Args:
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
@@ -355,7 +364,7 @@ class GroupedPlan:
         """Return the straight-through gradient of each tensor, as fp4kit.fake_quantize_backward does.
 
         Args:
-            grads: N arrays in the shapes of xs. On a GPU, if they are the arrays of the previous call, the call does no
+            grads: N arrays in the shapes of xs. On a GPU, passing the same arrays as in the previous call avoids any
                 work per array.
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
             pass_through: True returns grads unclipped. False sets them to 0 where |x| exceeds the amax of the tensor,
@@ -395,10 +404,11 @@ class GroupedPlan:
         return clipped
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
-        """Raise ValueError if an entry of an argument, or its memory, was replaced since the plan was made.
+        """Raise ValueError if an argument of the plan was replaced: an entry of it, or the memory of a PyTorch tensor.
 
-        method: the method's name in the message. xs: the sequence or array that the caller passes to the method; None
-        for the object that the plan was made with.
+        method: the name of the method, for the message.
+        xs: the sequence or array that the caller passes to the method. None checks the object that the plan was made
+            with.
         """
         for name, argument in self._inputs.items():
             changed = argument.changed(xs if name == "xs" else None)

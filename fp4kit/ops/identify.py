@@ -47,7 +47,7 @@ ELSEWHERE = 1 / 8
 
 
 class Variation(NamedTuple):
-    """A recipe together with options of quantize that may have made a quantized array which no recipe alone reproduces.
+    """A recipe with options of quantize that may have made a quantized array. Tried if no recipe alone reproduces it.
 
     Attributes:
         recipe: the name of the recipe.
@@ -65,14 +65,14 @@ class Identification:
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
     print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches.
-    If several recipes reproduce all bytes, this array does not tell them apart.
+    If several recipes reproduce all bytes, they agree on this array, and any of them may have made it.
 
     Attributes:
         matches: one Match per recipe that was tried. Those compared on all bytes come first, and then those compared on
             a sample; both are sorted by their share of equal bytes, largest first.
-        variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that do so together with a Hadamard
-            transform, and the recipes that may have made every code by stochastic rounding, with or without a Hadamard
-            transform.
+        variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that reproduce all bytes together
+            with a Hadamard transform, and the recipes that may have made every code by stochastic rounding, with or
+            without a Hadamard transform.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -92,14 +92,14 @@ class Identification:
 
     @property
     def verdict(self) -> str:
-        """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
+        """The result in one sentence, such as "mxfp4-te made these bytes".
 
         The first of these cases that applies decides:
 
         - One to three recipes reproduce all bytes: the sentence names them. If there are more, it names one of them and
           the number of the others; `exact` has all.
-        - There are variations: it names the first one, and the recipes with equal options.
-        - No recipe has the format: it says so.
+        - There are variations: it names the recipe and options of the first one, and other recipes with equal options.
+        - No recipe of fp4kit has the formats of the array: it says so.
         - Otherwise, it names the nearest recipe and its share of equal bytes.
         """
         if self.exact:
@@ -152,9 +152,9 @@ class Identification:
 
 
 def _plainest(names: Sequence[str]) -> str:
-    """Return the recipe id with the fewest hyphens, such as nvfp4-te instead of nvfp4-te-2d. Of several, the first.
+    """Return the recipe id with the fewest hyphens, such as nvfp4-te instead of nvfp4-te-2d.
 
-    names: at least one id.
+    If several ids have equally few, return the first of them. names: at least one id.
     """
     return min(names, key=lambda name: name.count("-"))
 
@@ -167,8 +167,7 @@ def either(names: Sequence[str]) -> str:
 def _variation_verdict(variations: Sequence[Variation]) -> str:
     """Return a sentence that says which recipes, with a Hadamard transform or stochastic rounding, made the codes.
 
-    Variations are recipes with one or both of these options. Only those with the same options as the first one are
-    named.
+    variations: at least one. The sentence names only those that have the same options as the first one.
     """
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
@@ -181,11 +180,11 @@ def _variation_verdict(variations: Sequence[Variation]) -> str:
 
 @ieee("identify")
 def identify(q: Quantized, x: Any) -> Identification:
-    """Rank the recipes by how many bytes of q they reproduce from x, and say which recipe made q.
+    """Find out which recipe made q from x: rank the recipes by how many bytes of q they reproduce.
 
     Candidates are the recipes of fp4kit's table that make codes and have q's format: the element format, the scale
-    format and the number of columns per block. If q's recipe is not in the table, because it was made by
-    dataclasses.replace, two kinds of candidates are added: q's recipe itself, and copies of table recipes that are
+    format and the number of columns per block. If q's recipe is not in the table (for example if it was made by
+    dataclasses.replace), two kinds of candidates are added: q's recipe itself, and copies of table recipes that are
     given q's block shape.
 
     If no candidate reproduces all bytes, those with q's kind of tensor scale (none, per tensor, row or block) are tried
@@ -194,7 +193,7 @@ def identify(q: Quantized, x: Any) -> Identification:
 
     - The recipe makes all bytes of q's scales.
     - Each code is one of the two between which random bytes can choose.
-    - Among the elements that lie between two values of the format, at least an eighth do not have the nearest code.
+    - At least an eighth of the elements that lie between two values of the format do not have the nearest code.
 
     Args:
         q: a Quantized of unknown origin. Its recipe says how to read the codes and scales, so it may be any recipe with
@@ -254,12 +253,11 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    1. The table's recipes whose bytes can be compared with those of `own` (see _comparable). If `own` is in the table,
-       or only fake-quantizes, no others follow.
+    1. The table's recipes whose bytes can be compared with those of `own` (see _comparable). If `own` is in the table
+       or only fake-quantizes, nothing else is yielded.
     2. `own` itself.
-    3. Variants: copies of table recipes that are given the block shape of `own`. Only recipes with blocks of another
-       number of columns have a variant. Those that do not allow the block shape, or whose formats differ from those of
-       `own`, have none.
+    3. Variants: copies of table recipes that are given the block shape of `own`. Only recipes whose blocks have another
+       number of columns are copied, and only if they allow the block shape and the copy is comparable with `own`.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
@@ -278,9 +276,9 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 def _comparable(a: Recipe, b: Recipe) -> bool:
     """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a.
 
-    Return True if the formats of elements and scales are equal, and blocks have equally many columns. A recipe without
-    blocks counts as one with blocks of one column. The number of rows per block may differ. Return False if b only
-    fake-quantizes.
+    They can if b makes codes, the formats of elements and scales are equal, and blocks have equally many columns. The
+    number of rows per block may differ. If a has blocks, a recipe b without blocks counts as one with blocks of one
+    column.
     """
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
@@ -314,9 +312,11 @@ def _matches_by_sample(
 ) -> list[Match]:
     """Return one Match per candidate recipe, for a large array, sorted by equal bytes of a sample, largest first.
 
-    All candidates are tried on a sample of `host`, the copy of the arrays in host memory. Candidates that reproduce the
-    whole sample are then compared on all bytes of `whole`, the arrays on the caller's device. If there are none, the
-    best MAX_PROVED (3) candidates are. The other candidates keep the counts of the sample, with whole=False.
+    All candidates are tried on a sample of `host`. Those that reproduce the whole sample, or the best MAX_PROVED (3) if
+    there are none, are then compared on all bytes of `whole`. The other candidates keep the counts of the sample, with
+    whole=False.
+
+    whole: the arrays on the caller's device. host: copies of these arrays in host memory.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
@@ -329,7 +329,9 @@ def _matches_by_sample(
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
     """Return the Match of recipe r: how many bytes of q it reproduces from x, with the tensor amax that fits best.
 
-    All bytes of q are compared. The amaxes are those of CandidateAmaxes.for_recipe. hadamard: the argument of quantize.
+    All bytes of q are compared. The amaxes that are tried are those of CandidateAmaxes.for_recipe.
+
+    hadamard: the argument of quantize.
     """
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
@@ -337,7 +339,10 @@ def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
     """Quantize a box of an array by a recipe, with each candidate amax of the whole array, and return the best trial.
 
-    If several amaxes make the largest number of bytes equal, the trial lists all of them. whole: the array, as q and x.
+    The best trial has the most bytes equal to those of q. If several amaxes share this number, the trial lists them
+    all.
+
+    whole: q and x, from which the candidate amaxes come. box: one slice per axis.
     """
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
@@ -354,10 +359,10 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the amax of the whole array x as recipe r computes it: the tensor_amax with which to quantize a part of x.
+    """Return the amax of the whole array x as recipe r computes it, to be used as tensor_amax for a part of x.
 
-    Return None, with which quantize computes the amax of the part, in two cases: the recipe does not have one tensor
-    scale for all elements, or the amax is NaN, which quantize rejects.
+    Return None in two cases: the recipe does not have exactly one tensor scale, or the amax is NaN, which quantize
+    rejects. quantize then computes the amax of the part.
     """
     amax = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
     return None if amax is None or np.isnan(amax).any() else amax.max()
@@ -367,15 +372,15 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
-    """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that reproduce q.
+    """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that may have made q from x.
 
     Variations with only a Hadamard transform come first, then those with only stochastic rounding, and last those with
-    both. Some are not tried:
+    both. These are not tried:
 
-    - candidates that do not make q's kind of tensor scale, or cannot make its NaN (_can_make_scale);
-    - Hadamard transforms, unless the length of the quantized axis is a multiple of 16;
-    - transforms (also none) after which x has other signs than q's codes (_has_signs_of);
-    - stochastic rounding for integer elements, for 4over6, and for recipes whose random numbers are not bytes.
+    - candidates with another kind of tensor scale than q, or that cannot make its NaN (_can_make_scale)
+    - Hadamard transforms, unless the length of the quantized axis is a multiple of 16
+    - transforms after which x has other signs than q's codes; untransformed x with other signs likewise (_has_signs_of)
+    - stochastic rounding for integer elements, for 4over6, and for recipes whose random numbers are not bytes
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -399,9 +404,9 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
     """Return whether the codes of q have the signs of x after the given Hadamard transform.
 
-    Every recipe keeps signs, so this rules out a wrong transform before anything is quantized. Signs of zeros are not
-    compared, in x or in q. The other signs may differ for at most NEXT_TO_TIES (1/1024) of all elements. Return True if
-    x holds NaN or infinity, because its transform then has no meaningful signs.
+    Every recipe keeps signs, so a cheap comparison rules out a wrong transform before anything is quantized. Elements
+    that are zero in x or q are not compared. The signs of at most 1/1024 (NEXT_TO_TIES) of all elements may differ.
+    Return True if x holds NaN or infinity, because the signs of its transform then mean nothing.
 
     hadamard: the argument of quantize; False compares with x itself.
     """
@@ -419,16 +424,16 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
     """Return False if a stored tensor scale holds NaN and the recipe's tensor rule never makes NaN; otherwise True.
 
-    If `tensor_scale` is None, return True. Scales that are numbers are not checked here.
+    If `tensor_scale` is None, return True. Entries other than NaN are not checked.
     """
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _box_at_start(q: Quantized, elements: int) -> Box:
-    """Return a box (one slice per axis) at the start of q, of whole blocks and with at most about `elements` elements.
+    """Return a box (one slice per axis) at the start of q, of whole blocks and with about `elements` elements or fewer.
 
-    The box has the full length of the quantized axis, and the first rows along the other axes. If a single row of
-    blocks has more elements, the box is this row of blocks. The box of a small array is the whole array.
+    The box has the full length of the quantized axis, and the first rows along the other axes. It has at least one row
+    of blocks, even if that is larger. For a small array, the box is the whole array.
     """
     lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(lengths))):
@@ -439,11 +444,12 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Return the codes that recipe r gives x under the block scales and tensor scale of q: uint8, one per element.
+    """Return the codes that recipe r gives x under the block scales and tensor scale of q, as uint8, one per element.
 
-    The quantized axis is the last one of the result. hadamard: the argument of quantize.
+    The quantized axis comes last in the result.
 
-    byte: the random byte that every element gets for stochastic rounding. None uses the recipe's own rounding.
+    hadamard: the argument of quantize.
+    byte: the random byte for every element, for stochastic rounding; None uses the recipe's own rounding.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
@@ -454,14 +460,14 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes the codes of q from x under q's own scales, except for at most 1/1024 of the codes.
+    """Return whether a recipe makes nearly all codes of q (all but 1/1024 of them) from x under q's own scales.
 
     - If `stochastic` is False, a code is right if it is the recipe's code.
-    - If it is True, a code is right if it is the code under random byte 0 or under random byte 255. In addition, many
-      codes must differ from the nearest code: at least ELSEWHERE (1/8) of the number of elements for which bytes 0 and
-      255 give different codes. Two zeros of different signs do not count as different.
+    - If `stochastic` is True, a code is right if random byte 0 or random byte 255 gives it. In addition, many codes
+      must differ from the nearest code: at least an eighth (ELSEWHERE) of the number of elements for which bytes 0 and
+      255 give different codes. Zeros of different signs do not count as different from the nearest code.
 
-    The scales of q are not compared here. Return True for empty arrays. hadamard: the argument of quantize.
+    The scales of q are not compared. Return True for empty arrays. hadamard: the argument of quantize.
     """
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
@@ -482,8 +488,8 @@ def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stocha
     """Return whether a recipe can have made all of q from x, with the given Hadamard transform.
 
     - If `stochastic` is False, the recipe must reproduce every byte.
-    - If it is True, the recipe must reproduce every block scale, and every code must be the code under random byte 0 or
-      under random byte 255.
+    - If `stochastic` is True, the recipe must reproduce every block scale, and random byte 0 or random byte 255 must
+      give every code.
     """
     match = _match(q, x, r, hadamard)
     if not stochastic:

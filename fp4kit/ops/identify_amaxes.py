@@ -1,7 +1,7 @@
 """Find the tensor amaxes from which a stored tensor scale can have been made.
 
-identify quantizes with each of them when it tries a candidate recipe. A tensor amax is the largest magnitude of an
-array, row or block, from which a recipe computes the tensor scale.
+identify quantizes with each of these amaxes when it tries a candidate recipe. A tensor amax is the largest magnitude of
+an array, row or block, from which a recipe computes the tensor scale.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_s
 
 
 class CandidateAmaxes:
-    """The tensor amaxes with which recipes may have made q, a quantized array, from x.
+    """The tensor amaxes with which a recipe may have made the quantized array q from the array x.
 
-    q, x: NumPy arrays. computed: a cache of the amaxes of x. Its keys are the recipe fields and the Hadamard option on
-    which an amax depends.
+    q, x: a Quantized and an array, both in host memory. computed: a cache of the amaxes of x. Its keys are the recipe
+    fields and the Hadamard option on which an amax depends.
     """
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:
@@ -37,8 +37,8 @@ class CandidateAmaxes:
     def amax_of_x(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
         """Return the tensor amax of x, as recipe r computes it after the given Hadamard transform.
 
-        It has one entry per tensor, row or block, as r.tensor_scaling says, and may be NaN if x holds NaN. The result
-        is cached, so do not write to it.
+        The result has one entry per tensor, row or block, as r.tensor_scaling says. If x holds NaN, entries may be NaN.
+        The result is cached, so do not write to it.
         """
         key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
         if key not in self.computed:
@@ -50,12 +50,12 @@ class CandidateAmaxes:
 
         The first of these cases that applies decides:
 
-        - Yield only None, which stands for the amax of x, if r makes no tensor scale, if r and q's recipe differ in
-          whether tensor scales belong to tensors, rows or blocks, or if q.tensor_scale or q.tensor_amax holds NaN.
+        - Yield only None, which stands for the amax of x, in three situations: r makes no tensor scale; r and q's
+          recipe differ in whether they scale tensors, rows or blocks; or q.tensor_scale or q.tensor_amax holds NaN.
         - If q's recipe makes q.tensor_scale from q.tensor_amax, yield only q.tensor_amax.
         - Otherwise, yield amaxes from which r makes q.tensor_scale. The first is the amax of x if it gives this scale,
-          or else the amax that the scale implies. The others give an equal tensor scale, but an encode scale that
-          differs from all before.
+          or else the amax that the scale implies. The others give an equal tensor scale, but each gives another encode
+          scale (the number that elements are multiplied by) than all before.
         """
         q = self.q
         # quantize rejects a NaN amax. So yield None, which makes quantize compute the amax from x.
@@ -71,8 +71,8 @@ class CandidateAmaxes:
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
         """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax.
 
-        The implied amax is computed from the scale alone (see _implied). If any amax of x is NaN, or if r makes another
-        number of tensor scales than q has, all entries are implied amaxes.
+        The implied amax is computed from the scale alone (see _implied). All entries are implied amaxes if any amax of
+        x is NaN, or if r makes another number of tensor scales than q has.
         """
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
@@ -84,9 +84,9 @@ class CandidateAmaxes:
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield amaxes from which recipe r makes a stored tensor scale, as arrays in the shape of `scale`.
 
-    The first array is `likely`, unchecked, or the amax that the scale implies if `likely` is None. The others give the
-    stored scale too, but each gives an encode scale that no earlier one gave. The encode scale is the number by which
-    elements are multiplied. At most MAX_NEIGHBORS (16) others are yielded.
+    The first array is `likely`, which is not checked, or the amax that the scale implies if `likely` is None. Then come
+    at most MAX_NEIGHBORS (16) others. They give the stored scale too, but each gives an encode scale that no earlier
+    array gave. The encode scale is the number that elements are multiplied by.
 
     dtype: the dtype of the array that was quantized.
     """
@@ -102,10 +102,12 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return, per entry of `scale`, the amax from which recipe r makes this tensor scale.
+    """Return, for each entry of `scale`, the amax from which recipe r makes this tensor scale.
 
     If there is no such amax, the entry is scale * covered_range(r), which may be infinite. covered_range(r) is the amax
     that a tensor scale of 1 covers.
+
+    dtype: the dtype of the array that was quantized.
     """
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
@@ -113,14 +115,16 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that give `scale`, in ascending order, in stacks.
+    """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that give `scale`, in ascending order.
 
-    A stack is one array with an additional first axis. If there are few scales, one stack has all arrays. Otherwise,
-    each stack has a single one, to save memory.
+    The arrays come in stacks with an additional first axis. For few scales, one stack holds all arrays. Otherwise each
+    stack holds one array, to save memory.
 
-    For each scale, the arrays begin at the smallest amax that gives it and go up float32 number by float32 number. If
-    fewer than MAX_NEIGHBORS amaxes give it, the largest is repeated. Only amaxes near the implied one are tried (see
-    amax_interval). If none of these gives the scale, every array has the value of `amax` there.
+    For each scale, the first array has the smallest amax that gives it, and each next array has the next float32
+    number. If fewer than MAX_NEIGHBORS amaxes give the scale, the last one is repeated. Only amaxes near the implied
+    one are tried (see amax_interval). If none of them gives the scale, every array has the value of `amax` there.
+
+    amax: the implied or likely amaxes, in the shape of `scale`. dtype: the dtype of the array that was quantized.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
@@ -132,8 +136,8 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    """Return the decode scale that recipe r makes from each amax, to compare it with q.tensor_scale.
+    """Return the tensor scale that recipe r makes from each amax and by which decoding multiplies.
 
-    q: the quantized array, of which only q.dtype is used, the dtype of the elements before quantization.
+    Callers compare it with q.tensor_scale. Only q.dtype is used of q: the dtype of the elements before quantization.
     """
     return tensor_scale(amax, r, q.dtype).decode

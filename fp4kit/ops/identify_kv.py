@@ -27,7 +27,7 @@ _COLUMNS = ("layout", "error of keys", "error of values", "reading")
 
 
 class KVMatch(NamedTuple):
-    """The errors of one reading of a KV cache: of the keys and values that one layout decodes from the cache.
+    """The errors of one reading of a KV cache, which is the keys and values decoded from the cache by one layout.
 
     Attributes:
         layout: the name of the layout.
@@ -52,14 +52,14 @@ class KVMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class KVIdentification:
-    """The result of identify_kv: the layouts that may be that of a KV cache, ranked by the errors of keys and values.
+    """The result of identify_kv: candidate layouts of a KV cache, ranked by the errors of keys and values.
 
     print() shows a verdict and a table with one row per match.
 
     Attributes:
-        matches: one KVMatch per layout that the arrays can have. Those that fit come first. Among those that fit, and
-            among the others, they are sorted by the larger of the two errors, smallest first. If no layout fits,
-            readings that fit with a known fault come before them.
+        matches: one KVMatch per layout that the arrays can have. Those that fit come first. Within both groups, they
+            are sorted by the larger of the two errors, smallest first. If no layout fits alone, the list begins with
+            the layouts that fit together with a known fault, if there are any.
         assumed: the name of the layout that the caller assumed, or None.
     """
 
@@ -73,12 +73,12 @@ class KVIdentification:
 
     @property
     def verdict(self) -> str:
-        """One sentence that says which layout the cache has, with the errors of this reading.
+        """The result in one sentence: which layout the cache has, with its errors.
 
         - If nothing fits, it names the nearest layout.
         - If a layout fits only with a fault, it names the layout and the fault.
         - If layouts fit and none was assumed, it names all that fit.
-        - If the assumed layout fits, it names only this one.
+        - If the assumed layout fits, it names only this layout.
         - If the assumed layout does not fit, it names the best layout, and says how the assumed one differs from it.
         """
         best = self.matches[0]
@@ -129,27 +129,28 @@ def identify_kv(
 ) -> KVIdentification:
     """Find the layout of a KV cache by the keys and values that it should hold.
 
-    The bytes of the pages are read by each layout of the container. The right layout gives the relative error of the
-    format, about 0.1. A wrong layout gives a larger error, such as 0.76 if swizzled scales of V are read as linear and
-    values have outliers. If you pass the layout that you assume, the verdict says how the right layout differs.
+    The cache is decoded by every layout that its arrays can have, and compared with the reference. The right layout
+    gives the relative error of the format, about 0.1. A wrong layout gives a larger error, such as 0.76 if swizzled
+    scales of V are read as linear and values have outliers. If you pass the layout that you assume, the verdict says
+    how the right layout differs.
 
-    If no layout fits, other faults are tried: K and V are swapped, the codes of each byte are swapped, or the tensor
-    scales are wrong.
+    If no layout fits, each is tried again with one of three faults: K and V are swapped, the two codes of each byte are
+    swapped, or the tensor scales are wrong.
 
     Args:
         arrays: the array of vLLM's pages, or the four arrays of FlashInfer's cache in the order of
-            KVLayout.array_shapes, uint8 (the two arrays of scales may be float8_e4m3fn). Only the first axis, the
-            pages, is taken from their shape, so they may be shaped for a wrong layout.
+            KVLayout.array_shapes, uint8 (the two arrays of scales may be float8_e4m3fn). The first axis counts the
+            pages. The lengths of the other axes are not used, so the arrays may be shaped for a wrong layout.
         keys: the reference keys (tokens, heads, head_dim), finite, of any float dtype that fp4kit takes.
         values: the reference values, as keys.
         slots: the slots of these tokens, integers (tokens,). Tokens with a negative slot are left out.
         layout: the layout that you assume, or None.
-        recipe: the recipe by which codes are decoded, as in quantize_kv.
+        recipe: the recipe by which codes are decoded. None: the usual recipe of the cache, as in quantize_kv.
         k_scale: the decode scale of all keys.
         v_scale: the decode scale of all values.
 
     Returns:
-        The KVIdentification. At most 2^18 elements of keys, of evenly spaced tokens, are compared.
+        A KVIdentification. At most about 2^18 elements of keys, from evenly spaced tokens, are compared.
 
     Raises:
         TypeError: arrays are not uint8 arrays of NumPy or CuPy, keys or values have an unsupported dtype, slots are not
@@ -202,8 +203,8 @@ def identify_kv(
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
     """Return the arrays of a cache as a tuple of uint8 NumPy arrays. Arrays on a GPU are copied to the host.
 
-    arrays: one array, or a tuple or list of one or four arrays. All are uint8; of four, the last two, which hold
-    scales, may also be float8_e4m3fn.
+    arrays: one array, or a tuple or list of one or four arrays. All must be uint8, but the last two of four, which hold
+        scales, may also be float8_e4m3fn.
 
     Raise ValueError for another number of arrays, and TypeError for arrays of other dtypes or libraries.
     """
@@ -236,8 +237,7 @@ def _reference(op: str, name: str, x: Any) -> np.ndarray:
 def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) -> PageShape:
     """Return the PageShape of a cache: its number of pages, tokens per page, heads and head_dim.
 
-    The number of tokens per page follows from the bytes of the arrays. heads and head_dim are those of the reference
-    keys.
+    heads and head_dim are those of the reference keys. The number of tokens per page follows from the bytes per page.
 
     Raise ValueError if the reference keys and values differ in shape, or if the bytes of a page are not a whole number
     of tokens.
@@ -260,7 +260,7 @@ def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) 
 
 
 def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
-    """Yield every way to read the arrays as a KV cache of a given shape: (layout, cache).
+    """Yield the pair (layout, cache) for every layout in which the arrays can hold a KV cache of the given shape.
 
     Layouts that do not support the shape, or that have another number of arrays, are left out. Each cache holds the
     bytes of the arrays, reshaped as its layout needs them.
@@ -280,11 +280,11 @@ def _sample(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Choose the tokens to compare. Return the pair (their slots, (their reference keys, their reference values)).
 
-    Tokens with negative slots are left out, because they are not stored. If the keys of the other tokens have more than
-    SAMPLE (2^18) elements, every n-th token is taken, with the smallest n that leaves about SAMPLE elements.
+    Tokens with negative slots are not stored, so they are left out. If the keys of the other tokens have more than
+    SAMPLE (2^18) elements, only every n-th token is taken, with the smallest n that leaves about SAMPLE elements.
 
-    Raise ValueError unless there is one slot per token, and at least one slot is not negative. Also raise ValueError if
-    the chosen keys or the chosen values are all zero.
+    Raise ValueError unless there is one slot per token and at least one slot is not negative, and if the chosen keys or
+    the chosen values are all zero.
     """
     tokens, H, D = references[0].shape
     if len(slots) != tokens:
@@ -308,21 +308,21 @@ def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float
 
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Return a KVMatch with the errors of keys and values. Only _judged fills in its field `fits`.
+    """Return a KVMatch with the errors of keys and values, and with fits=False. _judged sets `fits` later.
 
-    layout, fault: the name of the layout, and the fault that was assumed.
-    read: the keys and values that this layout and this fault give.
-    references: the keys and values to compare with.
+    layout, fault: the name of the layout, and the fault that was assumed, "" for none.
+    read: the pair (keys, values) that this layout and fault give.
+    references: the pair (keys, values) to compare with.
     """
     key_error, value_error = map(_error, read, references)
     return KVMatch(layout, fault, key_error, value_error)
 
 
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
-    """Return copies of the matches with their field `fits` filled in. matches: at least one.
+    """Return copies of the matches with the field `fits` set. matches: at least one.
 
-    A match fits if its error of keys is at most FITS (0.16) and at most NEAR_BEST (1.05) times the smallest error of
-    keys of all matches, and its error of values likewise.
+    A match fits if its key_error is at most FITS (0.16) and at most NEAR_BEST (1.05) times the smallest key_error of
+    all matches, and if the same holds for its value_error.
     """
     keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
     limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
@@ -343,13 +343,16 @@ def _faults(
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
     """Yield (fault, (keys, values)) for each fault that might explain why a reading does not fit.
 
-    fault is a text such as "K and V are swapped". The keys and values are `read` with the fault corrected. The caller
-    compares them with `references`. There are at most three faults: K and V are swapped, the codes of each byte are
-    swapped, or tensor scales are wrong. The last is yielded only if a factor fits best that differs from 1 by more than
-    OFF (5%).
+    The fault is a text such as "K and V are swapped". The keys and values are `read` with the fault corrected; the
+    caller compares them with `references`. The faults are:
 
-    read: the keys and values as a layout reads them. references: the keys and values that the cache should hold.
-    scales: the tensor scales with which `read` was decoded.
+    - K and V are swapped.
+    - The two codes of each byte are swapped.
+    - Tensor scales are wrong. It is yielded only if the factor that fits `read` best to `references` differs from 1 by
+      more than OFF (5%), for keys or values.
+
+    read: the pair (keys, values) as a layout reads them. references: the pair that the cache should hold.
+    scales: the tensor scales of keys and of values with which `read` was decoded.
     """
     with np.errstate(all="ignore"):
         ratio = scales[0] / scales[1]
@@ -373,7 +376,7 @@ def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _scale_fault(name: str, given: float, needed: float) -> str:
-    """Return a clause such as "k_scale is about 0.01, not 1", which says which tensor scale is needed.
+    """Return a clause that says which tensor scale is needed, such as "k_scale is about 0.01, not 1".
 
     It adds ", its reciprocal" if the needed scale is about 1 / given. name: k_scale or v_scale. given: the scale that
     the caller passed. needed: the scale that fits.

@@ -21,7 +21,7 @@ from fp4kit.types import Hadamard
 
 @dataclass(frozen=True)
 class Match:
-    """Counts that say how much of a quantized array one recipe reproduces.
+    """The result of trying one recipe on a quantized array: how many bytes, codes and scales it reproduces.
 
     Attributes:
         recipe: name of the recipe, as name_of gives it.
@@ -29,8 +29,8 @@ class Match:
         total: how many bytes were compared.
         codes_differ: how many codes differ.
         scales_differ: how many block scales differ.
-        whole: True if all bytes were compared. False if all counts are those of a sample, because other recipes matched
-            the sample better.
+        whole: True if all bytes were compared. False if only a sample was, because other recipes matched the sample
+            better. All counts are then those of the sample.
     """
 
     recipe: str
@@ -47,9 +47,10 @@ class Match:
 
 
 def name_of(r: Recipe) -> str:
-    """Return the id of a recipe, and the fields in which it differs from the table's recipe with this id.
+    """Return the id of a recipe, followed by the fields in which it differs from the table's recipe with this id.
 
-    The text is "id" if no field differs or no recipe of the table has the id, otherwise "id with field=value, ...".
+    If no field differs or no recipe of the table has the id, the text is the id alone. Otherwise it is "id with
+    field=value, ...".
     """
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
@@ -61,7 +62,7 @@ def best_match(
 ) -> Match:
     """Quantize x with recipe r and each of the given tensor amaxes, and return the Match with the most equal bytes.
 
-    Of equals, return the first. Stop at the first amax that reproduces all bytes of q.
+    If several amaxes give equally many, return the first Match. Stop at the first amax that reproduces all bytes of q.
 
     amaxes: at least one; None stands for the amax of x.
     hadamard: the argument of quantize.
@@ -110,7 +111,7 @@ class QuantizedWithSource(NamedTuple):
 
 
 def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
-    """Return q and x, which may hold arrays of any library, as a QuantizedWithSource. Swizzled scales become linear.
+    """Import q and x from any library, and return them as a QuantizedWithSource. Swizzled scales become linear.
 
     If all arrays are on one GPU, they stay there. Otherwise, those on a GPU are copied to the host. Raise TypeError,
     ValueError, RuntimeError or BufferError for an array that cannot be imported. Shapes are not checked here.
@@ -127,9 +128,10 @@ def prove(
 ) -> Match:
     """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match.
 
-    If the arrays of `pair` are on a GPU, the GPU quantizes. If it has no kernel for the recipe or not enough memory,
-    the CPU quantizes `host`, a copy of the arrays in host memory.
+    If the arrays of `pair` are on a GPU, the GPU quantizes. If the GPU has no kernel for the recipe, or not enough
+    memory, the CPU quantizes `host` instead.
 
+    pair: q and x, in host memory or on a GPU. host: a copy of both in host memory.
     amaxes: at least one; None stands for the amax of x.
     """
     if pair.on_gpu:

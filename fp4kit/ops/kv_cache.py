@@ -37,25 +37,25 @@ def quantize_kv(
     v_scale: float = 1.0,
     four_over_six: bool = False,
 ) -> KVCache:
-    """Quantize keys and values, and store them in a KV cache at slots, in place.
+    """Quantize keys and values, and write them in place into the given slots of a KV cache.
 
         scale = block_rule(amax of the block, k_scale);   code = encode(key * factor(scale, k_scale))
 
-    Values are quantized with v_scale. Bytes of other slots do not change.
+    Values are quantized alike, with v_scale instead of k_scale. Bytes of other slots do not change.
 
     Args:
         cache: the KVCache (fp4kit.layouts.kv), whose arrays are written.
         keys: float32, float16 or bfloat16 (tokens, heads, head_dim), on the device of the cache.
         values: as keys.
-        slots: integers (tokens,), in any memory. Tokens with a negative slot are skipped, as in vLLM. Slots on a GPU
-            are copied to the host.
-        recipe: a recipe id or a Recipe of E2M1 elements in blocks of 16. None: the recipe of the kernel that writes the
-            layout of the cache, nvfp4-vllm-kv, nvfp4-flashinfer-kv-page, or for swizzled FlashInfer caches
-            nvfp4-flashinfer-kv.
+        slots: integers (tokens,), the place of each token in the cache. Tokens with a negative slot are skipped, as in
+            vLLM. Slots on a GPU are copied to the host.
+        recipe: a recipe id or a Recipe of E2M1 elements in blocks of 16. None: the recipe of the kernel that usually
+            writes such caches. This is nvfp4-vllm-kv for vLLM, nvfp4-flashinfer-kv for FlashInfer with swizzled scales,
+            and nvfp4-flashinfer-kv-page for FlashInfer with linear scales.
         k_scale: the decode scale of all keys, a positive number, as in checkpoints; it is rounded to float32.
         v_scale: the decode scale of all values, likewise.
         four_over_six: True for vLLM's store with 4over6, which tries two scales per block and keeps the one with the
-            smaller squared error. Needs the recipe nvfp4-vllm-kv. dequantize_kv reads such a cache as any other.
+            smaller squared error. Needs the recipe nvfp4-vllm-kv. dequantize_kv reads such a cache like any other.
 
     Returns:
         The argument `cache`, after its arrays were written.
@@ -64,7 +64,7 @@ def quantize_kv(
         TypeError: cache is not a KVCache, keys or values have a dtype other than these three, slots are not integers,
             a scale is not a number, or four_over_six is not a bool.
         ValueError: shapes or devices do not fit, a slot is out of range or occurs twice, a scale is not positive and
-            finite, the cache is read-only, or the recipe is unknown or makes no such blocks.
+            finite, the cache is read-only, or the recipe is unknown or not one for KV caches.
         ValueError: four_over_six is True for another recipe.
 
     Numerics:
@@ -73,9 +73,9 @@ def quantize_kv(
     Exact:
         Equals the kernel of the recipe, as recipe.exact says. On a GPU, block scales are computed on the host.
 
-        The 4over6 mode was written from vLLM's source, and not compared with outputs of vLLM. It reproduces the kernel
-        with one thread per block. vLLM's kernel with two threads per block adds errors in another order: it adds the
-        sums of the two halves of a block last.
+        The 4over6 mode was written from vLLM's source and has not been compared with outputs of vLLM. It reproduces the
+        kernel with one thread per block. vLLM's kernel with two threads per block adds errors in another order: it adds
+        the sums of the two halves of a block last.
 
     Source:
         recipe.source.
@@ -116,13 +116,13 @@ def dequantize_kv(
     v_scale: float = 1.0,
     dtype: Any = np.float32,
 ) -> tuple[Any, Any]:
-    """Return the keys and values of a KV cache at slots.
+    """Return the keys and values that a KV cache holds at the given slots.
 
         key = decode(code) * block_scale * k_scale     in the order of recipe.decode_rule, then rounded to dtype
 
     Args:
         cache: the KVCache (fp4kit.layouts.kv).
-        slots: integers (tokens,), none of them negative. None: all slots in order.
+        slots: integers (tokens,), none of them negative. None returns all slots in order.
         recipe: as in quantize_kv.
         k_scale: the decode scale of all keys, a positive number. Pass the one with which they were quantized.
         v_scale: the decode scale of all values, likewise.
@@ -132,10 +132,10 @@ def dequantize_kv(
         The pair (keys, values) of new arrays (tokens, heads, head_dim), NumPy or CuPy as the cache.
 
     Raises:
-        TypeError: cache is not a KVCache, dtype is none of the three, slots are not integers, or a scale is not a
-            number.
-        ValueError: a slot is out of range, a scale is not positive and finite, or the recipe is unknown or makes no
-            such blocks.
+        TypeError: cache is not a KVCache, dtype is not float32, float16 or bfloat16, slots are not integers, or a scale
+            is not a number.
+        ValueError: a slot is out of range or negative, a scale is not positive and finite, or the recipe is unknown or
+            not one for KV caches.
 
     Numerics:
         float32 throughout, with one rounding to dtype at the end. NaN only if a block scale is NaN.
@@ -167,11 +167,11 @@ _USUAL = {
 
 
 def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
-    """Return the Recipe by which a KV cache is written or read: that of the argument `recipe`, a Recipe or an id.
+    """Return the recipe for writing or reading a KV cache: `recipe` as a Recipe, or the usual one if it is None.
 
-    If `recipe` is None, return the recipe of the kernel that usually writes such a cache (_USUAL). Raise TypeError
-    unless cache is a KVCache. Raise ValueError if no recipe has the id, or unless the recipe makes E2M1 codes in blocks
-    of 16, with scales that follow from the block amax and a given tensor scale alone.
+    The usual recipe is that of the kernel that writes such caches (_USUAL). Raise TypeError unless `cache` is a
+    KVCache. Raise ValueError if no recipe has the given id, or if the recipe does not fit KV caches: it must make E2M1
+    codes in blocks of 16, with scales that follow from the block amax and a given tensor scale alone.
 
     op: the public function that messages name.
     """
@@ -189,10 +189,12 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
 
 
 def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
-    """Return a scale, the argument k_scale or v_scale, as float32. name: which of the two, for messages.
+    """Return the argument k_scale or v_scale as float32.
 
     Raise TypeError unless it is a number. Raise ValueError unless it is positive and finite after rounding to float32.
-    For a recipe without a tensor scale, raise ValueError unless it is 1.
+    For a recipe without a tensor scale, also raise ValueError unless it is 1.
+
+    op: the public function, for messages. name: "k_scale" or "v_scale", for messages.
     """
     if isinstance(scale, str) or np.ndim(scale) or not hasattr(scale, "__float__"):
         raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
@@ -206,8 +208,9 @@ def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
 
 
 def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless x, the argument `name` (keys or values), has the given shape.
+    """Raise ValueError unless x, the argument keys or values, has the given shape.
 
+    name: "keys" or "values", for the message.
     shape: (tokens, heads, head_dim), with one token per slot, and heads and head_dim of the cache.
     """
     if x.shape != shape:
@@ -218,10 +221,10 @@ def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Quantized:
-    """Return x (keys or values) quantized by recipe r under a given tensor scale, along the last axis.
+    """Return x (keys or values), quantized by recipe r along the last axis, with a given tensor scale.
 
-    The recipe computes the block scales from the block amaxes and the tensor scale. If four_over_six is True, they are
-    chosen as vLLM's store with 4over6 chooses them. A recipe without a tensor scale ignores `scale` and four_over_six.
+    The block scales are computed from the block amaxes and the tensor scale, by the recipe or, if four_over_six is
+    True, as vLLM's store with 4over6 does. A recipe without a tensor scale ignores `scale` and four_over_six.
     """
     if r.tensor_rule is None:
         return quantize(x, r)

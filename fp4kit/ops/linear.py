@@ -13,7 +13,7 @@ from fp4kit.quantized.container import Quantized
 
 
 class LinearOperations(NamedTuple):
-    """Three functions of a framework, from which the formulas of this module are computed.
+    """Three functions of a framework (PyTorch or JAX), with which this module computes its formulas.
 
     fp4kit.torch and fp4kit.jax each pass functions that their compiler can trace. quantize, transpose and matmul take
     the arguments of fp4kit.quantize, fp4kit.transpose and fp4kit.matmul, and return what those return.
@@ -27,7 +27,8 @@ class LinearOperations(NamedTuple):
 def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
     """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
 
-    If w is a Quantized, it is not quantized again. Both operands are rounded to nearest: s.rounding is not used here.
+    If w is a Quantized already, it is used as it is. Both operands are rounded to nearest; s.rounding is not used.
+
     ops: the functions of the framework. s: the settings of the layer, such as its recipes and its unit.
     """
     columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
@@ -35,10 +36,12 @@ def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
 
 
 def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
-    """Return the gradient of x: the product of grad (M, N) and w (N, K), both quantized along N, as (M, K) in dtype.
+    """Return the gradient of x: grad w, of shape (M, K) in `dtype`, from grad (M, N) and w (N, K), quantized along N.
 
-    seed and s.rounding apply to the quantization of grad only. w is rounded to nearest. If w is a Quantized, it is
-    transposed instead of quantized, and must have square blocks.
+    `seed` and s.rounding apply only to the quantization of grad; w is rounded to nearest. If w is a Quantized, it is
+    transposed instead of quantized again, and must have square blocks.
+
+    ops: the functions of the framework. s: the settings of the layer.
     """
     rows = ops.quantize(grad, s.recipe_grad, rounding=s.rounding, seed=seed)
     columns = ops.transpose(w) if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w, axis=0)
@@ -46,11 +49,13 @@ def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, s
 
 
 def gradient_of_w(ops: LinearOperations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
-    """Return the gradient of w: grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
+    """Return the gradient of w: grad^T x, of shape (N, K) in `dtype`, from grad (M, N) and x (M, K), quantized along M.
 
-    seed and s.rounding apply to the quantization of grad only; x is rounded to nearest. s.hadamard applies to both
-    operands, which are then transformed along M before they are quantized. The transform is orthogonal, so the product
-    stays the same except for rounding.
+    `seed` and s.rounding apply only to the quantization of grad; x is rounded to nearest. s.hadamard applies to both
+    operands: they are transformed along M before they are quantized. The transform is orthogonal, so the product stays
+    the same except for rounding.
+
+    ops: the functions of the framework. s: the settings of the layer.
     """
     rows = ops.quantize(grad, s.recipe_grad, axis=0, rounding=s.rounding, seed=seed, hadamard=s.hadamard)
     columns = ops.quantize(x, s.recipe_x, axis=0, hadamard=s.hadamard)

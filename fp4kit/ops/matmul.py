@@ -42,28 +42,30 @@ def matmul(
         D[..., m, n] = alpha * (c[..., m, n] + sum over k of a[..., m, k] * b[..., n, k])
 
     A matrix unit adds the products in steps along K, and each step keeps a limited number of bits. `unit` names the
-    hardware whose result is reproduced bit for bit, on any machine. fp4kit.units() lists the units, and says which of
-    them were compared with hardware.
+    hardware whose result is reproduced bit for bit, on any machine. fp4kit.units() lists the units and says which of
+    them have been compared with hardware.
 
     Args:
-        a: the rows of A along K: a Quantized with float elements whose quantized axis, one of the last two, is K (so
-            axis=-2 gives the transposed use); or an array (..., M, K) of bfloat16, float16, float8_e4m3fn, float8_e5m2,
-            float8_e4m3fnuz or float8_e5m2fnuz. Its axes before the last two are a stack of matrices.
-        b: the rows of B along K, likewise, (..., N, K). It is one matrix, or a stack as in a.
+        a: the operand A. Either a Quantized with float elements, whose quantized axis is K and one of the last two
+            axes: (..., M, K) for axis=-1, (..., K, M) for axis=-2. Or an array (..., M, K) of bfloat16, float16,
+            float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz. Axes before the last two are a stack of
+            matrices.
+        b: the operand B, as a, with N in place of M. It is one matrix, or a stack like that of a.
         unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
             "sm70" (Volta) and "cdna3" (MI300) add as that hardware does. The others add in a stated order:
 
             - "exact": the exact sum, rounded once to float32.
-            - "float64": in float64, k ascending, each sum rounded; then rounded to float32.
+            - "float64": sums in float64, k ascending, each sum rounded; the result is then rounded to float32.
             - "float32-blocks": per block, blocks ascending, c += (scale_a * scale_b) * (exact sum of the block's
               products), each product and each sum rounded to float32, as Transformer Engine's reference adds NVFP4.
               Both operands need E2M1 elements with blocks of one size, a multiple of 16 up to 512.
-            - "dequantized": both operands are decoded to bfloat16, tensor scales included; then in float32, k
-              ascending, each product and each sum rounded.
+            - "dequantized": both operands are decoded to bfloat16, tensor scales included. Then products and sums are
+              computed in float32, k ascending, each of them rounded.
         out_dtype: float32, float16 or bfloat16.
-        alpha: a number by which the sums are multiplied. None means the tensor scale of a times that of b; one that is
-            missing counts as 1.
-        c: an array of the result's shape, float32, float16 or bfloat16, with which the sums begin; None means zeros.
+        alpha: a number by which the sums are multiplied. None means the tensor scale of a times that of b, where a
+            missing tensor scale counts as 1.
+        c: a float32, float16 or bfloat16 array of the result's shape, whose values the sums begin with; None means
+            zeros.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
@@ -108,14 +110,15 @@ def matmul(
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
-    """Return an operand of matmul in the form that the CPU and GPU engines take.
+    """Return an operand of matmul in the form that the CPU and GPU engines accept.
 
-    - An operand that is not a Quantized is returned unchanged.
+    - An array is returned unchanged.
     - If the unit's order is "dequantized", a Quantized is decoded to a bfloat16 array with the quantized axis last.
       Raise ValueError unless the quantized axis is one of the last two.
-    - Otherwise, a Quantized is returned with its block scales in linear layout; itself if they already are.
+    - Otherwise, a Quantized is returned with its block scales in linear layout. If they are linear already, it is
+      returned unchanged.
 
-    op, name: the public function and the operand, as the message names them. u: the unit.
+    op, name: the public function and the operand, for messages. u: the unit.
     """
     if not isinstance(x, Quantized):
         return x
@@ -128,9 +131,10 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 
 @returns_in_library
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Check the arguments of matmul, and return the product in the library of a. Raise the errors of matmul.
+    """Check the arguments of matmul, and return the product in the library of a. Raise as matmul does.
 
-    For the unit "dequantized", operands whose decoded values take more than MAX_DECODED_BYTES are decoded in panels.
+    For the unit "dequantized", the operands are decoded in panels (some rows at a time) if their decoded values take
+    more than MAX_DECODED_BYTES (64 MiB).
     """
     u = unit_of("matmul", unit)
     if u.order == "dequantized" and sum(map(_decoded_bytes, (a, b))) > MAX_DECODED_BYTES:
@@ -139,10 +143,10 @@ def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | Non
 
 
 def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Return the product of two operands as a NumPy or CuPy array. Raise the errors of matmul.
+    """Return the product of two whole operands as a NumPy or CuPy array. Raise as matmul does.
 
-    The arguments are those of matmul, with the unit as a Unit u. Every Quantized is decoded as a whole if the unit is
-    "dequantized".
+    If the unit is "dequantized", every Quantized is decoded as a whole. The arguments are those of matmul, with the
+    unit as a Unit u.
     """
     a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
@@ -150,14 +154,15 @@ def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: An
 
 
 def _decoded_bytes(x: Any) -> int:
-    """Return how many bytes the decoded values of an operand take as bfloat16; 0 if the operand is not a Quantized."""
+    """Return how many bytes the values of a Quantized take if they are decoded to bfloat16; 0 for an array."""
     return 2 * prod(x.shape) if isinstance(x, Quantized) else 0
 
 
 def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Return the product for the unit "dequantized". Only a panel (some rows) of each operand is decoded at a time.
+    """Return the product for the unit "dequantized", decoding only a panel (some rows) of each operand at a time.
 
-    Every row of a panel keeps its whole length K, so all sums have the bits of the undivided product.
+    A panel has the whole length K, so all sums have the bits of the undivided product. The arguments are those of
+    _product.
     """
     a, b = (_sliceable(name, x) for name, x in (("a", a), ("b", b)))
     # The product of the first rows checks all arguments but c. Its library and dtype are those of the result.
@@ -177,10 +182,12 @@ def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: 
 
 
 def _sliceable(name: str, x: Any) -> Any:
-    """Return an operand x that _rows can slice.
+    """Return an operand x in a form that _rows can slice.
 
-    A Quantized gets linear block scales; if it has them, it is returned unchanged, and so is any other operand. Raise
-    ValueError unless the quantized axis of a Quantized is one of the last two. name: "a" or "b", for the message.
+    A Quantized with swizzled block scales gets linear ones. Any other operand is returned unchanged. Raise ValueError
+    if the quantized axis of a Quantized is not one of the last two.
+
+    name: "a" or "b", for the message.
     """
     if not isinstance(x, Quantized):
         return x
@@ -189,7 +196,7 @@ def _sliceable(name: str, x: Any) -> Any:
 
 
 def _row_axis(x: Any) -> int:
-    """Return the number of the axis that counts the rows of an operand: the one of the last two that is not K.
+    """Return the number of the axis that counts the rows (M or N) of an operand: of the last two axes, the one not K.
 
     For a Quantized, K is the quantized axis. For an array, K is the last axis.
     """
@@ -203,19 +210,17 @@ def _row_count(x: Any) -> int:
 
 
 def _row_multiple(x: Any) -> int:
-    """Return the number of rows per block of an operand; 1 for an array.
-
-    Panels, the rows of an operand that are decoded at once, begin at multiples of this number.
-    """
+    """Return the multiple of rows at which an operand may be cut: the rows per block of a Quantized; 1 for an array."""
     return x.recipe.block_rows if isinstance(x, Quantized) else 1
 
 
 def _rows(x: Any, rows: slice) -> Any:
-    """Return the given rows of every matrix of an operand: a Quantized, or a view of an array.
+    """Return the given rows of every matrix of an operand: a new Quantized, or a view of an array.
 
     An array of fewer than two dimensions, or an object without a shape, is returned unchanged; later checks reject it.
 
-    rows: a slice with a start and a stop, which may be beyond the last row. A slice of a Quantized must not cut blocks.
+    rows: a slice with a start and a stop. The stop may lie beyond the last row. Slices of a Quantized must not cut
+        blocks.
     """
     if isinstance(x, Quantized):
         box = [slice(0, n) for n in x.shape]
@@ -225,10 +230,10 @@ def _rows(x: Any, rows: slice) -> Any:
 
 
 def _panels(x: Any) -> Iterator[slice]:
-    """Yield slices that divide the rows of an operand into panels, in order. Each is a slice (start, stop) of rows.
+    """Return an iterator over slices that divide the rows of an operand into panels, in order.
 
     A panel has at most PANEL_ROWS (2048) rows and PANEL_ELEMENTS (2^23) elements, but at least one row of blocks. No
-    panel cuts a block. Without rows, nothing is yielded.
+    panel cuts a block. An operand without rows has no panels.
     """
     count, multiple = _row_count(x), _row_multiple(x)
     elements = prod(x.shape) // max(count, 1)

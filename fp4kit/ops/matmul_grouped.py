@@ -35,16 +35,17 @@ def matmul_grouped(
     have equal formats usually take one launch.
 
     Args:
-        a: a sequence of matrices (M_i, K_i), each as in matmul; or, with m_indptr, one matrix (rows, K), such as the
+        a: a sequence of matrices (M_i, K_i), each as in matmul. With m_indptr, a single matrix (rows, K), such as the
             tokens sorted by expert.
-        b: a sequence of matrices (N_i, K_i), one per product, each as in matmul; or one stack (products, N, K).
+        b: a sequence of matrices (N_i, K_i), one per product, each as in matmul; or a single stack (products, N, K).
         m_indptr: None if a is a sequence. Otherwise integers (products + 1,), which begin with 0, do not decrease, and
             end with the number of rows of a. Product i has the rows of a from m_indptr[i] to m_indptr[i + 1] - 1. If
             m_indptr is an array on a GPU, the call waits for the GPU to copy it to the host.
         unit: as in matmul, for all products.
         out_dtype: as in matmul, for all products.
         alpha: as in matmul, for all products; or a sequence with one number per product.
-        c: None; or a sequence of arrays, one per product; or, with m_indptr, one array (rows, N). See matmul.
+        c: the arrays with which the sums begin, as in matmul: a sequence of arrays, one per product; or, with m_indptr,
+            one array (rows, N). None means zeros.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
@@ -53,7 +54,8 @@ def matmul_grouped(
             Quantized among the operands, which takes 2 bytes per element.
 
     Raises:
-        TypeError: an argument is of another kind, or m_indptr does not consist of integers.
+        TypeError: a is a single matrix without m_indptr, or a sequence with it; m_indptr does not consist of integers;
+            or an argument has a type that matmul rejects.
         ValueError: the numbers of matrices differ, m_indptr does not fit the rows, or a product is one that matmul
             rejects. The message numbers the matrix, as in "a[2]".
 
@@ -76,8 +78,8 @@ def matmul_grouped(
 def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul_grouped, and return the products in the library of a.
 
-    The arguments, results and errors are those of matmul_grouped. Without m_indptr, the result is a list of matrices,
-    which is empty if a is an empty sequence. With m_indptr, it is one matrix.
+    Without m_indptr, the result is a list of matrices, which is empty if a is an empty sequence. With m_indptr, it is
+    one matrix. Arguments and errors are those of matmul_grouped.
     """
     u = unit_of(OP, unit)
     b = prepared(OP, "b", b, u) if is_single(b) else _prepared_list("b", b, u)
@@ -95,8 +97,10 @@ def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: 
 
 
 def _prepared_list(name: str, xs: Any, u: Unit) -> list[Any]:
-    """Return a list of the operands in a sequence, each in the form in which the engines take it (see prepared).
+    """Return the operands of a sequence as a list, each in the form that the engines accept (see `prepared`).
 
-    name: "a" or "b", the argument that messages name. u: the unit. Raise TypeError if xs is not iterable.
+    Raise TypeError if xs is not iterable.
+
+    name: "a" or "b", the argument, for messages. u: the unit.
     """
     return [prepared(OP, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(OP, name, xs))]

@@ -17,18 +17,18 @@ def pack(codes: Any) -> Any:
     """Pack 4-bit codes, two per byte: element 2j in the low nibble, element 2j + 1 in the high nibble.
 
     Args:
-        codes: uint8 (..., K), K even, with values below 16.
+        codes: uint8 (..., K), one code per byte, with values below 16; K is even.
 
     Returns:
-        uint8 (..., K/2), in the library and on the device of codes.
+        A new uint8 array (..., K/2), in the library and on the device of codes.
 
     Raises:
         TypeError: codes are not uint8.
-        ValueError: K is odd, codes are 0-d, or a code is above 15. On a GPU, codes are not checked, because that would
-            wait for the device; their high nibbles are dropped.
+        ValueError: K is odd, codes are 0-d, or a code is above 15. On a GPU, the values of codes are not checked,
+            because that would wait for the device; bits above the lowest four are dropped.
 
     Exact:
-        unpack returns the codes again.
+        unpack(pack(codes)) equals codes.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -48,7 +48,7 @@ def unpack(packed: Any) -> Any:
         packed: uint8 (..., K/2), the first code of a byte in the low nibble.
 
     Returns:
-        uint8 (..., K), in the library and on the device of packed.
+        A new uint8 array (..., K), in the library and on the device of packed.
 
     Raises:
         TypeError: packed is not uint8.
@@ -64,9 +64,11 @@ def unpack(packed: Any) -> Any:
 
 
 def _bytes(op: str, array: Any) -> Any:
-    """Return codes, an array of any library, as a NumPy or CuPy array without a copy. op: pack or unpack, for messages.
+    """Return an array of codes, of any library, as a NumPy or CuPy array without a copy.
 
-    Raise TypeError if they are not uint8, and ValueError if they are 0-d.
+    Raise TypeError if the array is not uint8, and ValueError if it is 0-d.
+
+    op: "pack" or "unpack", for messages.
     """
     (array,) = import_arrays(op, codes=array)
     if array.dtype != np.uint8:

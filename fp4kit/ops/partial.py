@@ -23,9 +23,9 @@ from fp4kit.recipes import Recipe, recipe_of
 
 @returns_in_library
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
-    """Return, for every block of a matrix, the amax of those of its elements that a shard owns.
+    """Return the amax of every block of a matrix, computed only from the elements that a shard holds.
 
-    The maximum of the results of all shards is the block amax of the whole matrix, which partial_cast needs.
+    The elementwise maximum over all shards gives the block amaxes of the whole matrix, which partial_cast needs.
 
     Args:
         shard: float32, float16 or bfloat16 (n,): elements [start, start + n) of the flattened (M, K) matrix. n may be
@@ -74,7 +74,7 @@ def partial_cast(
     *,
     tensor_amax: Any = None,
 ) -> None:
-    """Write the codes of a shard's elements into `out`, the packed codes of the whole matrix. Return None.
+    """Quantize a shard of a matrix: write the codes of its elements into `out`, the packed codes of the whole matrix.
 
         codes [start, start + n) of out = codes [start, start + n) of quantize(whole matrix, recipe).packed
 
@@ -85,16 +85,16 @@ def partial_cast(
             0.
         out: uint8 (M, K/2), or (M, K) for 8-bit elements; writable, any strides. It must not share memory with the
             other arrays.
-        block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's
-            partial_amax.
+        block_amax: float32 (ceil(M / block rows), K / block), the block amaxes of the whole matrix: the elementwise
+            maximum of partial_amax over all shards.
         shape: (M, K), K a multiple of the block.
         start: the index of the shard's first element in the flattened matrix. It may lie inside a row, a block or a
             byte.
         recipe: a recipe id or a Recipe with blocks. Recipes that choose or search scales (4over6, nvfp4-modelopt-mse)
             are rejected, because they need whole blocks.
         tensor_amax: float32 (): the amax of the whole matrix. None uses the maximum of block_amax. Recipes without a
-            tensor scale accept only None. It is required if block_amax holds an infinity and the recipe's tensor scale
-            counts only finite elements (nvfp4-flashinfer, ...).
+            tensor scale accept only None. It is required if block_amax holds an infinity and the recipe computes its
+            tensor scale from finite elements only (nvfp4-flashinfer, ...).
 
     Raises:
         TypeError: shard has a dtype other than these three, or shape or start does not consist of ints.
@@ -146,8 +146,8 @@ def partial_cast(
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
     """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast fit the matrix.
 
-    Their shapes and dtypes are checked. In host memory, `out` must also be writable in place, and block_amax must not
-    hold NaN. On a GPU, values are not checked, because that would wait for the device.
+    Their shapes and dtypes are checked. In host memory, `out` must also be writable, and block_amax must not hold NaN.
+    On a GPU, values are not checked, because that would wait for the device.
 
     shape: the shape (M, K) of the matrix. is_on_device: True if the arrays are on a GPU.
     """
@@ -164,10 +164,10 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """Raise ValueError if block_amax holds an infinity, but the recipe's tensor scale is that of finite elements only.
+    """Raise ValueError if block_amax holds an infinity and the recipe's tensor amax counts only finite elements.
 
-    That is so for recipes with amax_nan "lanes" and a tensor scale. Their tensor amax is then not the largest block
-    amax, so the caller of partial_cast must pass tensor_amax.
+    Recipes with amax_nan "lanes" and a tensor scale are of this kind. For them the largest block amax is then not the
+    tensor amax, so the caller of partial_cast must pass tensor_amax.
     """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():

@@ -38,9 +38,9 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    block_rule and factor are the recipe's formulas for the block scale and for the number that elements are multiplied
-    by. fp4kit.reference.block_rules and tensor_rules list them, with the producer's order of operations. An amax is the
-    largest |x| of a block or of the tensor.
+    An amax is the largest |x| of a block or of the tensor. block_rule is the recipe's formula for the block scale, and
+    factor that for the number by which elements are multiplied. fp4kit.reference.block_rules and tensor_rules list
+    both, with the producer's order of operations.
 
     To quantize with scales you already have (from GPTQ, AWQ or calibration), pass block_scale and tensor_scale. Then
     only codes are computed. Pass every scale that the recipe has, and no amax.
@@ -50,34 +50,34 @@ def quantize(
             never written to.
         recipe: a recipe id, an alias or a Recipe.
         axis: the axis along which blocks run. Square blocks (16x16) also span the last of the other axes.
-        tensor_amax: the amax from which the tensor scale is computed; None computes the amax from x. Its shape is ();
-            or one per row or per block, if the recipe has one tensor scale per row or per block; or (E,), one per
-            expert, for x with three or more dimensions, where E is the length of the first axis after `axis` is moved
-            last.
+        tensor_amax: the amax from which the tensor scale is computed; None computes the amax from x. It is a number or
+            an array of shape (). If the recipe has one tensor scale per row or per block, it is an array with one amax
+            per row or per block. For x with three or more dimensions, it may have shape (E,), one amax per expert,
+            where E is the length of the first axis after `axis` is moved last.
         scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts). Each (M, K/block) matrix is laid
             out by itself.
         rounding: "nearest", which is the recipe's own rounding, or "stochastic", which rounds float elements up or down
-            with a probability given by the distance.
+            at random: the nearer of the two values is the more probable one.
         seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. An int is the
             key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the stream is the
             element's index in x with `axis` moved last. The recipes of ComfyUI differ: an int gives the random numbers
-            of PyTorch's generator on a CPU with this seed (its low 32 bits), in the order of x. The random numbers of
+            of PyTorch's CPU generator with the low 32 bits of this seed, in the order of x. The random numbers of
             nvfp4-comfy-kitchen-stochastic are not bytes, but numbers as torch.rand gives them: at least 0 and less than
             1, in the dtype and shape of x. With the suffix -cuda, this recipe accepts no int. mxfp4-mslk-stochastic
             accepts only an int, the seed of MSLK's kernel.
         hadamard: True first applies Transformer Engine's (TE's) randomized Hadamard transform to x, in blocks of 16
             along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
             "no_signs" applies the transform without the random sign mask.
-        block_amax: calibrated block amaxes, or those found by search_scales: float32 in the shape of the linear
-            block_scale, or flat in the same order. Accepted by static recipes. For blocks of one row, also accepted by
-            recipes whose block scales are E8M0 or follow an amax rule (fp4kit.custom_recipe), unless the recipe
-            searches scales or has a fake_rule.
+        block_amax: block amaxes to use in place of those of x, from calibration or search_scales: float32 in the shape
+            of the linear block_scale, or flat in this order. Static recipes accept them. So do recipes with blocks of
+            one row whose block scales are E8M0 or follow an amax rule (fp4kit.custom_recipe), unless they search scales
+            or have a fake_rule.
         block_scale: block scales to encode with, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu.
-        tensor_scale: tensor scale to encode with: float32, in any shape that tensor_amax may have. dequantize
-            multiplies by it.
-        out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. They must not share
-            memory with x or each other. If tensor_scale is given, out must have no tensor_amax, and the scales are
-            copied into out.
+        tensor_scale: the tensor scale to encode with, by which dequantize multiplies: float32, in any shape that
+            tensor_amax may have.
+        out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. The arrays must not
+            share memory with x or with each other. If tensor_scale is given, out must have no tensor_amax, and the
+            given scales are copied into out.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
@@ -98,22 +98,22 @@ def quantize(
     Numerics:
         Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the fields of the recipe (see Recipe).
 
-        A tensor of zeros decodes to NaN by recipes whose producers divide by its tensor scale of 0, such as
-        nvfp4-modelopt and nvfp4-torchao. A positive tensor_amax avoids that.
+        Recipes whose producers divide by the tensor scale, such as nvfp4-modelopt and nvfp4-torchao, turn a tensor of
+        zeros into NaN, because its tensor scale is 0. A positive tensor_amax avoids that.
 
-        With given scales, an element and its scales alone determine the code: code = encode(x * factor(block_scale,
-        tensor_scale)). If a scale is too small, the element saturates. If a scale is zero or NaN, the recipe's rule
-        decides. A negative E4M3 scale gives codes of the opposite sign. As an exception, FlashInfer's rules also check
-        whether the block of x is zero.
+        With given scales, the code of an element depends only on the element and its scales: code = encode(x *
+        factor(block_scale, tensor_scale)). If a scale is too small, the element saturates. If a scale is zero or NaN,
+        the recipe's rule decides. A negative E4M3 scale gives codes of the opposite sign. FlashInfer's rules are an
+        exception: they also check whether the block of x is all zeros.
 
     Exact:
         Equals the producer's bytes; recipe.exact names the exceptions.
 
-        If you pass the scales of an earlier result q, you get q again in every bit, except for tensor_amax. One case
-        can differ. Some recipes (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) multiply
-        elements by an encode scale, which they compute from the tensor amax. With given scales they use the amax that
-        tensor_scale implies. For 16-bit x, this is the amax of x. For float32 x, the encode scale may differ by one
-        ulp, which can change the code of an element within one ulp of a tie.
+        If you pass x again with the scales of an earlier result q, you get q again in every bit, except for
+        tensor_amax. One case can differ. Some recipes (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt,
+        int8-modelopt, ...) multiply elements by an encode scale, which they compute from the tensor amax. With given
+        scales they use the amax that tensor_scale implies. For 16-bit x, this is the amax of x. For float32 x, the
+        encode scale may differ by one ulp, which can change the code of an element within one ulp of a tie.
 
     Source:
         recipe.source.
@@ -145,8 +145,8 @@ def quantize(
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
     """Return whether a cached call can write to `out` without overwriting memory that it still reads.
 
-    Return True if `out` is None, or if `out` shares no memory with x and tensor_amax. As an exception, tensor_amax may
-    be the array out.tensor_amax itself, because the call writes back the values that it has read.
+    It can if `out` is None, or shares no memory with x and tensor_amax. tensor_amax may be the array out.tensor_amax
+    itself, because the call writes back the values that it has read.
     """
     if out is None:
         return True
@@ -157,10 +157,11 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments of quantize, and return the quantized x, in `out` if given. Raise the errors of quantize.
+    """Check the arguments of quantize, and return the quantized x, in `out` if given. Raise as quantize does.
 
-    options: the options scale_layout, rounding, seed and hadamard. given: the arguments tensor_amax, block_amax and
-    out, by name. key: the key under which to store a cached call for later calls; None stores nothing.
+    options: the options scale_layout, rounding, seed and hadamard.
+    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
+    given: the arguments tensor_amax, block_amax and out, by name.
     """
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
@@ -182,9 +183,9 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Return x quantized under the scales that the caller of quantize passes. Raise the errors of quantize.
+    """Return x, quantized with the scales that the caller of quantize passed. Raise as quantize does.
 
-    Only codes are computed. The result is `out` if it is given, otherwise a new Quantized, with these scales and no
+    Only codes are computed. The result is `out` if it is given, otherwise a new Quantized. It has these scales and no
     tensor_amax.
 
     options: the options scale_layout, rounding, seed and hadamard.
@@ -197,7 +198,7 @@ def _quantize_with_scales(
 
 
 def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
-    """Raise ValueError if tensor_amax or block_amax is not None, because the caller of quantize also passed scales."""
+    """Raise ValueError if tensor_amax or block_amax is not None. Called if quantize also got scales."""
     for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
         if given is not None:
             raise ValueError(
@@ -218,7 +219,7 @@ def quantize_both(
     hadamard: Hadamard = False,
     threads: int | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """Quantize x rowwise (axis -1) and columnwise (axis -2), reading it once on a GPU.
+    """Quantize x both rowwise (axis -1) and columnwise (axis -2). On a GPU, x is read only once.
 
     Args:
         x: float32, float16 or bfloat16 array (..., M, K).
@@ -227,7 +228,7 @@ def quantize_both(
             per row or block, because the rows and the columns of x have different amaxes.
         scale_layout: as in quantize, for both results.
         rounding: as in quantize, for both results.
-        seed: an int from 0 to 2^64 - 2. The columnwise result uses seed + 1.
+        seed: for "stochastic": an int from 0 to 2^64 - 2. The columnwise result uses seed + 1.
         hadamard: as in quantize, applied to the columnwise result only, as in TE.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -264,10 +265,11 @@ def _quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """Check the arguments of quantize_both, and return the pair (rowwise result, columnwise result).
 
-    Raise the errors of quantize_both.
+    options: the options scale_layout, rounding, seed and hadamard. Only the columnwise result uses hadamard, and it
+        uses seed + 1.
+    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
 
-    options: the options scale_layout, rounding, seed and hadamard. The columnwise result uses seed + 1, and it alone
-    uses hadamard. key: the key under which to store a cached call for later calls; None stores nothing.
+    Raise as quantize_both does.
     """
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)

@@ -21,8 +21,8 @@ class Requantized(NamedTuple):
 
     Attributes:
         quantized: the new Quantized, with the new recipe.
-        exact: True if every decoded value stayed the same, bit for bit, where NaN equals NaN.
-        changed: the number of decoded values that changed.
+        exact: True if no decoded value changed.
+        changed: the number of decoded values that changed in any bit; NaN equals NaN.
         largest_error: the largest |new - old| of a value, float32 (); 0 if none changed, and NaN if a NaN became a
             number or a number became NaN.
 
@@ -44,23 +44,23 @@ class Requantized(NamedTuple):
 
 @returns_in_library
 def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
-    """Quantize a quantized array with another recipe, and report whether every value stayed the same.
+    """Convert a quantized array to another recipe, and report whether every decoded value stayed the same.
 
-    MXFP4 to NVFP4 keeps the codes. Let k be the exponents of the scales of those blocks that are not all zeros, and
-    m = max(k) - 8, or 0 if all blocks are zeros. Then
+    From MXFP4 to NVFP4, codes are kept where possible. Let k be the exponent of a block's scale 2^k. Blocks of zeros do
+    not count. Let m = max(k) - 8, or 0 if all blocks are zeros. Then
 
         tensor_scale = 2^m,   block_scale = 2^(k - m) for both halves of a block of 32
 
-    E4M3 holds 2^-9 ... 2^8, so the codes stay in every block with k - m >= -9. Only the other blocks get new codes:
-    those of quantize(dequantize(q, np.float32), recipe, tensor_amax=2688 * 2^m), whose tensor scale is 2^m too. The
-    recipe's own block rule thus decides whether such a block becomes zeros. Blocks of zeros get scale 0 and keep their
-    codes.
+    E4M3 holds the powers 2^-9 to 2^8, so every block with k - m >= -9 keeps its codes. The other blocks get the codes
+    and scales of quantize(dequantize(q, np.float32), recipe, tensor_amax=2688 * 2^m), whose tensor scale is also 2^m.
+    So the recipe's own block rule decides whether such a block becomes zeros. Blocks of zeros get scale 0 and keep
+    their codes.
 
-    If max(k) - min(k) <= 17, no block is out of range, and the cast is exact. Exception: a recipe that decodes -0 to +0
-    changes the sign of zeros.
+    If max(k) - min(k) <= 17, no block is out of range, and the conversion is exact, except that a recipe that decodes
+    -0 to +0 changes the sign of zeros.
 
-    Every other case is quantize(dequantize(q, np.float32), recipe), so no value is rounded to q's dtype in between.
-    These are the other cases:
+    In all other cases, the result is quantize(dequantize(q, np.float32), recipe); values are not rounded to q's dtype
+    in between. These cases are:
 
     - The conversion is not from MXFP4 to NVFP4, or q is empty.
     - The target does not have exactly one tensor scale per tensor.
@@ -75,8 +75,8 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
 
     Returns:
         A Requantized (quantized, exact, changed, largest_error). exact is verified by decoding both arrays to float32;
-        NaN equals NaN. On a GPU nothing waits for the device: new codes are computed for all blocks, because only the
-        device knows which blocks need them, and exact, changed and largest_error stay there.
+        NaN equals NaN. On a GPU, the call does not wait for the device. It computes new codes for all blocks, because
+        only the device knows which blocks need them, and exact, changed and largest_error stay on the device.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for quantize, for example if a length is not a whole number of

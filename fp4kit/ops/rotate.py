@@ -35,16 +35,18 @@ def hadamard(
         x_i = s_i size^-1/2 sum_j H_ij y_j               (inverse=True)
 
     H is Sylvester's Hadamard matrix: H_ij is -1 if i & j has an odd number of set bits, otherwise 1. The transform
-    spreads outliers over their block. A server that rotates activations this way needs weights that were rotated alike.
+    spreads outliers over their block. If an inference engine rotates activations this way, the weights must have been
+    rotated the same way.
 
     Args:
         x: float32, float16 or bfloat16 array, at least 1-d.
         size: the number of elements of a block: 16, 32, 64, 128, 256 or 512. The length of the axis must be a multiple.
         axis: the axis along which blocks lie.
-        signs: the s_i, each 1 or -1: (size,) for all blocks alike, or one per position along the axis. None for no
-            sign changes.
-        seed: an int from 0 to 2^64 - 1. The signs are then random_signs(size, seed). Not together with `signs`.
-        inverse: True undoes the transform with these signs.
+        signs: the s_i, each 1 or -1: (size,), used for every block, or one per position along the axis. None changes no
+            signs.
+        seed: an int from 0 to 2^64 - 1, from which the signs are made as random_signs(size, seed). It cannot be
+            combined with `signs`. None uses `signs`.
+        inverse: True undoes the transform that was made with these signs or this seed.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
@@ -57,14 +59,14 @@ def hadamard(
             not exist.
 
     Numerics:
-        In float32, by butterflies over the distances 1, 2, 4, ..., size / 2, in this order: a and b become a + b and
-        a - b. Then elements are multiplied by the factor size^-1/2, rounded to float32. Each step is rounded to nearest
+        In float32, by butterflies, which replace a and b by a + b and a - b, over the distances 1, 2, 4, ..., size / 2
+        in this order. Then elements are multiplied by size^-1/2, rounded to float32. Each step is rounded to nearest
         even, and the result is rounded once more to the dtype of x. Sums overflow to infinity, infinities follow IEEE
         arithmetic (inf - inf is NaN), and -0 and subnormals are kept. NaN results are the positive quiet NaN.
 
     Exact:
         The CPU and CUDA engines give the bits of the specification. quantize(hadamard=True) uses another transform,
-        Transformer Engine's of 16 elements. That one adds in float64, so its last bits may differ.
+        Transformer Engine's of 16 elements, which adds in float64. So the last bits of the two may differ.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -94,18 +96,18 @@ def rotate(
     inverse: bool = False,
     threads: int | None = None,
 ) -> ArrayT:
-    """Multiply blocks of up to 128 elements along an axis with given orthogonal matrices, or undo that.
+    """Rotate blocks of up to 128 elements along an axis by given orthogonal matrices, or undo such a rotation.
 
         y_j = sum_i M_ij s_i x_i               (inverse=False)
         x_i = s_i sum_j M_ij y_j               (inverse=True)
 
     Args:
         x: float32, float16 or bfloat16 array, at least 1-d.
-        matrices: M, float32, float16 or bfloat16 (n, n) for all blocks alike, or (length / n, n, n), one matrix per
-            block along the axis. n is 1 to 128. In any library; matrices on a GPU are first copied to the host.
+        matrices: M, float32, float16 or bfloat16: (n, n), used for every block, or (length / n, n, n), one matrix per
+            block along the axis. n is 1 to 128. Matrices on a GPU are first copied to the host.
         axis: the axis along which blocks lie; its length must be a multiple of n.
-        signs: the s_i, each 1 or -1: (n,) for all blocks alike, or one per position along the axis. None for no sign
-            changes.
+        signs: the s_i, each 1 or -1: (n,), used for every block, or one per position along the axis. None changes no
+            signs.
         inverse: True multiplies with the transposed matrices, which undoes the rotation.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -119,10 +121,10 @@ def rotate(
             were rounded to bfloat16 are accepted.
 
     Numerics:
-        In float32. A sum begins with the product of index 0 and adds one product after the other. Each product and each
-        sum is rounded to nearest even, and the result is rounded once more to the dtype of x. Sums overflow to
-        infinity, infinities follow IEEE arithmetic, and -0 and subnormals are kept. NaN results are the positive quiet
-        NaN.
+        In float32. A sum begins with the product for i = 0 (j = 0 for the inverse), and adds the other products in
+        order. Each product and each sum is rounded to nearest even, and the result is rounded once more to the dtype of
+        x. Sums overflow to infinity, infinities follow IEEE arithmetic, and -0 and subnormals are kept. NaN results are
+        the positive quiet NaN.
 
     Exact:
         The CPU and CUDA engines give the bits of the specification.
@@ -137,15 +139,15 @@ def rotate(
 
 
 def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
-    """Return the random signs that hadamard applies for a seed, to store them or to pass them to rotate.
+    """Return the random signs that hadamard applies for a seed. You can store them, or pass them to rotate.
 
     Args:
-        size: the number of signs, not negative.
+        size: the number of signs, 0 or more.
         seed: an int from 0 to 2^64 - 1.
 
     Returns:
-        int8 (size,), each 1 or -1. Sign i is -1 if byte i of the random stream of the seed is 128 or more. Stochastic
-        rounding uses the same stream (Philox4x32-10).
+        A NumPy array int8 (size,), each 1 or -1. Sign i is -1 if byte i of the random stream of the seed is 128 or
+        more. Stochastic rounding uses the same stream (Philox4x32-10).
 
     Raises:
         TypeError: size or seed is not an int.
@@ -163,10 +165,13 @@ def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
 
 
 def _signs_of_seed(op: str, size: Any, seed: Any) -> np.ndarray:
-    """Return the signs that a seed gives for hadamard, int8 (size,). Raise the errors of hadamard, under `op`."""
+    """Return the signs that hadamard applies for a seed, int8 (size,).
+
+    Raise as hadamard does for an invalid size or seed. op: the public function that messages name.
+    """
     return specification.random_signs(check_hadamard_size(op, size), check_seed(op, as_index(op, "seed", seed)))
 
 
 def _run(call: Rotation) -> Any:
-    """Return the result of a parsed call of hadamard or rotate, from the first engine that supports the call."""
+    """Return the result of a parsed call of hadamard or rotate, from the first engine that supports it."""
     return run("rotate", "rotate", on_device(call.x), call)

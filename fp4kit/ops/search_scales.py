@@ -25,13 +25,13 @@ def search_scales(
     axis: int = -1,
     threads: int | None = None,
 ) -> Any:
-    """Find the amaxes whose scales give the smallest quantization error, to be passed to quantize.
+    """Find the amaxes whose scales give the smallest quantization error, so that you can pass them to quantize.
 
     The recipe decides what is searched:
 
     - Recipes with E4M3 scales: one amax per block. Supported are nvfp4-modelopt-static, nvfp4-modelopt-static-4over6,
-      and variants of them that encode to the nearest code, have scales of amax / 6, and have one tensor scale. The
-      recipe nvfp4-modelopt-mse searches and quantizes in one call of quantize.
+      and variants of them that encode to the nearest code, have scales of amax / 6, and have one tensor scale. (For
+      nvfp4-modelopt-mse, call quantize, which searches by itself.)
     - Recipes with E8M0 scales in blocks of one row (mxfp4-ocp, mxfp8-te, ...): one amax * 2^j per block, with the error
       computed in the recipe's own arithmetic.
     - FP8 and integer recipes without block scales (fp8-modelopt, int8-modelopt-channel, ...): one multiple of the amax
@@ -43,10 +43,10 @@ def search_scales(
         scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
         block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
 
-    Here amax is the tensor amax, and scale_max is a field of the recipe (448 or 256). The candidate c takes the 126
-    positive E4M3 values in ascending order, and q is the E2M1 value nearest to x / scale(c). The loss of a 16x16 block
-    is the sum over all its rows. With a Hessian H of the block's columns, the loss is d^T H d, where d = x - q *
-    scale(c). In this case scale(c) is first rounded to E4M3.
+    Here amax is the tensor amax, scale_max is a field of the recipe (448 or 256), and q is the E2M1 value nearest to x
+    / scale(c). The candidates c are the 126 positive E4M3 values in ascending order. The loss of a 16x16 block is the
+    sum over all its rows. With a Hessian H of the block's columns, the loss is d^T H d, where d = x - q * scale(c) and
+    scale(c) is first rounded to E4M3.
 
     Objectives, with d = |x - q * scale(c)|:
 
@@ -58,22 +58,22 @@ def search_scales(
     Candidates:
 
     - E4M3 scales: "all" tries all 126 values. "near" tries the scale codes from 8 below to 8 above the code of the
-      block's own amax. Two ints (low, high) set another such range, with both ends included. Codes below the first or
-      above the last of the 126 are replaced by the first or the last.
+      block's own amax. Two ints (low, high) set another range around this code, with both ends included. Codes outside
+      the 126 are replaced by the nearest of them.
     - E8M0 scales: two ints (low, high), the range of j with both ends included. "all" tries three scale exponents:
       floor(log2(amax)) - floor(log2(largest element value)), one below and one above.
     - Without block scales: (start, stop, step) of the multiples. "all" is Model-Optimizer's (0.25, 4.0, 0.1).
 
     Args:
         x: float32, float16 or bfloat16 array of any shape and strides, of any library. It is never written to.
-        recipe: a recipe of the list above.
-        objective: an objective of the list above.
+        recipe: a recipe of one of the four kinds above.
+        objective: one of the objectives above.
         tensor_amax: as in quantize; pass the same one to both. None computes it from x.
-        weights: float32 (K,), finite and >= 0: one per index along `axis`, such as the mean square of the activation
-            with this index. A weight of 0 ignores the column. None means all ones.
+        weights: float32 (K,), finite and >= 0: one weight per column (index along `axis`), such as the mean square of
+            the activation that multiplies the column. A weight of 0 ignores the column. None means all ones.
         hessian: float32 (K/16, 16, 16), symmetric: one matrix per 16 columns. Cannot be combined with weights, because
             weights are a diagonal Hessian.
-        candidates: candidates of the list above.
+        candidates: "all" or another value listed above.
         axis: the axis along which blocks run.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -98,9 +98,9 @@ def search_scales(
         added in a tree. Ties of x / scale(c) go to even codes; above 6 it is 6. A scale(c) that underflows to 0 counts
         as 1.
 
-        Losses that are equal after rounding count as equal, so the smallest c wins. A block with NaN or infinity, or
-        whose losses all overflow, takes the first candidate; for E8M0 scales, its own amax. A NaN amax gives NaN, which
-        quantize rejects. In a tensor of zeros all amaxes are 0; -0 counts as 0.
+        Losses that are equal after rounding count as equal, so the smallest c wins. A block that holds NaN or infinity,
+        or whose losses all overflow, gets the first candidate; with E8M0 scales, its own amax. A NaN tensor amax gives
+        NaN, which quantize rejects. A tensor of zeros gives amaxes of 0.
 
         Powers d^p other than 1 and 2 are computed in float64 from +, -, *, / and bit operations, so that all machines
         get equal results. Their relative error is at most (20 + 2 |log2 d|) 2^-53. For recipes with block scales, they

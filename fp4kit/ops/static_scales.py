@@ -39,16 +39,16 @@ def quantize_static(
     input_global_scale: Any = None,
     scale_layout: ScaleLayout = "linear",
 ) -> Quantized:
-    """Quantize activations under the static input scale that a checkpoint stores, as a server does.
+    """Quantize activations with the static input scale that a checkpoint stores, as an inference engine does.
 
-    Pass the stored number under the name that the checkpoint gives it. Nothing is measured in x. If you have the amax
-    from calibration instead, pass it to fp4kit.quantize as tensor_amax.
+    Pass the stored number as input_scale or input_global_scale, whichever name the checkpoint uses. The tensor scale is
+    not computed from x. If you have the amax from calibration instead, pass it to fp4kit.quantize as tensor_amax.
 
     Args:
         x: float32, float16 or bfloat16 array (..., K).
-        recipe: the recipe of the engine's kernel: nvfp4-vllm-static, nvfp4-flashinfer-static or
-            nvfp4-vllm-static-divisor, or another recipe with the tensor rule of one of them. It needs block scales and
-            one scale per tensor, and must not choose scales by their errors (4over6, searches).
+        recipe: the recipe of the engine's kernel: nvfp4-vllm-static or nvfp4-flashinfer-static for input_scale,
+            nvfp4-vllm-static-divisor for input_global_scale, or another recipe with the tensor rule of one of them. It
+            needs block scales and one scale per tensor, and must not choose scales by their errors (4over6, searches).
         input_scale: a scale that multiplies on decode (Model-Optimizer), about amax / 2688. A number, or an array or a
             tensor of one element; it must be a positive float32 number.
         input_global_scale: a scale that divides on decode (compressed-tensors), about 2688 / amax.
@@ -59,16 +59,16 @@ def quantize_static(
 
     Raises:
         TypeError: a scale is not a number.
-        ValueError: not exactly one scale is given, it is not positive and finite, the recipe takes a scale of the other
-            direction or none, or no amax gives an input_global_scale. The errors of fp4kit.quantize are raised too.
+        ValueError: not exactly one scale is given, it is not positive and finite, the recipe takes the other scale or
+            none, or no amax gives the input_global_scale.
 
     Numerics:
         As for fp4kit.quantize. Elements beyond the scale saturate.
 
     Exact:
-        Equals fp4kit.quantize with an amax that gives the scale. A producer computes input scales from amaxes, so there
-        is one. If no amax gives an input_scale, block scales are computed from the scale itself, on the host, and the
-        result has no tensor_amax.
+        Equals fp4kit.quantize with a tensor_amax that gives this scale. Scales that were computed from an amax have
+        such a tensor_amax. If no amax gives an input_scale, block scales are computed from the scale itself, on the
+        host, and the result has no tensor_amax.
 
     Source:
         recipe.source.
@@ -102,7 +102,7 @@ def quantize_static(
 
 
 def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, np.float32]:
-    """Return which of the two scales the caller gave, as the pair (name of the argument, its value as float32).
+    """Return the scale that the caller gave, as the pair (name of the argument, value as float32).
 
     Raise ValueError if none or both are given, if the recipe does not take the given one, or if it is not positive and
     finite. Raise TypeError if it is neither a number nor an array of one element.
@@ -122,9 +122,12 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
 
 
 def _number(name: str, value: Any) -> np.float32:
-    """Return a scale as float32. name: the argument that messages name.
+    """Return a scale as float32.
 
-    Raise TypeError unless it is a number or an array of one element. Raise ValueError unless it is positive and finite.
+    Raise TypeError unless it is a number or an array of one element. Raise ValueError unless it is positive and finite
+    after rounding to float32.
+
+    name: the argument that messages name.
     """
     is_number = hasattr(value, "__float__") and not isinstance(value, str)
     if not is_number or math.prod(getattr(value, "shape", ())) != 1:

@@ -22,7 +22,7 @@ def swizzle(q_or_scales: Quantized, layout: ScaleLayout) -> Quantized: ...
 @overload
 def swizzle(q_or_scales: ArrayT, layout: ScaleLayout) -> ArrayT: ...
 def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
-    """Return block scales in another layout, such as the tiled layout that Blackwell's matrix instructions read.
+    """Convert block scales to another layout, such as the tiled layout that Blackwell's matrix instructions read.
 
     Args:
         q_or_scales: a Quantized in any layout, or an array of linear scales, uint8 (..., R, C).
@@ -30,18 +30,18 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
             offsets.
 
     Returns:
-        For a Quantized, a new Quantized with its scales in that layout; its other arrays are those of the argument.
-        For an array, uint8 (..., R padded, C padded), in which each (R, C) matrix is laid out by itself and the padding
-        is zero. The result is in the library and on the device of the scales. If the scales have the layout already,
-        they are not copied.
+        For a Quantized, a new Quantized with its scales in that layout, which shares all other arrays with the
+        argument. For an array, uint8 (..., R padded, C padded); each (R, C) matrix is laid out by itself, and the
+        padding is zero. The result is in the library and on the device of the scales. If the scales have the layout
+        already, they are not copied.
 
     Raises:
         TypeError: the scales are not uint8.
-        ValueError: the layout is unknown, an array has less than two dimensions, a Quantized has no block scales, or
-            the layout is tiled and a Quantized is 1-d.
+        ValueError: the layout is unknown; an array has fewer than two dimensions; or a Quantized has no block scales,
+            or is 1-d and the layout is tiled.
 
     Exact:
-        unswizzle is the inverse.
+        unswizzle is the inverse, bit for bit.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -67,11 +67,11 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """Return q with its block scales in the given layout. Raise the errors of the public function op.
+    """Return q with its block scales in the given layout. Raise as swizzle does.
 
-    If an earlier call on a Quantized of this kind left a cached call, use it, which saves the checks.
+    If an earlier call with an equal recipe, shape and layout left a cached call, use it, which saves the checks.
 
-    op: "swizzle" or "unswizzle", the public function that error messages name.
+    op: "swizzle" or "unswizzle", the public function that messages name.
     """
     key, cached = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if cached is None else cached(q)
@@ -81,11 +81,11 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
     """Check the arguments of swizzle or unswizzle, and return a copy of `original` with its scales in the given layout.
 
-    The copy shares all arrays that do not change. If the scales have the layout already, they are shared too.
+    The copy shares all arrays that do not change; the scales too if they have the layout already. Raise ValueError if
+    the layout is unknown, if `original` has no block scales, or if it is 1-d and the layout is tiled.
 
-    op: the public function that error messages name. key: the key under which to store a cached call for later calls;
-    None stores nothing. Raise ValueError if the layout is unknown, if `original` has no block scales, or if it is 1-d
-    and the layout is tiled.
+    op: the public function that messages name.
+    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
     """
     layouts.check_layout(op, layout)
     q = original.imported()
@@ -112,16 +112,16 @@ def unswizzle(
     q_or_scales: ArrayT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None
 ) -> ArrayT: ...
 def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Any:
-    """Return block scales in linear layout: the inverse of swizzle.
+    """Convert block scales back to linear layout: the inverse of swizzle.
 
     Args:
         q_or_scales: a Quantized, or an array of scales in `layout`, uint8.
-        layout: the layout of an array; leave it out for a Quantized, which knows it.
-        shape: the linear shape (..., R, C) of an array; leave it out for a Quantized.
+        layout: the layout of an array. Leave it out for a Quantized, which knows its layout.
+        shape: the shape (..., R, C) of the array in linear layout. Leave it out for a Quantized.
 
     Returns:
-        A Quantized with scale_layout "linear", or a uint8 array of `shape`. The padding is dropped. If the scales are
-        linear already, they are not copied.
+        For a Quantized, a new Quantized with scale_layout "linear". For an array, a uint8 array of shape `shape`. The
+        padding is dropped. If the scales are linear already, they are not copied.
 
     Raises:
         TypeError: the scales are not uint8.
@@ -146,12 +146,12 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
 @returns_in_library
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
-    """Return an array of block scales, stored in layout `layout`, in linear layout and in the shape `shape`.
+    """Return an array of block scales, which are in layout `layout`, in linear layout and shape `shape`.
 
     The padding is dropped. If `layout` is "linear", the scales are only reshaped.
 
-    Raise TypeError unless the scales are uint8 and the shape consists of ints. Raise ValueError if layout or shape is
-    None, if the layout is unknown, or if the array does not have the size that they imply.
+    Raise TypeError unless the scales are uint8 and the shape consists of ints. Raise ValueError if `layout` or `shape`
+    is None, if the layout is unknown, or if the array does not have the size that layout and shape imply.
     """
     if layout is None or shape is None:
         raise ValueError(
@@ -165,7 +165,7 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return block scales, stored in layout `source`, in layout `target`. If both are equal, return them unchanged.
+    """Convert block scales from layout `source` to layout `target`. If the two are equal, return the scales unchanged.
 
     scales: a NumPy or CuPy array. shape: the shape (..., R, C) that the scales have in the linear layout.
     """
@@ -175,9 +175,9 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:
-    """Return scales, an array of any library, as a NumPy or CuPy array without a copy.
+    """Return an array of block scales, of any library, as a NumPy or CuPy array without a copy.
 
-    Raise TypeError unless they are uint8, and ValueError if they have less than `ndim` dimensions.
+    Raise TypeError unless it is uint8, and ValueError if it has fewer than `ndim` dimensions.
     """
     (array,) = import_arrays(op, scales=scales)
     if array.dtype != np.uint8:

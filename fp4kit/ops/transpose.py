@@ -15,19 +15,19 @@ from fp4kit.quantized.container import Quantized
 
 
 def transpose(q: Quantized) -> Quantized:
-    """Turn a rowwise quantized array with square blocks into the columnwise one, or the reverse.
+    """Convert a rowwise quantized array with square blocks to the columnwise one, or the reverse, without decoding it.
 
-    The quantized axis of the result is the other one of the last two axes. Codes and scales are moved; nothing is
-    decoded, so the values stay the same.
+    The result is quantized along the other one of the last two axes. Codes and scales are only moved, so the values
+    stay the same.
 
     Args:
         q: a Quantized in any scale layout, of a recipe with square blocks (16x16: nvfp4-te-2d, ...). It was quantized
-            along axis -1 or -2 of an x (..., M, K), where M and K are multiples of the block.
+            along axis -1 or -2 of an array (..., M, K), where M and K are multiples of the block's side.
 
     Returns:
-        A new Quantized of q's shape with the other axis, in the scale layout and on the device of q. If q is rowwise,
-        with packed (..., M, K/2), the result has packed (..., K, M/2) and block_scale (..., K, M/block). tensor_scale
-        and tensor_amax are those of q.
+        A new Quantized of q's shape, quantized along the other axis, in the scale layout and on the device of q. If q
+        is rowwise, with packed (..., M, K/2), the result has packed (..., K, M/2) and block_scale (..., K, M/block).
+        tensor_scale and tensor_amax are those of q.
 
     Raises:
         TypeError: q is not a Quantized.
@@ -53,9 +53,9 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument of transpose, and return q with the other quantized axis. Raise the errors of transpose.
+    """Check the argument of transpose, and return q quantized along the other axis. Raise as transpose does.
 
-    key: the key under which to store a cached call for later calls; None stores nothing.
+    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
     """
     original = q
     q = checks.check_quantized("transpose", q)
@@ -72,9 +72,10 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
 
 
 def _check_square_blocks(q: Quantized) -> None:
-    """Raise ValueError unless the quantized axis of q is one of the last two, and q has square blocks.
+    """Raise ValueError unless q can be transposed.
 
-    Also raise it if the other of these axes is not a whole number of blocks long.
+    Its quantized axis must be one of the last two, its blocks must be square, and the other of these two axes must be a
+    whole number of blocks long.
     """
     if len(q.shape) < 2 or q.axis < len(q.shape) - 2:
         raise ValueError(f"transpose: q has axis {q.axis} of a {len(q.shape)}-d array; needs one of the last two axes")
