@@ -13,9 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AbstractArray:
-    """An array without values, of which only shape and dtype are known. Parsers of calls take it in place of an array.
+    """An array without values: only its shape and dtype are known. It takes the place of an array when calls are
+    checked.
 
-    Lengths are ints, or symbols of a compiler that support the arithmetic of ints.
+    Each length is an int, or a compiler's symbol that supports the arithmetic of ints.
     """
 
     shape: tuple[Any, ...]
@@ -32,7 +33,7 @@ class AbstractArray:
     def reshape(self, *shape: Any) -> AbstractArray:
         """Return a new AbstractArray with the given shape. The number of elements is not checked.
 
-        shape: the lengths, or one tuple of them. Unlike NumPy, this keeps a length of -1 as it is.
+        shape: the lengths, or one tuple of them. A length of -1 is not computed, as NumPy would, but stays -1.
         """
         return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
 

@@ -1,4 +1,4 @@
-"""Check the amaxes that a caller passes, and reshape them to the canonical shape.
+"""Check the amaxes that a caller passes (tensor_amax, block_amax, clip limits), and reshape them for the engines.
 
 The canonical shape of a tensor_amax depends on the recipe. For an array (..., K), with the quantized axis last, it is:
 
@@ -56,12 +56,13 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Check a caller's tensor_amax, and return it as float32 in the canonical shape of reshape_amax.
+    """Check a caller's tensor_amax in host memory, and return it as float32 in the canonical shape of reshape_amax.
 
-    In the result, -0 is replaced by 0. The values of an AbstractArray are not checked; the result is one too.
+    In the result, -0 is replaced by 0. For an AbstractArray, only dtype and shape are checked, and the result is an
+    AbstractArray too.
 
     op: the public function, for error messages.
-    amax: a number, or an array in host memory.
+    amax: a number, an array in host memory, or an AbstractArray.
     moved_shape: the shape of the array to quantize, with the quantized axis last.
 
     Raise TypeError if the tensor_amax is not real. Raise ValueError for NaN or negative values, or if the shape does
@@ -78,20 +79,20 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 def without_sign(amax: np.ndarray) -> np.ndarray:
-    """Return a copy of float32 amaxes in which -0 is 0, because the sign of -0 would spread to scales and codes.
+    """Return a copy of float32 amaxes without sign bits: -0 becomes 0, so that its sign does not spread to scales.
 
-    The sign bit is cleared by integer arithmetic. Float arithmetic could flush subnormals to zero.
+    Integer arithmetic clears the bits, because float arithmetic could flush subnormals to zero.
     """
     return np.asarray(amax.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.float32)
 
 
 @ieee("amax")
 def as_real(op: str, name: str, amax: Any) -> Any:
-    """Return a real number or array, the argument `name` of the function op, as float32.
+    """Return a real number or array, the argument `name` of the public function `op`, as a new float32 array.
 
-    The result is a new NumPy array, 0-d for a number. Numbers beyond the range of float32 become infinite, which every
-    rule handles. An AbstractArray gives an AbstractArray of float32. Raise TypeError unless the dtype is an integer or
-    a float; bools are rejected too.
+    The result is a NumPy array, 0-d for a number; an AbstractArray gives an AbstractArray of float32. Numbers beyond
+    the range of float32 become infinite, which every rule handles. Raise TypeError unless the dtype is an integer or a
+    float; bools are rejected too.
     """
     array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
@@ -103,10 +104,11 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 
 
 def check_clip_amax(op: str, amax: Any) -> Any:
-    """Return the clip limit of a gradient, the argument amax of fake_quantize_backward, as float32 in its given shape.
+    """Return the clip limit of a gradient (the argument amax of fake_quantize_backward) as float32, not reshaped.
 
     Raise TypeError if it is not real, and ValueError if a value is negative. NaN is allowed: it makes the gradient 0,
-    because no |x| is below NaN. An AbstractArray gives an AbstractArray, whose values are not checked.
+    because no comparison |x| <= NaN holds. For an AbstractArray, the result is an AbstractArray, and values are not
+    checked.
     """
     amax = as_real(op, "amax", amax)
     if isinstance(amax, AbstractArray):
@@ -132,7 +134,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
 
     Raise ValueError for any other shape.
 
-    moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
+    moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument that the message
+    names.
     """
     canonical = tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]
@@ -156,8 +159,8 @@ OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 def takes_e8m0_amaxes(r: Recipe) -> bool:
     """Return whether recipe r accepts block amaxes for its E8M0 scales, such as those that search_scales finds.
 
-    It does if all of this holds: it has E8M0 scales, blocks of one row and no tensor scale; it has no fake_rule; it
-    has no search or 4over6 of its own; and it does not only fake-quantize.
+    All of this must hold: it has E8M0 scales, blocks of one row and no tensor scale; it has no fake_rule and does not
+    only fake-quantize; and it does not choose scales itself, by a search or 4over6.
     """
     chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
@@ -168,10 +171,10 @@ def takes_block_amaxes(r: Recipe) -> bool:
 
     It does in two cases:
 
-    - It has E8M0 scales, and takes_e8m0_amaxes accepts it.
-    - It has amax rules, block scales and blocks of one row.
+    - takes_e8m0_amaxes accepts it.
+    - It is a custom recipe with an amax rule for block scales, and its blocks have one row.
 
-    Static recipes do not count here, because every operation accepts block amaxes for them.
+    This is only about recipes that are not static. Static recipes accept block amaxes in every operation.
     """
     return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
 
@@ -244,10 +247,11 @@ def clip_amax(call: Any, given: Any) -> Any:
 
 
 def reshape_clip_amax(amax: Any, call: Any) -> Any:
-    """Return the clip limits of a gradient in the shape (1, 1), (rows, 1) or (rows, blocks): per tensor, row or block.
+    """Return the clip limits of a gradient in one of three shapes: (1, 1), (rows, 1) or (rows, blocks).
 
-    `rows` is the number of rows of call.moved, with all leading axes joined, and `blocks` the number of blocks per row.
-    A limit per expert is repeated for each of the expert's rows. Raise ValueError if `amax` fits none of these shapes.
+    They stand for one limit per tensor, per row or per block. `rows` is the number of rows of call.moved, with all
+    leading axes joined, and `blocks` is the number of blocks per row. A limit per expert is repeated for each row of
+    the expert. Raise ValueError if `amax` fits none of these shapes.
 
     amax: the limit, a NumPy or CuPy array. call: the parsed call.
     """

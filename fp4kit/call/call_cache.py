@@ -1,8 +1,8 @@
-"""Cache calls, so that a repeated call skips the checks, which take longer than the work on small arrays.
+"""Cache calls. A repeated call then skips the checks, which take longer than the work itself if arrays are small.
 
-- Key: everything that the checks and the work depend on, except values. For each array that is its type, shape, dtype,
-  strides, device and alignment (its facts). All other arguments are part of the key as they are. If one call passes its
-  checks, every call with an equal key passes them too.
+- Key: everything that the checks and the work depend on, except values. For each array, these are its facts: type,
+  shape, dtype, strides, device and alignment. All other arguments are part of the key as they are. If one call passes
+  its checks, every call with an equal key passes them too.
 - Cached call: a function that an engine makes for a key (cuda/engine/cached_calls.py, cpu/cached_calls.py). It takes
   the arrays and returns the result, or None if it cannot compute this call.
 - Driver: the function that computes a parsed call. It runs if there is no cached call or the cached call returns None.
@@ -29,20 +29,21 @@ specification_only: ContextVar[bool] = ContextVar("specification_only", default=
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
-    """Return the key of a call of op, and its cached call.
+    """Look up a call of op. Return the pair (key, cached call), in which either may be None.
 
     There are three results:
 
     - (key, None): the call is the first with its key. The caller passes the key to run_first.
     - (key, cached call): the call is cached.
-    - (None, None): the call cannot be cached, the first call with its key stored that there is no cached call for it,
-      or the call is on the host inside of `with fp4kit.specification()`.
+    - (None, None): there is no cached call and none is to be stored. Either the call cannot be cached, or an earlier
+      call with this key found that no engine can make one, or the call is on the host within `with
+      fp4kit.specification()`.
 
     Args:
         op: the public function.
-        arrays: the array arguments, of NumPy, CuPy, PyTorch or JAX, all of one library. An entry may also be a
-            Quantized of such arrays, None if it is not given, or on the host a float (a tensor_amax). With any other
-            entry the call cannot be cached.
+        arrays: the array arguments: arrays of NumPy, CuPy, PyTorch or JAX, or Quantized of such arrays, all of one
+            library. After the first, an entry may also be None if it is not given, or on the host a float (a
+            tensor_amax). With any other entry the call cannot be cached.
         others: all other arguments that a check depends on.
     """
     x = arrays[0]
@@ -71,7 +72,8 @@ def run_first(
 
     Args:
         key: the key, as find returned it; None to store nothing.
-        call: the new cached call; None if no engine can make one. None is stored too, so that none is made again.
+        call: the new cached call; None if no engine can make one. None is stored too, so that later calls do not try
+            again.
         arguments: the arguments of the cached call.
         driver: the function without arguments that computes the call.
     """
@@ -88,6 +90,8 @@ def run_first(
 def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
     """Return the facts of an array or a Quantized that are part of a key, such as shapes, dtypes and strides.
 
+    For a Quantized, they include its axis, recipe and scale layout. The result is hashable.
+
     facts_of: a function that returns the facts of one library's arrays and raises TypeError for anything else.
     """
     if type(a) is Quantized:
@@ -98,10 +102,10 @@ def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
 
 
 def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
-    """Return the pair (function, is_host) for the library of `a`.
+    """Return the pair (function, is_host) for the library of the array `a`.
 
-    function: returns the facts (shape, dtype, strides, ...) of an array of that library, and raises TypeError or
-    AttributeError for anything else. is_host: whether `a` is in host memory.
+    function(array) returns the facts (shape, dtype, strides, ...) of an array of that library, and raises TypeError or
+    AttributeError for anything else. is_host is True if `a` is in host memory.
     """
     kind = type(a)
     if kind is np.ndarray:
@@ -114,9 +118,9 @@ def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
 
 
 def _torch_host_facts(a: Any) -> Hashable:
-    """Return the facts of a PyTorch tensor in host memory, or the type name of a float or np.float32.
+    """Return the facts of a PyTorch tensor in host memory. For a float or np.float32, return the name of its type.
 
-    The value of a float, a tensor_amax, is no part of a key. Raise TypeError or AttributeError for anything else.
+    A float is a tensor_amax, whose value is not part of the key. Raise TypeError or AttributeError for anything else.
     """
     kind = type(a)
     return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
@@ -135,7 +139,10 @@ def _cupy_facts(a: Any) -> Hashable:
 
 
 def _numpy_facts(a: Any) -> Hashable:
-    """Return the facts of a NumPy array, or the type name of a float. Raise TypeError for anything else."""
+    """Return the facts of a NumPy array. For a float or np.float32 (a tensor_amax), return the name of its type.
+
+    Raise TypeError for anything else.
+    """
     if type(a) in (float, np.float32):  # an amax, whose value neither the checks nor the cached call depend on
         return type(a).__name__
     if type(a) is not np.ndarray:

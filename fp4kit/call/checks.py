@@ -26,9 +26,9 @@ def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
 
 
 def check_axis(op: str, axis: int, ndim: int) -> int:
-    """Return an axis as a non-negative int. Raise ValueError if an array of ndim axes has no such axis.
+    """Return an axis of an array with `ndim` axes as a non-negative int. Negative axes count from the end.
 
-    For ndim 0, always raise ValueError. Raise TypeError if the axis is not an int. Negative axes count from the end.
+    Raise ValueError if there is no such axis; a 0-d array has none. Raise TypeError if the axis is not an int.
     """
     if ndim == 0:
         raise ValueError(
@@ -58,8 +58,8 @@ def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
 def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
     """Raise ValueError unless the quantized axis has a length that the recipe allows.
 
-    The length must be a multiple of recipe.length_multiple: whole blocks or, without blocks, whole bytes of codes. Only
-    the message uses `axis`.
+    The length must be a multiple of recipe.length_multiple: whole blocks or, if the recipe has no blocks, whole bytes
+    of codes.
     """
     multiple = recipe.length_multiple
     if length % multiple:
@@ -70,7 +70,7 @@ def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
 
 
 def check_has_codes(op: str, recipe: Recipe) -> None:
-    """Raise ValueError if a recipe is a fake quantizer, which has no codes."""
+    """Raise ValueError if a recipe only fake-quantizes, because it then has values but no codes."""
     if recipe.fake_only:
         raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
 
@@ -84,9 +84,11 @@ def check_values_dtype(op: str, dtype: Any) -> None:
 
 
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
-    """Return q with NumPy or CuPy arrays that share its memory. Raise TypeError if q is not a Quantized.
+    """Check that q is a Quantized, and return it with NumPy or CuPy arrays that share its memory.
 
-    name: the name of q in the message. Errors of Quantized.imported are passed on.
+    Raise TypeError if q is not a Quantized. Importing its arrays can raise the errors of Quantized.imported.
+
+    name: the name of q in the message.
     """
     check_is_quantized(op, q, name)
     return q.imported(op)
@@ -99,9 +101,10 @@ def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
 
 
 def description(value: Any) -> str:
-    """Return text for a message about a wrong value: "numpy.ndarray float32 (2, 3)" for an array.
+    """Return text that describes a wrong value in a message.
 
-    For any object without a dtype, it is the name of the type alone.
+    It is type, dtype and shape for an array, such as "numpy.ndarray float32 (2, 3)". For an object without a dtype, it
+    is only the name of the type.
     """
     if not hasattr(value, "dtype"):
         return type(value).__name__

@@ -1,4 +1,4 @@
-"""Check the scales that a caller passes to quantize, and bring them to the dtype and shape that engines take."""
+"""Check the scales that a caller passes to quantize, and convert them to the dtype and shape that engines need."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.flo
 
 
 def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
-    """Raise ValueError unless the caller passed exactly the scales that the recipe has.
+    """Raise ValueError unless the caller passed exactly the scales that the recipe has: block, tensor, or both.
 
-    Call this only if the caller passed at least one scale.
+    At least one of the two must have been passed.
 
     block_scale, tensor_scale: the arguments of quantize; None if the caller did not pass them.
     """
@@ -35,14 +35,14 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
 
 
 def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
-    """Return the caller's block_scale as uint8 in the layout `layout`; None if the recipe has no block scales.
+    """Return the caller's block_scale as uint8 bit patterns, not copied; None if the recipe has no block scales.
 
-    Nothing is copied. Raise TypeError unless the dtype of block_scale is uint8 or the float8 dtype of the recipe's
-    scales. Raise ValueError if its shape, with the padding of the layout, does not fit. In host memory, also raise
-    ValueError if a code has more bits than the scale format.
+    Raise TypeError unless the dtype is uint8 or the float8 dtype of the recipe's scales. Raise ValueError unless the
+    shape is that of the recipe's scales in `layout`, with padding. In host memory, also raise ValueError if a code has
+    more bits than the scale format.
 
-    given: the block_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
-    axis last.
+    given: the block_scale as the caller passed it, already in `layout`.
+    moved_shape: the shape of the array to quantize, with the quantized axis last.
     """
     if r.scale is None:
         return None

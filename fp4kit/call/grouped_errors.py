@@ -12,11 +12,12 @@ _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Return [function(*entries) for entries in zip(*columns)]: call a function once per tensor of a group.
+    """Call a function once per tensor of a group: return [function(*entries) for entries in zip(*columns)].
 
-    If a call raises TypeError, ValueError or NotImplementedError, no further call is made, and an error of this type is
-    raised. Its message begins with op, and the argument in it gets the number of the tensor. For the second tensor,
-    "quantize: tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...". Other errors pass unchanged.
+    If a call raises TypeError, ValueError or NotImplementedError, no further call is made, and an error of the same
+    type is raised. Its message begins with op, and the argument that it names gets the number of the tensor. For the
+    second tensor, "quantize: tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...". Other errors
+    pass unchanged.
 
     op: the public function. columns: sequences with one entry per tensor. Raise ValueError if their lengths differ.
     """
@@ -30,7 +31,7 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 
 
 def numbered(op: str, i: int, text: str) -> str:
-    """Return `text`, the error message of a single call, changed to name the grouped operation op and tensor i.
+    """Return the error message of a grouped operation op, made from `text`, the message of a single call for tensor i.
 
     If the message begins with the name of an argument, that name gets the index i: "x" becomes "xs[2]", for example.
     Otherwise, "xs[i]: " is put before the text.

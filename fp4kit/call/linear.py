@@ -41,10 +41,11 @@ class LinearSettings(NamedTuple):
         unit: the Unit (a model of a GPU's matrix unit) that multiplies.
         out_dtype: dtype of y.
         backward: "straight-through", "high-precision" or "quantized".
-        recipe_grad: the recipe of the gradient with respect to y, for "quantized".
+        recipe_grad: the recipe of the gradient with respect to y; used if backward is "quantized".
         rounding: the rounding of the codes of the gradient with respect to y.
-        hadamard: whether the operands of the gradient with respect to w are transformed, as in fp4kit.quantize.
-        scale_layout: the scale layout of a w that is quantized; None for an unquantized w.
+        hadamard: False, True or "no_signs" as in fp4kit.quantize: the transform of both operands of the gradient with
+            respect to w.
+        scale_layout: the scale layout of w if the caller passed w as a Quantized; None for an unquantized w.
     """
 
     recipe_x: Recipe
@@ -122,11 +123,11 @@ def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | 
 
 @lru_cache(256)
 def settings_from_text(text: str) -> LinearSettings:
-    """Return the LinearSettings that a text describes, checked. PyTorch's operators take the settings as such a text.
+    """Return the checked LinearSettings that a text describes. PyTorch's operators take the settings as text.
 
     The text has ten lines: recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized,
-    unit, out_dtype, backward, rounding and hadamard. Recipes and the unit are strings as to_spec makes them. For a
-    recipe, an empty line stands for None.
+    unit, out_dtype, backward, rounding and hadamard. Recipes and the unit are strings as to_spec makes them. An empty
+    line instead of a recipe stands for None.
 
     Raise the errors of linear_settings. Also raise ValueError for a wrong number of lines, and KeyError for an unknown
     hadamard.
@@ -154,12 +155,14 @@ def check_weight(w: Quantized) -> None:
 
 
 def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractArray, AbstractArray]:
-    """Return the AbstractArrays x and w, with x (..., K) reshaped to a matrix (M, K).
+    """Check that the unit can multiply x (..., K) and w (N, K) after both were quantized along K.
 
-    Raise an error unless the unit can multiply x and w (N, K) after they were quantized along K: TypeError for the
-    dtype of x or w, and ValueError otherwise.
+    Return the AbstractArrays x and w, with x reshaped to a matrix (M, K). Raise TypeError for a wrong dtype of x or w.
+    Raise ValueError if the shapes, recipes or unit do not fit.
 
-    op: the public function that error messages begin with. s: the settings of the layer.
+    op: the public function that error messages begin with.
+    s: the settings of the layer.
+    x, w: AbstractArrays.
     """
     checks.check_float(op, x)
     checks.check_float(op, w, "w")
@@ -193,8 +196,9 @@ def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
 def _check_gradients(s: LinearSettings, x: AbstractArray, w: AbstractArray, has_seed: bool) -> None:
     """Raise TypeError or ValueError unless the gradients of x and w can be computed with s.backward "quantized".
 
-    The gradient of y, x and w must have lengths, dtypes and recipes with which they can be quantized along M or N and
-    multiplied. A w that is a Quantized must have square blocks. The arguments are those of check_linear, with x (M, K).
+    The gradients need the gradient of y, x and w quantized along M or N, so lengths, dtypes and recipes must allow
+    this, and the unit must be able to multiply the results. If w is a Quantized, it must have square blocks. The
+    arguments are those of check_linear, with x (M, K).
     """
     name, grad = "the gradient of y", AbstractArray((x.shape[0], w.shape[0]), s.out_dtype)
     options = QuantizeOptions(rounding=s.rounding, seed=0 if has_seed else None)

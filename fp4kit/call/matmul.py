@@ -42,13 +42,14 @@ _NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
 
 
 class Operand(NamedTuple):
-    """One operand of a matrix product, as the engines take it: rows of codes along K. Codes and scales are contiguous.
+    """One operand of a matrix product in the form that engines need: rows of codes along K, contiguous.
 
     Attributes:
-        codes: uint8 (batch, rows, K), packed as a Quantized packs them, so (batch, rows, K/2) for E2M1. For float16 and
-            bfloat16, uint16 (batch, rows, K), the bits of the numbers.
+        codes: uint8 (batch, rows, K), or (batch, rows, K/2) for E2M1, whose codes are packed two per byte. For float16
+            and bfloat16, uint16 (batch, rows, K), the bits of the numbers.
         element: the name of the element format: "E2M1", "E4M3", "bfloat16", ...
-        scales: the codes of the block scales in the linear layout, uint8 (batch, rows, K / block); None without them.
+        scales: the bits of the block scales in the linear layout, uint8 (batch, rows, K / block), contiguous like the
+            codes; None without block scales.
         scale: the ElementFormat of the block scales, E4M3 or E8M0; None without block scales.
         block: elements per block scale; 1 without block scales.
         factor: float32 (batch, rows), the tensor scale of each row; None if it is 1.
@@ -84,7 +85,8 @@ class MatmulCall(NamedTuple):
             with every matrix of the other.
         c: float32 (batch, M, N), the initial values of the sums; None for zeros.
         unit: the Unit.
-        step: the step of the unit for these operands; None if the unit has an order instead.
+        step: the description of the unit's instruction for these operands (DotAdd or FloorDotAdd); None if the unit
+            adds in a stated order instead.
         out_dtype: dtype of the result.
         out: the array (batch, M, N) for the result, contiguous; None to allocate it.
         on_device: whether the arrays are CuPy arrays.
@@ -107,12 +109,12 @@ class MatmulCall(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """The rules by which an engine adds the products of elements: an adder, and the parameters of this adder.
+    """The way in which an engine adds the products of elements: the name of an adder, and its parameters.
 
     Parameters that the adder does not use keep their defaults.
 
     Attributes:
-        adder: the name of the way in which products are added, one of ADDERS.
+        adder: one of ADDERS.
         step: elements of K per step.
         promote: elements of K per chain, as Unit.promote; 0 for one chain.
         fraction_bits, zero_exponent: as in DotAdd and FloorDotAdd.
@@ -131,7 +133,8 @@ class Addition(NamedTuple):
 
 
 def addition_of(call: MatmulCall) -> Addition:
-    """Return the rules by which an engine adds the products of elements in a call: those of its step or its order."""
+    """Return the way in which an engine adds the products of elements in a call, as its step or the unit's order
+    says."""
     step, promote = call.step, call.unit.promote or 0
     if isinstance(step, DotAdd):
         adder = "truncate_groups" if step.group > 1 else "truncate"
@@ -144,7 +147,7 @@ def addition_of(call: MatmulCall) -> Addition:
 
 
 class Decoding(NamedTuple):
-    """The values of the codes of an element format, or of a format of block scales.
+    """The exact values of all codes of an element format, or of a format of block scales.
 
     Attributes:
         values: float64, indexed by code: the exact value of every code. For block scales, these are magnitudes, because
@@ -173,7 +176,7 @@ def decoding_of(element: str) -> Decoding:
 
 @lru_cache
 def scale_decoding_of(scale: ElementFormat) -> Decoding:
-    """Return the Decoding of a format of block scales, such as E4M3: the magnitudes of its codes.
+    """Return the Decoding of a format of block scales, such as E4M3. Its values are magnitudes.
 
     Matrix units ignore the sign of a scale. The result is cached, so do not write to it.
     """
@@ -183,7 +186,7 @@ def scale_decoding_of(scale: ElementFormat) -> Decoding:
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
     """Check the arguments of fp4kit.matmul. Return the pair (call, shape (..., M, N) of the result).
 
-    The result that an engine computes has call.shape, (batch, M, N), and is to be reshaped to (..., M, N). A stack `a`
+    An engine computes a result of shape call.shape, (batch, M, N). The caller reshapes it to (..., M, N). A stack `a`
     times one matrix `b` becomes a single product with more rows.
 
     The arguments and the errors are those of fp4kit.matmul. Block scales must be in the linear layout.
@@ -210,7 +213,7 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
 
 
 def output_dtype(op: str, out_dtype: Any) -> np.dtype:
-    """Return the argument out_dtype as a dtype. Raise TypeError unless it is float32, float16 or bfloat16."""
+    """Return the argument out_dtype as a NumPy dtype. Raise TypeError unless it is float32, float16 or bfloat16."""
     dtype = numpy_dtype(op, out_dtype)
     if dtype not in FLOATS:
         raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
@@ -227,7 +230,7 @@ def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a"
 
 
 def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Return the pair (a, b) of operands with the number alpha in place of their tensor scales.
+    """Return the pair (a, b) of operands, with the argument alpha of matmul in place of their tensor scales.
 
     If alpha is None, the operands are returned unchanged. Otherwise the factor of a becomes alpha, rounded to float32,
     in every row, and that of b becomes None. Raise TypeError if alpha is not a number.
@@ -252,7 +255,7 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c, the array with which the sums begin, as a contiguous float32 NumPy or CuPy array.
+    """Return c, the array whose values the sums begin with, as a contiguous float32 NumPy or CuPy array.
 
     If c already is contiguous and float32, it is not copied.
 
@@ -276,7 +279,7 @@ def empty_result(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Any:
 
 
 def operand(op: str, name: str, x: Any) -> Operand:
-    """Return an argument of matmul as an Operand with the batch axes of the argument. name: its name, such as "a".
+    """Return an argument of matmul as an Operand. Its axes before the last two stay. name: its name, such as "a".
 
     Raise TypeError unless x is a Quantized or an array of float16, bfloat16 or a float8 dtype in _ARRAY_ELEMENTS. Raise
     ValueError if an array has less than two dimensions, or if no matrix unit multiplies a Quantized of this recipe.
@@ -334,8 +337,8 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
     """Raise ValueError if no matrix unit multiplies tensors of recipe r.
 
-    That is so for integer elements, for element formats other than E4M3, E5M2, E2M3, E3M2 and E2M1, and for recipes
-    with one tensor scale per block. op, name: the public function and the operand, as the message names them.
+    Matrix units multiply only the elements E4M3, E5M2, E2M3, E3M2 and E2M1, and no recipes with one tensor scale per
+    block. op, name: the public function and the operand, as the message names them.
     """
     if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
         raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
@@ -354,18 +357,18 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
 
 
 def _operand_of_recipe(r: Recipe) -> Operand:
-    """Return an Operand that describes a recipe's format to step_of. It has no arrays."""
+    """Return an Operand without arrays that describes a recipe's format. step_of uses it."""
     return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
 
 
 def step_of(
     op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")
 ) -> DotAdd | FloorDotAdd | None:
-    """Return the step of a unit for two operands; None if the unit has an order of additions instead of steps.
+    """Return the step (instruction) of a unit for two operands; None if the unit adds in a stated order instead.
 
-    Raise ValueError if the unit has neither an order nor a step for them. The message names the kinds that the unit
-    has. The order "float32-blocks" accepts only E2M1 operands with block scales of equal blocks. These blocks must have
-    16 elements or a multiple up to MAX_BLOCK.
+    Raise ValueError if the unit has neither an order nor a step for them. The message lists the operands that the unit
+    multiplies. The order "float32-blocks" accepts only E2M1 operands that both have block scales, for blocks of equal
+    size: a multiple of 16 up to MAX_BLOCK (512).
 
     names: the operands in the message.
     """
@@ -393,10 +396,10 @@ def step_of(
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
-    """Return the name of the Unit field (one of units.KINDS) that has the step for a pair of operands.
+    """Return the name of the Unit field (one of units.KINDS) that holds the step for a pair of operands.
 
-    Return None if no unit multiplies such a pair. If only u cannot multiply the pair, its field with the returned name
-    is None.
+    Return None if no unit multiplies such a pair. If other units do but u does not, u's field of the returned name is
+    None.
     """
     elements = {a.element, b.element}
     if a.scales is None and b.scales is None:
@@ -414,5 +417,5 @@ def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
 
 
 def _described(x: Operand) -> str:
-    """Return an operand in words: "E2M1 with E4M3 scales of 16"."""
+    """Return a description of an operand for messages, such as "E2M1 with E4M3 scales of 16", or "bfloat16"."""
     return x.element if x.scale is None else f"{x.element} with {x.scale.name} scales of {x.block}"

@@ -29,7 +29,7 @@ OP = "matmul_grouped"
 class NamedOperand(NamedTuple):
     """A matrix of a group.
 
-    name: how messages call it, such as "a[2]". operand: the matrix as an Operand, whose axes are (1, rows, K).
+    name: its name in messages, such as "a[2]". operand: the matrix as an Operand with the axes (1, rows, K).
     """
 
     name: str
@@ -100,10 +100,11 @@ def rows_call(
 def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
     """Return the matrices of a sequence of operands, or of one stack of matrices.
 
-    The matrices of a stack are views of it. Raise TypeError or ValueError as `operand` does. Also raise ValueError
-    unless a stack has three axes, and each operand of a sequence two.
+    The matrices of a stack are views of it. Raise TypeError or ValueError as `operand` does. Also raise ValueError if a
+    stack does not have three axes, or if an operand of a sequence does not have two.
 
-    name: the argument in messages. index: a format string for the text that follows it for matrix i of a sequence.
+    name: the argument, for messages. index: a format string for the text after the name for matrix i of a sequence, by
+    default "[i]".
     """
     if is_single(xs):
         whole = operand(OP, name, xs)
@@ -140,11 +141,10 @@ def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alp
 
 
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Return a list with one entry per product, from `value`, the argument alpha or c (`name` says which).
+    """Return a list with one entry per product, from the argument alpha or c. name: which of the two, "alpha" or "c".
 
-    None gives None for every product, and a number for alpha gives this number for every product. A sequence or an
-    array of at least one axis gives its items. Raise ValueError if it does not have `count` items, or for any other
-    value.
+    If `value` is None, or a number for alpha, every entry is this value. A sequence or an array of at least one axis
+    gives its items. Raise ValueError if it does not have `count` items, or if `value` is anything else.
     """
     is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
     if value is None or (name == "alpha" and is_number):
@@ -156,7 +156,7 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
-    """Return m_indptr as a list of ints: the row of `a` at which each matrix begins, and at the end the number of rows.
+    """Return m_indptr as a list of ints: for each matrix its first row in `a`, followed by the number of rows of `a`.
 
     An array on a GPU is copied to the host. Raise TypeError unless it consists of integers. Raise ValueError unless it
     has count + 1 entries from 0 to `rows` that do not decrease.

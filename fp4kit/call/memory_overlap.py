@@ -23,10 +23,10 @@ _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached,
 def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raise ValueError if an output shares memory with an input or with another output.
 
-    As an exception, an output "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call
-    writes the values there that it has read from there. Entries that are not arrays, such as None, share no memory.
+    An output named "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call writes to
+    it only values that it has read from it. Entries that are not arrays, such as None, share no memory.
 
-    op: the public function that the message names. inputs, outputs: the arrays by the names that messages use.
+    op: the public function that the message names. inputs, outputs: {name in messages: array}.
     """
     for name, out in outputs.items():
         for other, array in inputs.items():
@@ -38,7 +38,7 @@ def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any
 
 
 def _refuse(op: str, out: str, other: str) -> None:
-    """Raise ValueError, always: the output named `out` shares memory with the input or output named `other`."""
+    """Raise the ValueError for an output named `out` that shares memory with the input or output named `other`."""
     raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
 
 
@@ -63,9 +63,9 @@ _MEMORIES: WeakKeyDictionary[Quantized, _OccupiedMemory] = WeakKeyDictionary()
 
 
 def _memory_of(q: Quantized) -> _OccupiedMemory:
-    """Return which memory the arrays of a Quantized occupy.
+    """Return the memory that the arrays of a Quantized occupy.
 
-    The result is computed at the first call with q. Later calls look it up in _MEMORIES.
+    It is computed in the first call with q. Later calls look it up in _MEMORIES.
     """
     memory = _MEMORIES.get(q)
     if memory is None:
@@ -78,13 +78,13 @@ def _memory_of(q: Quantized) -> _OccupiedMemory:
 
 
 def are_disjoint(read: Any, out: Any) -> bool:
-    """Return whether a cached call may write to `out`: it then overwrites no memory that it reads, and no byte twice.
+    """Return whether a cached call may write to `out`: no byte is written twice, or written and also read.
 
-    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other one is a Quantized. If `out` is None,
-    return True. If `out` is a Quantized two of whose own arrays share memory, return False. On a device, spans are
-    compared, so the result may be False for arrays that interleave without a common byte.
+    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other one is a Quantized. The result is True
+    if `out` is None, and False if `out` is a Quantized with two arrays that share memory. On a device, spans are
+    compared, so it may be False for arrays that interleave without a common byte.
 
-    Public functions ask this before each cached call with `out`, because the cache's key holds no addresses.
+    Public functions check this before each cached call with `out`, because the cache's key holds no addresses.
     """
     if out is None:
         return True
@@ -112,7 +112,7 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 
 def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether two arrays have a byte in common, or True if NumPy's search exceeds its limit of work."""
+    """Return whether two arrays have a byte in common. If NumPy's search exceeds its limit of work, return True."""
     try:
         return np.shares_memory(a, b, max_work=_MAX_WORK)  # type: ignore[arg-type]  # NumPy's stubs allow no number
     except np.exceptions.TooHardError:
@@ -122,8 +122,8 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Return whether two elements of an array have a byte in common. strides: in bytes, of any sign.
 
-    The test is exact, except that it returns True if it would need more than _MAX_SUMS (2^20) sums. An array without
-    elements gives False.
+    The result is exact, except that it is True if the test would need more than _MAX_SUMS (2^20) sums. It is False for
+    an array without elements.
 
     Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
     axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a
@@ -149,9 +149,10 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
     """Return the axes along which elements may overlap, as a list of (absolute stride in bytes, length).
 
-    The shortest axis comes first. The list is empty for contiguous arrays, for their slices and transposes, and for
-    arrays without elements. Axes of length 1 are left out, and axes that together are evenly spaced are joined into
-    one. Then, as long as all other axes together fit into the largest stride, its axis is removed.
+    The shortest axis comes first. Axes of length 1 are left out, and axes that together are evenly spaced are joined
+    into one. Then the axis with the largest stride is removed, again and again, as long as the elements of all other
+    axes fit into this stride. So the list is empty for contiguous arrays, their slices and transposes, and arrays
+    without elements.
     """
     if 0 in shape:
         return []
@@ -169,7 +170,7 @@ def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 def _span(a: Any) -> tuple[int, int]:
     """Return the span of a CuPy or PyTorch array: its first address, and the address after its last byte.
 
-    Return (0, 0) for an array without elements, and for any object that is not such an array.
+    Return (0, 0) for an array without elements, and for any other object, such as None or a NumPy array.
     """
     if hasattr(a, "data_ptr"):
         start, is_dense, nbytes = a.data_ptr(), a.is_contiguous(), a.nbytes

@@ -33,11 +33,11 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 def import_out(op: str, out: Any) -> Any:
     """Return the caller's `out`, an array or a Quantized, as a NumPy or CuPy array or a Quantized of such arrays.
 
-    The result shares the memory of `out`, so writing to it writes to `out`. Anything else is returned unchanged: None
-    means no output, and later checks reject other objects such as lists.
+    The result shares the memory of `out`, so writing to it writes to `out`. Any other object is returned unchanged:
+    None means no output, and later checks reject objects such as lists.
 
-    Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if elements share memory, as in
-    an expanded tensor, because only the element that is written last would remain. Also raise the errors of
+    Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if two elements share memory, as
+    in an expanded tensor, because only the element that is written last would keep its value. Also raise the errors of
     import_arrays.
     """
     library = library_of(out)
@@ -98,9 +98,9 @@ def check_quantized_out(call: Any) -> None:
     Raise TypeError if call.out is not a Quantized, or if x is in host memory and an array of call.out is not a NumPy
     array. Raise ValueError in these cases:
 
-    - Its recipe, shape, dtype, axis or scale layout, or one of its arrays, does not fit the call.
-    - It has a tensor_amax, although the caller passed a tensor_scale.
-    - One of its arrays shares memory with an input or with another of its arrays.
+    - The recipe, shape, dtype, axis or scale layout of call.out, or one of its arrays, does not fit the call.
+    - call.out has a tensor_amax, although the caller passed a tensor_scale.
+    - An array of call.out shares memory with an input or with another array of call.out.
     """
     op, out, r = call.op, call.out, call.recipe
     check_is_quantized(op, out, "out")

@@ -34,9 +34,9 @@ SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is determinist
 
 
 class Declined(NotImplementedError):
-    """Raised if an engine cannot compute a call; the message says why.
+    """Signal that an engine cannot compute a call; the message says why.
 
-    An engine raises it before any work, so that the next engine can be tried.
+    An engine raises this error before any work, so that the next engine can be tried.
     """
 
 
@@ -60,16 +60,16 @@ class Call(NamedTuple):
         moved: x with the quantized axis last.
         tensor_amax, block_amax: float32 in their canonical shapes, in the memory (host or device) of x; None if they
             are to be computed.
-        grad: the gradient for fake_quantize_backward, in the shape of x.
+        grad: the gradient for fake_quantize_backward, in the shape of x; None for other operations.
         layout: the layout of block_scale.
-        random: None for nearest rounding; for stochastic rounding, a seed or random numbers in the shape of moved, as
-            parse_seed returns them.
+        random: None for nearest rounding. For stochastic rounding, what parse_seed returns: a seed, or random numbers
+            in the shape of moved.
         mask: sign mask of the Hadamard transform; None for no transform.
         out: a Quantized to write to, or None.
         block_scale: the caller's block scales, uint8 in `layout`; None if the recipe has none or they are to be
             computed.
-        tensor_scale: the caller's tensor scale, float32 in its canonical shape; None if the recipe has none or it is to
-            be computed.
+        tensor_scale: the caller's tensor scale, float32 in its canonical shape; None if the recipe has none, or if it
+            is to be computed.
         on_device: whether the arrays are CuPy arrays. It decides which engines are tried.
     """
 
@@ -91,13 +91,13 @@ class Call(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """True if the caller passed scales. Then only codes are computed."""
+        """True if the caller passed a block_scale or a tensor_scale, so that only codes are computed."""
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:
-        """Return a copy of this call for another array x, and for another output `out`, where None means no output.
+        """Return a copy of this call for another array x, and with another output `out`. None means no output.
 
-        Nothing is checked again. So x must have the shape and dtype of the array that was parsed, and be on its device.
+        Nothing is checked, so x must have the shape, dtype and device of the array that was parsed.
         """
         return self._replace(x=x, moved=_axis_last(x, self.axis), out=out)
 
@@ -109,7 +109,7 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: An
     bfloat16, and ValueError if it does not have the axis, or if the axis is not a whole number of blocks long.
 
     arguments: further arguments by name, such as tensor_amax. They are not checked, and the Call does not hold them.
-    Those that are not arrays, such as None and numbers, stay unchanged.
+    Values that are not arrays, such as None and numbers, are returned unchanged.
     """
     r = RECIPES.get(recipe) if type(recipe) is str else None
     r = recipe_of(op, recipe) if r is None else r
@@ -199,7 +199,7 @@ def fake_call(
 ) -> Call:
     """Check the arguments of an operation that returns fake-quantized values, and return its Call.
 
-    The arguments and the errors are those of fake_quantize. The recipe need not have codes.
+    The arguments and the errors are those of fake_quantize. Recipes that only fake-quantize are accepted too.
     """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -218,20 +218,21 @@ def any_call(
     """Check the arguments of an operation that accepts every recipe, such as explain, and return its Call.
 
     For a recipe that only fake-quantizes, the Call and the errors are those of fake_call. For any other recipe, they
-    are those of quantize_call. amaxes: tensor_amax and block_amax, as for quantize.
+    are those of quantize_call. amaxes: tensor_amax and block_amax, as for quantize; either may be missing.
     """
     call = fake_call(op, x, recipe, axis, options, **amaxes)
     return call if call.recipe.fake_only else quantize_call(op, x, recipe, axis, options, **amaxes)
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
-    """Check the arguments of fake_quantize_backward. Return its Call, and the imported amax, which is not checked yet.
+    """Check the arguments of fake_quantize_backward except for amax. Return the pair (Call, imported amax).
 
     The amax is None if the caller passed none.
 
     Raises:
         TypeError: x or grad is not float32, float16 or bfloat16.
-        ValueError: their shapes differ, x does not have the axis, or the axis is not a whole number of blocks.
+        ValueError: the shapes of x and grad differ, x does not have the axis, or the axis is not a whole number of
+            blocks long.
     """
     call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)
@@ -244,8 +245,9 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
 
-    The columnwise Call has the array, recipe and tensor amax of the rowwise one, but the given options. Raise
-    ValueError if x has no axis -2, if this axis is not a whole number of blocks long, or if the options do not fit.
+    The columnwise Call has the array, recipe and tensor amax of the rowwise Call, and the given options. Raise
+    ValueError if x has no axis -2, if this axis is not a whole number of blocks long, or if the options do not fit the
+    call.
     """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
@@ -255,7 +257,7 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
     """Return a copy of the call with the caller's amaxes, checked, as float32 and in the memory of x.
 
-    An amax that is None stays None; the engine then computes it. Raise the errors of parse_tensor_amax and
+    An amax that is None stays None, which makes the engine compute it. Raise the errors of parse_tensor_amax and
     parse_block_amax.
     """
     if tensor_amax is None and block_amax is None:
@@ -271,7 +273,7 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
     Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call. Raise TypeError if the seed is
     neither an int nor an array. The layout is not checked here; check_codes does that.
 
-    options: with the seed already imported if it is an array.
+    options: the options of the call. A seed that is an array must have been imported already.
     """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
@@ -282,7 +284,7 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
 def check_codes(call: Call, layout: str) -> None:
     """Raise ValueError unless the recipe of the call has codes, and its scales can be stored in `layout`.
 
-    The layout must be known. If it is tiled, that is not "linear", x must have at least two dimensions.
+    The layout must be one that fp4kit knows. Unless it is "linear", x must have at least two dimensions.
     """
     checks.check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
@@ -301,7 +303,7 @@ def check_hadamard(op: str, hadamard: Any) -> None:
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
     """Return the sign mask of the Hadamard transform: Transformer Engine's for True, 0 for "no_signs", None for False.
 
-    Raise ValueError for other values, or if the quantized axis is not a multiple of the transform's size.
+    Raise ValueError for other values of hadamard, or if the length of the quantized axis is not a multiple of 16.
     """
     check_hadamard(call.op, hadamard)
     if hadamard is False:
@@ -316,14 +318,13 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
-    """Return what Call.random holds for a call, from the arguments rounding and seed.
+    """Return the source of random numbers for a call (its field random), from the arguments rounding and seed.
 
     - For rounding "nearest": None.
-    - For "stochastic": what parse_seed returns, the seed as an int or an array of random numbers. An array gets the
-      quantized axis last.
+    - For "stochastic": the seed as an int, or an array of random numbers with the quantized axis last.
 
-    Raise ValueError if rounding is none of these two words, or if rounding and seed do not fit each other, the recipe
-    or x. Raise TypeError if the seed is neither an int nor an array.
+    Raise ValueError if rounding is neither of these two words, or if rounding and seed do not fit each other, the
+    recipe or x. Raise TypeError if the seed is neither an int nor an array.
     """
     op, r = call.op, call.recipe
     if not is_one_of(rounding, ("nearest", "stochastic")):
@@ -348,7 +349,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 def declined_as_error(op: str) -> Iterator[None]:
     """Turn Declined, raised in the with block, into a NotImplementedError whose message begins with op.
 
-    Use it where no other engine can be tried. Other errors pass unchanged.
+    It is for calls that no other engine can compute. Other errors pass unchanged.
     """
     try:
         yield

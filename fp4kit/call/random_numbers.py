@@ -1,4 +1,4 @@
-"""Check the argument seed of a call that rounds stochastically, and make the random numbers of PyTorch from a seed."""
+"""Check the argument seed of stochastic rounding, and make the random numbers that PyTorch draws from a seed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
-    """Return the random numbers for stochastic rounding of x: the seed as an int, or an array in the shape of x.
+    """Return the source of randomness for stochastic rounding of x: a seed (an int), or random numbers in x's shape.
 
-    - For Recipe.stochastic "te": the seed as an int, or the caller's random bytes (uint8).
+    - If the recipe's field `stochastic` is "te": the seed as an int, or the caller's random bytes (uint8).
     - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
     - "comfyui_nvfp4": numbers from 0 to 1 (float32), in the memory of x. A seed gives those of torch.rand on a CPU, in
       PyTorch 2.13. PyTorch 2.11 draws other numbers in float16 and bfloat16.
@@ -63,7 +63,7 @@ def torch_words(seed: int, count: int) -> np.ndarray:
 
 
 def _widened(a: Any) -> Any:
-    """Return a CuPy array of float32, float16 or bfloat16 as float32."""
+    """Convert a CuPy array of float16 or bfloat16 to float32. A float32 array is returned unchanged."""
     with imports.making_current(a.device.id):
         if a.dtype == ml_dtypes.bfloat16:  # CuPy does not convert it
             return (a.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -71,9 +71,9 @@ def _widened(a: Any) -> Any:
 
 
 def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return a seed, an int, unchanged. Raise ValueError unless it is from 0 to `most`, both included.
+    """Return an int seed unchanged. Raise ValueError unless it is from 0 to `most`, both included.
 
-    The default of `most` is 2^64 - 1, the largest key of the random stream.
+    most: 2^64 - 1 by default, the largest key of the random stream.
     """
     if not 0 <= seed <= most:
         raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
@@ -95,7 +95,7 @@ def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     """Check the random numbers that a caller passed, and return them as float32. An AbstractArray stays unchanged.
 
     Raise ValueError unless the numbers have the shape of x, are float32 or have the dtype of x, and are at least 0 and
-    less than 1. Values on a GPU, and those of an AbstractArray, are not checked.
+    less than 1. The range is checked only for arrays in host memory.
     """
     if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
         raise ValueError(

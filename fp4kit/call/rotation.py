@@ -26,9 +26,10 @@ class Rotation(NamedTuple):
 
     Attributes:
         x: the array, NumPy or CuPy.
-        shape: (outer, length, inner), the shape to which the engine reshapes x. Blocks lie along the middle axis.
+        shape: (outer, length, inner), the shape to which the engine reshapes x. `size` elements along the middle axis
+            are a block.
         size: the number of elements of a block.
-        signs: uint8 (length,) in host memory, 1 for a negative sign and 0 for a positive one; None without signs.
+        signs: uint8 (length,) in host memory, 1 for a sign of -1 and 0 for a sign of 1; None if all signs are 1.
         matrices: float32 (1, size, size) for all blocks or (length / size, size, size), contiguous, in host memory;
             None for a Hadamard transform.
         inverse: True if signs are applied after the rotation instead of before. The matrices of an inverse call are
@@ -46,7 +47,7 @@ class Rotation(NamedTuple):
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
     """Check the arguments of a call to hadamard, and return its Rotation. Raise the errors that hadamard documents.
 
-    signs: the signs that the caller passed or that the seed gives, or None to use no signs.
+    signs: the signs that the caller passed or that the seed gives; None changes no signs.
     """
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
@@ -57,9 +58,9 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Check the arguments of a call to rotate, and return the Rotation to apply.
+    """Check the arguments of a call to rotate, and return its Rotation. Raise the errors that rotate documents.
 
-    Raise the errors that rotate documents.
+    If `inverse` is True, the Rotation holds the transposed matrices.
     """
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
@@ -120,7 +121,7 @@ def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
 def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
     """Raise ValueError unless every matrix M is orthogonal, as far as bfloat16 can hold orthogonal matrices.
 
-    No element of M M^T may differ by more than ORTHOGONAL_WITHIN (2^-7) from the identity matrix. NaN and infinity are
+    No element of M M^T may differ from the identity matrix by more than ORTHOGONAL_WITHIN (2^-7). NaN and infinity are
     rejected. matrices: (number of matrices, n, n).
     """
     wide = matrices.astype(np.float64)
@@ -155,8 +156,8 @@ def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
 def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
     """Return the Rotation of an array along an axis whose length is a multiple of `size`.
 
-    If all blocks have equal signs and matrices, each block becomes a row of its own: Rotation.shape has `size` as its
-    middle length. Otherwise the middle length is that of the axis, and signs of one block are repeated for all blocks.
+    If all blocks share their signs and matrix, each block becomes a row of its own: the middle length of Rotation.shape
+    is `size`. Otherwise the middle length is that of the axis, and signs of one block are repeated for all blocks.
 
     negative: the signs of one block or of the whole axis, as uint8; None without signs.
     size, matrices, inverse: as in Rotation.

@@ -1,4 +1,4 @@
-"""Parse the arguments of search_scales.
+"""Parse the arguments of search_scales, which tries candidate scales and keeps those with the smallest loss.
 
 Depending on the recipe, one of three things is searched:
 
@@ -39,10 +39,11 @@ class SearchTerms(NamedTuple):
 
     Attributes:
         weights: float32 (K,), in the memory (host or device) of x; None for all ones.
-        hessian: float32 (K/16, 16, 16), in the memory of x; None for none.
+        hessian: float32 (K/16, 16, 16), in the memory of x; None if weights are used.
         offsets: the smallest and the largest offset of the candidates from the scale that a block's own amax gives: in
             codes for E4M3, and in exponents for E8M0. None for the default of the scale format.
-        power: the loss is the sum of |difference|^power. For infinity, it is the largest |difference|.
+        power: the exponent of the loss, which is the sum of |difference|^power. If power is infinity, the loss is the
+            largest |difference|.
         grid: start, stop and step of the multiples of the amax that are tried; None if offsets are tried instead.
     """
 
@@ -78,14 +79,14 @@ class Search(NamedTuple):
 
     @property
     def searches_e8m0(self) -> bool:
-        """True if the recipe's block scales are E8M0, whatever is searched."""
+        """True if the recipe has E8M0 block scales."""
         return self.call.recipe.scale == E8M0
 
     @property
     def searches_e4m3(self) -> bool:
         """True if the codes of E4M3 block scales are searched.
 
-        That is so unless the scales are E8M0 or multiples of the amax are tried (see has_grid).
+        False if the recipe's scales are E8M0, or if multiples of the amax are tried (see has_grid).
         """
         return self.terms.grid is None and not self.searches_e8m0
 
@@ -94,8 +95,9 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     """Check the arguments of search_scales, and return the parsed call.
 
     Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe. Raise
-    TypeError for an argument of a wrong type. request: the arguments objective, weights, hessian and candidates. The
-    other arguments are those of search_scales.
+    TypeError for an argument of a wrong type.
+
+    request: the arguments objective, weights, hessian and candidates. The other arguments are those of search_scales.
     """
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request
@@ -131,15 +133,16 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 
 def is_searchable(r: Recipe) -> bool:
-    """Return whether search_scales accepts a recipe: to search E4M3 or E8M0 block scales, or multiples of amaxes."""
+    """Return whether search_scales accepts a recipe, to search its E4M3 or E8M0 block scales or multiples of its
+    amaxes."""
     return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 
 def has_grid(r: Recipe) -> bool:
     """Return whether search_scales tries a grid of multiples of a recipe's amaxes.
 
-    For a recipe with amax rules (custom_recipe), return False only if its blocks have several rows. For other recipes,
-    return True if they have codes, no block scales, and one tensor scale per tensor or per row.
+    For a recipe with amax rules (custom_recipe), it does if blocks have one row. For other recipes, it does if they
+    have codes, no block scales, and one tensor scale per tensor or per row.
     """
     if r.is_custom:
         return r.block_rows == 1
@@ -147,10 +150,11 @@ def has_grid(r: Recipe) -> bool:
 
 
 def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
-    """Return (start, stop, step) of the multiples that `candidates` names: "all", or three numbers.
+    """Return the multiples that the argument `candidates` asks for, as (start, stop, step).
 
-    A grid must have 0 < start <= stop and step > 0, finite numbers, and at most 10000 multiples. Raise TypeError if one
-    of three entries is not a number. Raise ValueError for anything else that is not a grid.
+    "all" gives the default grid GRID. Otherwise it must be three finite numbers with 0 < start <= stop and step > 0,
+    that give at most 10000 multiples. Raise TypeError if one of three entries is not a number, and ValueError for
+    anything else that is not a grid.
     """
     if isinstance(candidates, str) and candidates == "all":
         return GRID
@@ -175,7 +179,7 @@ def _number(op: str, value: Any) -> float:
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if hessian is not None. Called for a recipe r whose scales are searched without a Hessian."""
+    """Raise ValueError if a hessian was given. Called for recipes r whose search does not support one."""
     if hessian is not None:
         raise ValueError(
             f"{op}: a hessian was given, but the search for {r.id} takes none; leave it out, or pass weights"
@@ -198,15 +202,17 @@ def power_of(op: str, objective: Any) -> float:
 
 
 def check_e4m3_search(op: str, r: Recipe) -> None:
-    """Raise ValueError unless search_scales can search the E4M3 block scales of a recipe. The message begins with op.
+    """Raise ValueError unless search_scales can search the E4M3 block scales of a recipe.
 
-    It can if all of this holds:
+    All of this must hold:
 
-    - It has codes.
+    - The recipe has codes.
     - It rounds to the nearest E2M1 value (not by "rnw").
     - It has E4M3 scales of amax / 6 for blocks of 16 columns, and one tensor scale.
-    - It is static, which means that it takes calibrated block amaxes from the caller, or it searches them as
+    - It is static, which means that it takes calibrated block amaxes from the caller, or it searches them itself as
       nvfp4-modelopt-mse does.
+
+    op: the public function that the message begins with.
     """
     check_has_codes(op, r)
     unfit = unfit_for_search(r)
@@ -230,7 +236,7 @@ def unfit_for_search(r: Recipe) -> str | None:
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     """Return the smallest and the largest offset of the scales to try, or None if `candidates` is "all".
 
-    "near" gives (-8, 8). Two ints (low, high) with low <= high are returned, each limited to -126 ... 126.
+    "near" gives (-8, 8). Two ints (low, high) with low <= high give these ints, each limited to -126 ... 126.
 
     Raise TypeError if one of two entries is not an int, and ValueError for anything else.
     """
@@ -246,10 +252,10 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """Return `given`, the argument weights or hessian, as a contiguous float32 array in the memory of call.x.
+    """Return the argument weights or hessian as a contiguous float32 array in the memory of call.x.
 
-    If `given` is None, return None. In host memory, other real dtypes are converted to float32. On a GPU, only float32
-    is accepted. Raise TypeError if the dtype does not fit, and ValueError unless the array has the given shape.
+    If it is None, return None. In host memory, other real dtypes are converted to float32. On a GPU, only float32 is
+    accepted. Raise TypeError if the dtype does not fit, and ValueError unless the array has the given shape.
 
     name: "weights" or "hessian", for the message.
     """

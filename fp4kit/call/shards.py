@@ -17,7 +17,8 @@ from fp4kit.recipes.schema import has_tall_scales
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError if a recipe cannot quantize shards: its 4over6, search or microexponents need whole blocks."""
+    """Raise ValueError if a recipe cannot quantize shards, because its 4over6, search or microexponents need whole
+    blocks."""
     if isinstance(r.element, PairedMicroexponents):
         raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
     if r.four_over_six or r.search:
@@ -64,10 +65,11 @@ def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
 
 
 def square_block(op: str, r: Recipe, length: int) -> int:
-    """Return the size of a recipe's square blocks, such as 16 for blocks of 16x16.
+    """Return the side length of a recipe's square blocks, such as 16 for blocks of 16x16.
 
-    Raise ValueError if its blocks are not square, have a single element or have float32 scales, or if `length` is not
-    a whole number of blocks. Square blocks span the quantized axis and another one, whose length is `length`.
+    Raise ValueError if its blocks are not square, have a single element or have float32 scales, or if `length` is not a
+    whole number of blocks. Square blocks span the quantized axis and one other axis. length: the length of that other
+    axis.
     """
     rows, size = r.block or (1, 1)
     if has_tall_scales(r):
@@ -80,7 +82,7 @@ def square_block(op: str, r: Recipe, length: int) -> int:
 
 
 class Partition(NamedTuple):
-    """The beginnings and ends of the shards of all processes. Each process owns one shard of each matrix.
+    """The first and last elements of the shards of all processes. Each process owns one shard of each matrix.
 
     A shard is a range of elements of a flattened matrix, and may be empty.
 
@@ -93,17 +95,18 @@ class Partition(NamedTuple):
     ends: np.ndarray
 
     def pieces(self, unit: int) -> np.ndarray:
-        """Return the length of each shard in units of ``unit`` elements: int64 (processes, matrices).
+        """Return how many units of ``unit`` elements each shard touches: int64 (processes, matrices).
 
-        Units begin at multiples of ``unit`` in the matrix. A unit that two shards share counts for both.
+        Units begin at multiples of ``unit`` elements in the flattened matrix. A unit that two shards share counts for
+        both.
         """
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return where each shard begins in the memory of its process, in units of ``unit`` elements.
+        """Return how many units of ``unit`` elements precede each shard in the memory of its process.
 
-        A process stores its shards one after another, in the order of the matrices. The result is an int64 array of
-        shape (processes, matrices).
+        A process stores the units of its shards (see pieces) one after another, in the order of the matrices. The
+        result is an int64 array of shape (processes, matrices).
         """
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths
