@@ -13,8 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AbstractArray:
-    """An array without values: only its shape and dtype are known. It takes the place of an array when calls are
-    checked.
+    """An array without values: only its shape and dtype are known. Calls can be checked with it in place of an array.
 
     Each length is an int, or a compiler's symbol that supports the arithmetic of ints.
     """

@@ -133,8 +133,7 @@ class Addition(NamedTuple):
 
 
 def addition_of(call: MatmulCall) -> Addition:
-    """Return the way in which an engine adds the products of elements in a call, as its step or the unit's order
-    says."""
+    """Return how an engine adds the products of elements in a call, as its step or the unit's order says."""
     step, promote = call.step, call.unit.promote or 0
     if isinstance(step, DotAdd):
         adder = "truncate_groups" if step.group > 1 else "truncate"

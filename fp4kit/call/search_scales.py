@@ -133,8 +133,10 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 
 def is_searchable(r: Recipe) -> bool:
-    """Return whether search_scales accepts a recipe, to search its E4M3 or E8M0 block scales or multiples of its
-    amaxes."""
+    """Return whether search_scales accepts a recipe.
+
+    It does if the recipe's E4M3 or E8M0 block scales, or multiples of its amaxes, can be searched.
+    """
     return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 

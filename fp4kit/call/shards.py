@@ -17,8 +17,10 @@ from fp4kit.recipes.schema import has_tall_scales
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError if a recipe cannot quantize shards, because its 4over6, search or microexponents need whole
-    blocks."""
+    """Raise ValueError if a recipe cannot quantize a shard by itself.
+
+    4over6 and searches need whole blocks, and the elements of microexponent formats share bits in pairs.
+    """
     if isinstance(r.element, PairedMicroexponents):
         raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
     if r.four_over_six or r.search:

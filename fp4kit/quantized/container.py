@@ -51,7 +51,7 @@ _OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized array, as codes and scales: value = decode(code) * block_scale * tensor_scale.
+    """A quantized array: codes and scales, where value = decode(code) * block_scale * tensor_scale.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -70,12 +70,12 @@ class Quantized:
             K) for wider elements: one code per byte.
         block_scale: the bit patterns of the block scales, uint8 (..., K/block), padded and permuted by scale_layout.
             Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales.
-        tensor_scale: the float32 scales by which decoding multiplies. The shape is () for one per tensor, (E,) for one
-            per expert of an x with three or more dimensions, x'.shape[:-1] for one per row, (..., K/block) for one per
-            block. None if the recipe has no tensor scale.
+        tensor_scale: the float32 scales by which decoding multiplies. The shape is () for one scale per tensor, (E,)
+            for one per expert (x then has three or more dimensions, and E is the first length of x'), x'.shape[:-1] for
+            one per row, and (..., K/block) for one per block. None if the recipe has no tensor scale.
         tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
-            unknown, as in a checkpoint. Decoding does not need it: a rule that reads the amax uses the one that
-            tensor_scale implies (reference/implied_amax.py).
+            unknown, as in a checkpoint. Decoding does not need it: without it, a rule that reads the amax uses the amax
+            that tensor_scale implies (reference/implied_amax.py).
         shape: shape of x.
         dtype: dtype of x: float32, float16 or bfloat16. A dtype of PyTorch or JAX is stored as NumPy's or ml_dtypes'.
         axis: the axis of x along which blocks run; stored as a non-negative number.
@@ -84,8 +84,8 @@ class Quantized:
 
     Raises:
         TypeError: an array, the dtype or the recipe has the wrong type.
-        ValueError: an array does not have the shape above; a part is missing, or the recipe does not have it; or arrays
-            are on several devices.
+        ValueError: an array does not have the shape above; an array is None that the recipe needs, or the reverse; or
+            arrays are on several devices.
         ValueError: on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never gives
             NaN. Values on a device are not read.
     """
@@ -139,10 +139,10 @@ class Quantized:
         Quantized.__init__(self, **state)
 
     def _check_parts_of(self, library: ArrayLibrary) -> None:
-        """Raise an error unless the parts of a Quantized of PyTorch or JAX are valid.
+        """Check the parts of a Quantized of PyTorch or JAX arrays, and raise an error unless they are valid.
 
-        Raise TypeError unless all parts that are not None are arrays of `library`. The other checks and errors are
-        those of a Quantized of NumPy or CuPy arrays, made on arrays that share the parts' memory.
+        Raise TypeError unless all parts that are not None are arrays of `library`. All other checks and errors are
+        those of a Quantized of NumPy or CuPy arrays; they are made on imported arrays that share the parts' memory.
         """
         for name in PARTS:
             array = getattr(self, name)
@@ -152,12 +152,12 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless the field `name`, packed or block_scale, is a uint8 array of the given shape.
+        """Check the field `name`, packed or block_scale: raise an error unless it is a uint8 array of the given shape.
 
-        If shape is None, the field must be None. Raise TypeError if an array is needed and the field is an object other
-        than an array of packed's library. Raise ValueError in all other cases.
+        If `shape` is None, the field must be None. Raise TypeError if an array is needed and the field holds another
+        object or an array of another library than packed. Raise ValueError in all other cases.
 
-        host: whether packed is a NumPy array.
+        host: True if packed is a NumPy array.
         """
         array = getattr(self, name)
         if array is None and shape is None:
@@ -171,13 +171,14 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless tensor_scale and, if given, tensor_amax are float32 arrays of one allowed shape.
+        """Check tensor_scale and tensor_amax: raise an error unless they are float32 arrays of one allowed shape.
 
-        The error is TypeError for another library or dtype, and ValueError for a wrong shape, a missing or surplus
-        array, or a number that is not allowed.
+        tensor_amax may be None. The error is TypeError for another library or dtype, and ValueError for a wrong shape,
+        a missing or surplus array, or a number that is not allowed.
 
-        shapes: the shapes that the recipe allows. If the recipe has no tensor scale, shapes is empty, and both arrays
-        must be None. host: whether packed is a NumPy array.
+        shapes: the shapes that the recipe allows. If the recipe has no tensor scale, `shapes` is empty, and both fields
+            must be None.
+        host: True if packed is a NumPy array.
         """
         if shapes and self.tensor_scale is not None:
             self._check_floats("tensor_scale", shapes, host)
@@ -188,10 +189,12 @@ class Quantized:
             self._refuse_floats(name, shapes)
 
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless the array field `name` is a float32 array with one of the given shapes.
+        """Check the field `name`, tensor_scale or tensor_amax: raise an error unless it is float32 of an allowed shape.
 
-        The error is TypeError for another library or dtype, and ValueError otherwise. host: whether packed is a NumPy
-        array. If so, the numbers in the field are checked too, and a NumPy scalar is replaced by a 0-d array.
+        The error is TypeError for another library or dtype, and ValueError otherwise.
+
+        host: True if packed is a NumPy array. If so, the numbers in the field are checked too, and a NumPy scalar is
+            replaced by a 0-d array.
         """
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
@@ -208,7 +211,9 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise ValueError, always: it states the dtype and shape of the array field `name`, and what is needed.
+        """Raise the ValueError for a field `name` (tensor_scale or tensor_amax) of a wrong shape, missing or surplus.
+
+        The message states its dtype and shape, and what is needed.
 
         shapes: the shapes that are allowed; () if the field must be None.
         """
@@ -217,9 +222,11 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise TypeError unless `array`, the field `name`, is a NumPy or CuPy array as the codes, packed, are.
+        """Raise TypeError unless `array`, the field `name`, is of packed's library: a NumPy array, or a CuPy array.
 
-        Raise ValueError if it is a CuPy array on another device than packed. host: True if packed is a NumPy array.
+        Raise ValueError if it is a CuPy array on another device than packed.
+
+        host: True if packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
@@ -246,15 +253,15 @@ class Quantized:
     def parts(self) -> dict[str, Any]:
         """Return {name: array} for packed, block_scale, tensor_scale and tensor_amax, in this order.
 
-        The arrays are not copied. The value of a part that the Quantized lacks is None.
+        The arrays are not copied. If the Quantized lacks an array, its value is None.
         """
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
-        """Return a Quantized of NumPy or CuPy arrays, which share the memory of the arrays of this Quantized.
+        """Return a Quantized of NumPy or CuPy arrays that share the memory of this Quantized's arrays.
 
-        If the arrays already are NumPy or CuPy arrays, return this Quantized itself. Raise the errors of import_arrays,
-        for example for a tensor that requires grad.
+        If the arrays already are NumPy or CuPy arrays, return this Quantized itself. Raise as import_arrays does, for
+        example for a tensor that requires grad.
 
         op: the name of the function with which error messages begin.
         """
@@ -297,7 +304,7 @@ class Quantized:
         tensor_scale_divides: bool = False,
         high_nibble_first: bool = False,
     ) -> Quantized:
-        """Make a Quantized from the tensors of a checkpoint, without copying more than necessary.
+        """Make a Quantized from the tensors of a checkpoint. Arrays are copied only if their bytes must change.
 
         Args:
             packed: the codes, shaped as in a Quantized. Either bytes (uint8, int8 or float4_e2m1fn_x2), or one element
@@ -322,10 +329,10 @@ class Quantized:
 
         Raises:
             TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.
-            ValueError: a tensor scale is not a float32 number, or divides and is 0 or None; codes have more bits than
-                the element; an odd number of 4-bit codes is stored one per byte; high_nibble_first is set although no
-                codes share a byte; the recipe has no codes; the arrays are on several devices; or a check of Quantized
-                fails.
+            ValueError: a tensor scale is not a float32 number, or it divides and is 0 or None; codes have more bits
+                than the element; an odd number of 4-bit codes is stored one per byte; high_nibble_first is set although
+                no codes share a byte; the recipe has no codes; the arrays are on several devices; or a check of
+                Quantized fails.
 
         Numerics:
             If the tensor scale divides, tensor_scale is 1 / tensor_scale, rounded to nearest even. Nothing else is
@@ -333,8 +340,8 @@ class Quantized:
             device.
 
         Exact:
-            A divisor is stored as its float32 reciprocal, from which decoding recovers the divisor. Values equal the
-            producer's, except where two divisors that the producer can write have one float32 reciprocal.
+            A divisor is stored as its float32 reciprocal, from which decoding recovers the divisor. So values equal the
+            producer's, unless two divisors that the producer can write have the same float32 reciprocal.
 
         Examples:
             >>> import ml_dtypes, numpy as np
@@ -396,9 +403,9 @@ class Quantized:
         """Return a Quantized with its arrays in another library or on another device. The bytes stay unchanged.
 
         Args:
-            target: a library, "numpy", "cupy", "torch" or "jax"; or a device, "cpu", "cuda", "cuda:1" or a
-                torch.device. A library shares the memory if it can. If target is a device, PyTorch tensors stay
-                tensors, and other arrays become NumPy or CuPy arrays.
+            target: a library: "numpy", "cupy", "torch" or "jax". Or a device: "cpu", "cuda", "cuda:1" or a
+                torch.device. If target is a library, the arrays share memory where possible. If it is a device, PyTorch
+                tensors stay tensors, and other arrays become NumPy or CuPy arrays.
 
         Returns:
             A Quantized. It may be self if nothing has to change.
@@ -461,7 +468,7 @@ class Quantized:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _refuse_arithmetic(self, *others: Any) -> NoReturn:
-        """Raise TypeError. All arithmetic operators use this function, because a Quantized supports none of them."""
+        """Raise TypeError. This method stands for all arithmetic operators, because a Quantized supports none."""
         raise TypeError(_NO_NUMBERS)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
@@ -504,7 +511,7 @@ class Quantized:
 
     @property
     def bits_per_value(self) -> float:
-        """The bits of codes and scales per value; 0 if there are no values."""
+        """The number of bits of codes and scales per value; 0 if there are no values. tensor_amax is not counted."""
         values = prod(self.shape)
         return 8 * self.nbytes / values if values else 0.0
 
@@ -537,7 +544,7 @@ def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> It
 def assembled(fields: dict[str, Any]) -> Quantized:
     """Return a Quantized with the given fields, without any check.
 
-    Use it only for fields that are valid already, such as the results of an engine.
+    `fields` maps all field names to values that are known to be valid, such as the results of an engine.
     """
     q = object.__new__(Quantized)
     q.__dict__.update(fields)

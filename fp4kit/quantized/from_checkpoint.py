@@ -59,8 +59,8 @@ def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
     - A JAX array of 4-bit elements is copied to uint8, because DLPack cannot describe it byte by byte.
     - Any other array is imported without a copy.
 
-    Raise ValueError if the arrays are on several devices. Also raise the errors of import_arrays. op: the name of the
-    function, with which messages begin.
+    Raise ValueError if the arrays are on several devices. Also raise the errors of import_arrays. op: the function that
+    messages begin with.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _as_bytes(named[name], f"{op}: {name}") for name in names})
@@ -94,13 +94,13 @@ def _has_nibbles(a: Any) -> bool:
 
 
 def _as_bytes(a: Any, name: str) -> Any:
-    """Return an array that the import would not accept in its own dtype as uint8, in the same library.
+    """Convert an array to uint8 within its library if the import would not accept its own dtype.
 
     - A PyTorch tensor with one byte per element is viewed as uint8. Raise the errors of check_tensor.
     - A JAX array of 4-bit elements is copied to uint8, with one element per byte.
     - Anything else is returned unchanged.
 
-    name: how error messages call the array.
+    name: the name of the array in error messages.
     """
     if _has_nibbles(a):
         jax: Any = sys.modules["jax"]
@@ -112,7 +112,7 @@ def _as_bytes(a: Any, name: str) -> Any:
 
 
 def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
-    """Return stored codes as a Quantized stores them: uint8, with the even element of a pair in the low nibble.
+    """Convert a checkpoint's codes to those of a Quantized: uint8, with the even element of a pair in the low nibble.
 
     stored: the imported codes. high_nibble_first: True if the even element of a pair is stored in the high nibble.
 
@@ -146,7 +146,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
 
 
 def _packed(op: str, codes: Any) -> Any:
-    """Pack codes from one per byte to two per byte. Raise ValueError if the length of the last axis is odd."""
+    """Pack 4-bit codes from one per byte to two per byte. Raise ValueError if the last axis has an odd length."""
     if codes.shape[-1] % 2:
         raise ValueError(
             f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even"
@@ -160,7 +160,7 @@ def _bits(array: Any) -> Any:
 
 
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
-    """Return stored block scales as uint8 bit patterns, or None if none are stored.
+    """Return a checkpoint's block scales as uint8 bit patterns. Return None if `stored` is None.
 
     Raise TypeError for a dtype that does not belong to the recipe's scale format. If the recipe has no block scales,
     the array is returned unchanged, and Quantized rejects it.
@@ -219,7 +219,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """Return `host`, a NumPy array, in the memory of `array`: itself if `array` is a NumPy array.
+    """Return the NumPy array `host` in the memory of `array`: unchanged if `array` is a NumPy array.
 
     If `array` is a CuPy array, the result is a copy of `host` on its device.
     """
@@ -231,7 +231,7 @@ def _like(array: Any, host: np.ndarray) -> Any:
 
 @ieee("from_parts")
 def _exact(op: str, scale: np.ndarray) -> np.ndarray:
-    """Return a tensor scale as float32. NaN and infinities are kept.
+    """Convert a tensor scale to float32 without changing a number. NaN and infinities are kept.
 
     Raise TypeError if the scale does not have a float dtype, and ValueError if the conversion would change a number.
     """

@@ -44,7 +44,8 @@ def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int
     """Return the shape of an array's tensor amaxes, as quantize computes them.
 
     - If the recipe has one tensor scale per row: (...).
-    - If it has one per block: (..., K / block columns). The amax of a block with several rows is repeated for each row.
+    - If the recipe has one tensor scale per block: (..., K / block columns). The amax of a block with several rows is
+      repeated for each row.
     - Otherwise: ().
 
     moved_shape: the shape (..., K) of the array with the quantized axis last.
@@ -65,13 +66,12 @@ def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) ->
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`.
 
-    Both shapes must hold as many numbers. Also, one of these conditions must hold, in which axes of length 1 do not
-    count:
+    Both shapes must have equally many entries, and one of these conditions must hold (axes of length 1 do not count):
 
     - `shape` has at most one axis.
     - Both shapes end with the same length.
 
-    Otherwise, the numbers may be ordered along another axis that happens to have as many blocks.
+    If neither holds, the numbers may be ordered along another axis that happens to have equally many blocks.
     """
     own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])
@@ -156,9 +156,9 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 
 
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
-    """Raise ValueError if codes of fewer than 8 bits that are stored one per byte have higher bits set.
+    """Raise ValueError if a code stored one per byte is too large for its format, such as 64 for a 6-bit format.
 
-    4-bit codes always pass, because they are stored two per byte. Codes on a device always pass, because they are not
+    4-bit codes always pass, because they are stored two per byte. Codes on a GPU always pass, because they are not
     read.
 
     packed: the codes as a Quantized stores them. element: their format.
@@ -183,11 +183,11 @@ def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) ->
 
 
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
-    """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot give.
+    """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot have made.
 
     - Numbers must not be negative.
     - A tensor scale must not be NaN if the recipe's tensor rule never gives NaN (NEVER_NAN).
-    - If an amax is NaN, its tensor scale must be NaN too, unless the tensor rule never gives NaN.
+    - Where an amax is NaN, its tensor scale must be NaN too, unless the tensor rule never gives NaN.
 
     name: "tensor_scale" or "tensor_amax". array: the array of this name, in host memory. tensor_scale: the tensor scale
     of the Quantized.

@@ -20,10 +20,10 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
-    """Return the Quantized of x[box], whose arrays are views of those of q.
+    """Slice q: return the Quantized of x[box]. Its arrays are views of those of q.
 
-    A tensor_scale and a tensor_amax of shape () stay those of the whole tensor. Of any others, those of the box are
-    kept.
+    A tensor_scale or tensor_amax of shape () is kept, because it belongs to the whole tensor. With any other shape, it
+    is sliced to the box.
 
     box: a slice with start and stop for every axis of x. It must not cut a block. If scales are swizzled, it must not
     cut a tile of rows either.
@@ -44,10 +44,10 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Return the index into the block scales of q, which may be swizzled, for an index into linear block scales.
+    """Convert an index into linear block scales to the index into the block scales that q stores, maybe swizzled.
 
-    If the scales are linear, return `index` unchanged. If they are swizzled, the result covers all columns, and its
-    rows are extended to whole tiles. The rows of `index` must then begin at a tile.
+    If q's scales are linear, return `index` unchanged. If they are swizzled, the rows of `index` must begin at a tile;
+    the result has these rows extended to whole tiles, and all columns.
     """
     if q.scale_layout == "linear":
         return index
@@ -85,7 +85,7 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return the number n such that a slice of x's first axis cuts no block if its ends are multiples of n.
+    """Return the multiple at which x's first axis may be cut: a slice whose ends are multiples of it cuts no block.
 
     It is 1 if no block spans several entries of the first axis.
     """
@@ -118,7 +118,7 @@ def _check_edges(q: Quantized, start: int, stop: int) -> None:
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
-    """Return q with its arrays as NumPy arrays; q itself if they already are.
+    """Return q with its arrays as NumPy arrays. If they already are, return q itself.
 
     Arrays of PyTorch and JAX in host memory are shared, not copied. Arrays on a GPU are copied, after waiting for their
     values. op: the function that error messages begin with.
@@ -128,7 +128,7 @@ def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
 
 
 def same_bits(a: Quantized, b: Any) -> bool:
-    """Return whether two Quantized are equal in every field and every bit: the implementation of Quantized.equals.
+    """Return whether two Quantized are equal in every field and in every bit of every array (Quantized.equals).
 
     They may be of different libraries or on different devices. Raise TypeError if b is not a Quantized.
     """
@@ -171,10 +171,10 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
 
 
 def _given_to(q: Quantized, name: str) -> Quantized:
-    """Return q, a Quantized of NumPy or CuPy arrays, with arrays of the library `name`, "torch" or "jax".
+    """Convert the arrays of q from NumPy or CuPy to the library `name`, "torch" or "jax". Return a new Quantized.
 
-    Tensors of PyTorch share the memory, except for read-only arrays, which are copied. JAX arrays share the memory of
-    CuPy arrays, and are copies of NumPy arrays. Raise RuntimeError if the library is not imported.
+    PyTorch tensors share the memory of the arrays, but read-only arrays are copied. JAX arrays share the memory of CuPy
+    arrays, and are copies of NumPy arrays. Raise RuntimeError if the library is not imported.
     """
     if name not in sys.modules:
         raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} first")
@@ -182,11 +182,11 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
-    """Return q, a Quantized of NumPy or CuPy arrays, with CuPy arrays on the CUDA device of the given number.
+    """Move the arrays of q, NumPy or CuPy, to the CUDA device of the given number. Return a Quantized of CuPy arrays.
 
-    If the arrays are there already, return q itself. If device is None, arrays on a GPU stay there, and arrays in host
-    memory are copied to the current device. Raise ValueError if there is no device of this number, and RuntimeError if
-    CuPy or the driver is missing.
+    If the arrays are on this device already, return q itself. If `device` is None, arrays on any GPU stay there, and
+    arrays in host memory are copied to the current device. Raise ValueError if there is no device of this number, and
+    RuntimeError if CuPy or the driver is missing.
     """
     cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
     count = cupy.cuda.runtime.getDeviceCount()
@@ -199,7 +199,7 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return q as the pair (arrays, facts), for libraries that compute on trees of arrays, such as JAX.
+    """Split q into the pair (arrays, facts), for libraries that compute on trees of arrays, such as JAX.
 
     arrays is a tuple of the arrays that are not None. facts is a hashable tuple of the names of these arrays and of all
     other fields. Two Quantized that differ only in the values of their arrays give equal facts.
@@ -211,8 +211,8 @@ def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def unflatten(arrays: Any, facts: Any) -> Quantized:
     """Return the Quantized that flatten split into `arrays` and `facts`. This is the inverse of flatten.
 
-    `arrays` may hold other objects in place of arrays, such as JAX's tracers or placeholders of a tree library. So
-    nothing is checked.
+    Nothing is checked, because `arrays` may hold other objects in place of arrays, such as JAX's tracers or a tree
+    library's placeholders.
     """
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})
