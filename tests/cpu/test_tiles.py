@@ -231,3 +231,15 @@ def test_factors_of_no_use_in_some_tiles(name, small_tiles):
         agree(fp4kit.dequantize, q)
         if q.tensor_scale is None or np.isfinite(q.tensor_scale).all():
             agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("recipe", ["nvfp4-te-rowscaled", "nvfp4-flashinfer-token"])
+def test_long_rows_with_tensor_scales_of_their_own(recipe, dtype):
+    """A row of 32 or more blocks gets one value table per scale code that occurs in it; shorter rows do not."""
+    rng = np.random.default_rng(3)
+    for columns in (496, 512, 528, 4096):
+        x = (rng.standard_normal((9, columns)) * np.exp(rng.uniform(-6, 6, (9, 1)))).astype(np.float32)
+        x[3], x[5, 7], x[6, 9] = 0, np.nan, np.inf
+        agree(fp4kit.dequantize, fp4kit.quantize(x, recipe), dtype)
+        agree(fp4kit.dequantize, fp4kit.quantize(x, recipe)[1:4], dtype)

@@ -57,14 +57,36 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
   return needs_fallback == 0;
 }
 
+// The smallest number of blocks of a row for which decode_nibble_row makes one value table per scale code.
+constexpr i64 kManyBlocks = 32;
+
+// Fill the value tables of those scale codes that occur in `scales`, which holds `blocks` codes, under the tensor scale
+// t. The other tables stay as they are. A row has far fewer different codes than blocks.
+template <class Value>
+static void fill_used_tables(const u8* scales, i64 blocks, TensorScale t, DecodeTables& tables, FillFunction fill) {
+  bool is_filled[256] = {};
+  for (i64 b = 0; b < blocks; ++b) {
+    const u8 code = scales[b];
+    if (is_filled[code]) continue;
+    is_filled[code] = true;
+    fill(&code, 1, t, tables.planes + 16 * sizeof(Value) * code, tables.needs_fallback + code);
+  }
+}
+
 // Do the work of decode_row for 4-bit codes: decode `count` elements of row `row`, which begin at block `block` of the
 // row, and store the bits of their values in `out`. Return false if a value needs the fallback, otherwise true. A block
-// has `size` elements. If `tables` is nullptr, the function `fill` makes the tables of a few blocks at a time. All
-// decoders share this function, because everything that depends on the decode rule is in the value tables.
+// has `size` elements. If `tables` is nullptr, the function `fill` makes the tables: of all scale codes that occur, if
+// the row has its own tensor scale and kManyBlocks blocks, otherwise of a few blocks at a time. All decoders share this
+// function, because everything that depends on the decode rule is in the value tables.
 template <class Value>
 static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                               const TensorScales& tensors, i64 row, i64 block, Value* out, FillFunction fill) {
   constexpr i64 kTableBytes = 16 * sizeof(Value), kBatch = 16;
+  DecodeTables own;
+  if (!tables && scales && tensors.row_step && count >= kManyBlocks * size) {
+    fill_used_tables<Value>(scales, (count + size - 1) / size, tensors.at(row, block), own, fill);
+    tables = &own;
+  }
   if (tables && count % size == 0) {
     if (size == 16) return decode_blocks<Value, 16>(codes, scales, count / 16, *tables, out);
     if (size == 32) return decode_blocks<Value, 32>(codes, scales, count / 32, *tables, out);
