@@ -48,7 +48,7 @@ class ArrayAccess(NamedTuple):
         - For a contiguous, aligned float32 array, it is the address of the data, as an int.
         - For any other array, it is None, because the C library cannot read the array.
 
-        amax: such a float or an array of this library; not None.
+        amax: a float of Python or NumPy, or an array of this library; not None.
         """
         if isinstance(amax, (float, np.floating)):
             return ctypes.byref(ctypes.c_float(float(amax)))

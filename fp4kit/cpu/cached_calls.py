@@ -90,7 +90,7 @@ class _MatrixCall(NamedTuple):
 
 
 def _matrix(call: Call) -> np.ndarray | None:
-    """Return the array of a call as one matrix (rows, K) whose rows are quantized, as a view.
+    """Return a view of a call's array as one matrix (rows, K), in which each row is quantized.
 
     Return None if the array is empty, or if the call needs several calls to the library. It needs several in these
     cases:

@@ -191,7 +191,7 @@ def _name(f: ElementFormat) -> str:
     """Return the name of a format for use in a key, such as "E2M1".
 
     If fp4kit has no format of this name, or a different one, return "other " and the name. No compiled key contains
-    that, so the engine does not support a recipe with such a format.
+    this text, so the engine does not support recipes with such formats.
     """
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

@@ -89,9 +89,9 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call, min_elements: int | None = None) -> None:
     """Raise Declined if the engine does not support a call, or is not faster than the specification for it.
 
-    It is not faster for arrays with fewer than min_elements elements, or with rows of fewer than 16 elements. It does
-    not support unaligned elements, recipes without compiled rules (encode.kernels_of), and stochastic rounding by added
-    noise or by user-defined formats.
+    The engine is not faster for arrays with fewer than min_elements elements, or with rows of fewer than 16 elements.
+    It does not support unaligned elements, recipes without compiled rules (encode.kernels_of), and stochastic rounding
+    by added noise or by user-defined formats.
 
     min_elements: None takes the number for the recipe from coverage.MIN_ELEMENTS.
     """

@@ -367,8 +367,9 @@ def num_threads() -> int:
     """Return how many CPU threads one call may use on NumPy arrays in the current thread or task.
 
     Returns:
-        The number that the innermost `with fp4kit.threads(...)` of this thread or task sets. Outside of such a block,
-        it is the number from set_num_threads or, if that was not called, the default that set_num_threads describes.
+        The number that the innermost `with fp4kit.threads(...)` of this thread or task sets. Outside of a `with
+        fp4kit.threads` block, it is the number from set_num_threads. If that was not called, it is the default that
+        set_num_threads describes.
 
     Examples:
         >>> import fp4kit

@@ -132,7 +132,7 @@ def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -
 def _floats(keys: np.ndarray) -> np.ndarray:
     """Return the float32 numbers that have the given keys.
 
-    A key is an integer whose order is that of floats, with -0 before 0: key 0 is 0.0, and key -1 is -0.0.
+    Keys are integers in the order of the floats, with -0 before 0: key 0 is 0.0, and key -1 is -0.0.
     """
     bits = keys.astype(np.int32)
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)

@@ -35,12 +35,11 @@ def search_matrix(
 ) -> None:
     """Find the best block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does.
 
-    A full search computes the loss of every candidate. A pruned search skips candidates whose lower bound of the loss
-    is too large, and gives the same result.
+    A full search computes the loss of every candidate. A pruned search computes a lower bound of each loss, and skips
+    candidates that the bound excludes. Both give the same result.
 
     x: the matrix (M, K). out: float32, one entry per block. amax: the tensor amax, of one element.
-    unproven: a uint64 array (1,) that counts blocks with a full search; their number is added to it. None: do not
-    count.
+    unproven: a uint64 array (1,) to which the number of fully searched blocks is added; None does not count them.
     bounded: True uses the pruned search where its bounds hold. False searches every block in full.
     """
     r, terms = search.call.recipe, search.terms

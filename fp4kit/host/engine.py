@@ -107,7 +107,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     Args:
         x: the array, of any shape.
         axis: the axis or tuple of axes to reduce, which are removed from the shape. None reduces all axes to the shape
-        ().
+            ().
 
     Numerics:
         NaN propagates, and -0 counts as 0. A maximum over no elements is 0.

@@ -31,8 +31,8 @@ def search_call(
         search: the parsed call of search_scales.
         amax: in the first case, the amaxes whose multiples are tried: block amaxes or, without block scales, tensor
             amaxes. In the other cases the tensor amax, or None if the recipe has no tensor scale.
-        search_e4m3: the engine's search for E4M3 scales. search_e4m3(x, out, amax, search) writes the block amaxes of a
-            matrix x into out.
+        search_e4m3: the engine's search for E4M3 scales. search_e4m3(x, out, amax, search) writes the best block amaxes
+            of a matrix x into out.
         fake_quantize: a function that returns the fake-quantized values of a call.
     """
     if search.terms.grid is not None:

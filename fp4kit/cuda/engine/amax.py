@@ -51,9 +51,10 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 
 
 def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
-    """Return the tensor amaxes of contiguous x in their canonical shape (call/amaxes.py), computed from x.
+    """Compute the tensor amaxes of contiguous x. Return them as float32 in their canonical shape (call/amaxes.py).
 
-    If the recipe has float32 scales and blocks of several rows, the amax of a block is repeated for each of its rows.
+    For a recipe without a tensor scale, this is the amax of the whole x. An empty x gives zeros. If the recipe has
+    float32 scales and blocks of several rows, the amax of a block is repeated for each of its rows.
 
     mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
     """

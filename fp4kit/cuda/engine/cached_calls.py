@@ -172,7 +172,7 @@ def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str
 
 @dataclass(frozen=True, slots=True)
 class CudaQuantizeCall:
-    """A cached call to quantize or quantize_both for one matrix.
+    """A cached call to quantize or quantize_both for one matrix. Call it with (x, tensor_amax or None, out or None).
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -181,8 +181,8 @@ class CudaQuantizeCall:
         pick: the function that orders the kernel's arguments, from _argument_picker.
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
-        new: new() returns a list of new arrays: those of row, those of column, the tensor_amax of column and the
-            tensor_amax of row, without those that the result lacks. The kernel writes the computed amax, or a copy of
+        new: new() returns a list of new arrays: the arrays of row, the arrays of column, column's tensor_amax and row's
+            tensor_amax. Arrays that the result lacks are left out. The kernel writes the computed amax, or a copy of
             the caller's amax, into each tensor_amax.
     """
 
@@ -298,7 +298,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaFakeQuantizeCall:
-    """A cached call to fake_quantize for one matrix.
+    """A cached call to fake_quantize for one matrix. Call it with (x, tensor_amax or None) to get the values.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -381,7 +381,7 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaDequantizeCall:
-    """A cached call to dequantize for one matrix.
+    """A cached call to dequantize for one matrix. Call it with (q, out or None) to get the values.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
@@ -442,7 +442,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """A cached call to transpose or swizzle, which copies arrays of a Quantized in another order.
+    """A cached call to transpose, swizzle or unswizzle: it copies arrays of a Quantized in another order.
 
     Attributes:
         library: the functions that handle arrays of the caller's library.

@@ -19,7 +19,8 @@ from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
     """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
 
-    Raise Declined if no kernel supports the formats of the recipe.
+    If q is quantized along another axis than the last, a new array is a strided view. Raise Declined if no kernel
+    supports the formats of the recipe.
     """
     check_formats(q.recipe)
     cupy = imports.cupy()

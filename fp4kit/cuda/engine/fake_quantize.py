@@ -21,7 +21,8 @@ def fake_quantize(call: Call) -> Any:
 
     If the recipe has a fake_rule, that rule computes the values. Otherwise they are what quantizing and dequantizing x
     gives. Some recipes name a separate decode rule for fake quantization; it is used then. One kernel reads x and
-    writes the values. If that kernel cannot compute the amax itself, another kernel computes it first.
+    writes the values. If that kernel cannot compute the amax itself, another kernel computes it first. The result is
+    strided if the call's axis is not the last one.
 
     Raise Declined if no kernel supports the call.
     """

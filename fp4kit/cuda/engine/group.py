@@ -89,8 +89,8 @@ def tensor_amax_launches(
 ) -> Sequence[Callable[[], None]]:
     """Return functions that compute the tensor amaxes of arrays: one prepared launch per dtype.
 
-    If the recipe has float32 scales of blocks of several rows, return one function per array instead. Each call of
-    such a function takes several launches.
+    If the recipe has float32 scales and blocks of several rows, return one function per array instead. Each of these
+    functions takes several launches.
 
     Args:
         xs: the arrays, contiguous.
@@ -127,7 +127,7 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
     """Return what fp4kit.amax returns for each of N calls, computed by one launch per dtype.
 
-    calls: one tuple per call, whose only item is the parsed call. All calls have one recipe.
+    calls: the parsed calls, each in a tuple of one item. All calls have the same recipe.
 
     Raise Declined if the blocks need one launch per array: if they have several rows, or if amax_nan is "lanes".
     """
@@ -182,7 +182,7 @@ class CudaGroup:
     others when they are first needed.
 
     Args:
-        calls: one parsed call per array, with one recipe.
+        calls: one parsed call per array, all with the same recipe.
         stack: the stacked array whose items are the arrays of the calls; None if they are separate arrays.
 
     Attributes:

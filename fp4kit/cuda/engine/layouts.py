@@ -44,7 +44,7 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Convert block scales from layout `source` to layout `target`, in one launch. Return a new array.
+    """Convert block scales from layout `source` to `target`, in one launch. Return a new array with zero padding.
 
     Raise ValueError if the size of `scales` does not fit `source` and `shape`.
 

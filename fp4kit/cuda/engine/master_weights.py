@@ -171,8 +171,8 @@ class DeviceStages:
     def _prepare_shards(self) -> None:
         """Prepare the launches of the two stages that read the shards: amax and cast.
 
-        Matrices of which this process has no elements are left out. With one process, the cast stage writes codes
-        into the matrices themselves; otherwise into `message`.
+        If this process has no elements of a matrix, that matrix is left out. With one process, the cast stage writes
+        codes into the matrices themselves; otherwise into `message`.
         """
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
         run_bytes = partial.run_bytes(self._recipe)
@@ -316,7 +316,8 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
 def _offsets(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """Lay out arrays one after the other in one buffer. Return (the offset of each array, the size of the buffer).
 
-    Both are in bytes. Arrays begin at multiples of ALIGNMENT (256 bytes), and the size is such a multiple, too.
+    Both are in bytes. Arrays begin at multiples of ALIGNMENT (256 bytes), and the size of the buffer is also a multiple
+    of ALIGNMENT.
 
     Args:
         sizes: the number of bytes of each array.

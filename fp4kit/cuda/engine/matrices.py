@@ -33,7 +33,7 @@ SEED_GROUP = 16  # consecutive elements whose random bytes come from one block o
 def launch_request(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
     """Return the LaunchRequest of a call, with the shape of the whole array as one matrix of joined rows.
 
-    If the call's recipe has float32 scales of blocks of several rows, the request's recipe has blocks of one row
+    If the call's recipe has float32 scales and blocks of several rows, the request's recipe has blocks of one row
     (with_row_blocks). The amaxes of the original blocks are then computed first, and repeated for each row.
 
     values: True if fake-quantized values are wanted instead of codes. columns: True if blocks lie along the columns.
@@ -60,8 +60,8 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     A stack of B matrices is split into its B matrices in these cases: scales are swizzled, blocks lie along columns,
     blocks have several rows, or each expert has its own tensor scale.
 
-    Raise Declined if a stack in one of these cases, even of one matrix, is rounded stochastically from a seed, and the
-    number of elements of a matrix is not a multiple of SEED_GROUP (16).
+    In these cases, stochastic rounding from a seed needs matrices with a multiple of SEED_GROUP (16) elements, even if
+    the stack has only one matrix. Otherwise, raise Declined.
 
     Args:
         request: the LaunchRequest of the whole call.

@@ -48,9 +48,9 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
 def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
     """Return q quantized by the recipe `target`, and the layout of the new scales.
 
-    If may_keep_codes(q, target), as for MXFP4 to NVFP4, a tensor scale is chosen with which codes can be kept, every
-    block whose new scale the target can represent keeps its codes, and the layout is "linear". Otherwise the values are
-    quantized as usual, in the layout of q. values: the values of q, float32.
+    If may_keep_codes(q, target) is True, as for MXFP4 to NVFP4, the new tensor scale is a power of two if possible.
+    Blocks whose new scale the target can represent then keep their codes. The layout is "linear". If may_keep_codes is
+    False, the values are quantized as usual, in the layout of q. values: the values of q, float32.
     """
     if not may_keep_codes(q, target):
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))

@@ -188,15 +188,15 @@ def adds_noise(request: LaunchRequest) -> bool:
 
 
 def _unit(request: LaunchRequest) -> int:
-    """Return the number of elements whose scales the recipe's fake_rule corrects together; 1 if it corrects none."""
+    """Return how many elements share a correction of scales in the recipe's fake_rule; 1 without such corrections."""
     return FAKE_RULES[request.recipe.fake_rule].unit if request.recipe.fake_rule else 1
 
 
 def _takes_ms_eden(request: LaunchRequest) -> bool:
     """Return True if the kernel fake_ms_eden supports a request: fake-quantized values by a fake_rule of MS-EDEN.
 
-    Such rules correct the scales of several blocks together. Blocks must have a multiple of EDEN_RUN (8) columns, and
-    amax_nan must not be "lanes".
+    These rules multiply the scales of several blocks by a common correction. Blocks must have a multiple of EDEN_RUN
+    (8) columns, and amax_nan must not be "lanes".
     """
     fits = request.recipe.block_size % EDEN_RUN == 0 and request.recipe.amax_nan != "lanes"
     return uses_fake_rule(request) and _unit(request) > 1 and fits
@@ -384,7 +384,7 @@ def _patch_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _table_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize_table: at most one per multiprocessor, which holds one table."""
+    """Return the number of thread blocks of quantize_table: at most one per multiprocessor, where it fills a table."""
     rows, columns = request.shape
     threads = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-threads // TABLE_THREADS), device, 1)

@@ -236,7 +236,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """The arguments of launch.clip.clip_gradient for one array of a group. `out` is the array that it writes."""
+    """The arguments of launch.clip.clip_gradient for one array of a group. `out` is the array to write to."""
 
     grad: Any
     x: Any

@@ -1,7 +1,7 @@
 """Launch transpose.cu, which transposes the codes and block scales of stacked matrices with square blocks.
 Two flags choose the instantiation. If wide_codes is True, rows of codes are copied 16 bytes at a time. If wide_scales
 is True, scales are copied four bytes at a time. Both need aligned arrays. For linear scales, wide_scales also needs
-rows of scales whose lengths, before and after the transpose, are multiples of four.
+rows of scales with multiples of four scales, before and after the transpose.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
 
 // Prefetch the codes that the thread block needs a.ahead steps later into the L2 cache: those of kStep runs. If scales
 // are in the linear layout and fill whole 16-byte chunks per step, prefetch them too. `start` is the number of the
-// first run of the current step, and `runs` is the number of runs of the matrix. If the later step is the last one or
-// is beyond the matrix, do nothing. One thread calls this function for its thread block.
+// first run of the current step, and the matrix has `runs` runs. If the later step is the last one or is beyond the
+// matrix, do nothing. One thread calls this function for its thread block.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
@@ -137,9 +137,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
 }
 
 // Return the tensor scale of block `block` of row `row`, for tensors with one scale per row or per block. A row has
-// `blocks` blocks. If the decode rule needs amaxes, the tensor scale is computed from the element of a.tensor_amax,
-// where implied_amax_kernel stored it. That amax is kUnknownAmax, which is negative, if no amax gives the tensor scale.
-// For other decode rules, only the field `decode` is set, from a.tensor_scale; the other fields are 1.
+// `blocks` blocks. If the decode rule needs amaxes, the result is computed from the amax that implied_amax_kernel
+// stored in a.tensor_amax. If this amax is negative (kUnknownAmax), no amax gives the stored scale, and the caller must
+// use decode_product_run. For other decode rules, `decode` is the stored scale, and the other fields are 1.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;

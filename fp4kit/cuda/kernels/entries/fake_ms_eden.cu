@@ -14,14 +14,14 @@ constexpr float kEdenTop = 6.0 / (17.0 / 16.0 * 0.93);  // the element value to 
 constexpr float kEdenScaleTop = 255.99f;                // the block scale of the block with the tensor's amax
 constexpr float kTritonRandUnit = 4.6566127342e-10f;    // the step of the numbers of Triton's tl.rand
 
-// Return the random float that Triton's tl.rand gives for a seed and an index: at least 0, and below 1.
+// Return the random float in [0, 1) that Triton's tl.rand gives for a seed and an index.
 FP4KIT_DEVICE float triton_rand(u64 seed, u32 index) {
   const u32 word = triton_word<10>(seed, index);
   return static_cast<float>(static_cast<i32>(word >> 31 ? ~word : word)) * kTritonRandUnit;
 }
 
-// Return the tensor scale for a tensor's amax: 1 if the amax is 0, otherwise amax / kEdenScaleTop / kEdenTop. NaN gives
-// NaN.
+// Return the tensor scale for a tensor's amax: amax / kEdenScaleTop / kEdenTop, or 1 if the amax is 0. kEdenScaleTop is
+// the block scale, and kEdenTop the element value, to which the amax is mapped. NaN gives NaN.
 FP4KIT_DEVICE float eden_tensor_scale(float amax) {
   return amax == 0.0f ? 1.0f : divide_full(divide_full(amax, kEdenScaleTop), kEdenTop);
 }
@@ -49,7 +49,7 @@ FP4KIT_DEVICE float eden_integer(float y) {
 }
 
 // Store in q the element values to which the scaled elements y of a block are rounded: E2M1 values (ties away from
-// zero), or the integers of IF4 (eden_integer) if R::kHasIntegers and their sum of squared errors is smaller. If an
+// zero), or, if R::kHasIntegers and their sum of squared errors is smaller, the integers of IF4 (eden_integer). If an
 // error is NaN, the E2M1 values are stored.
 template <class R>
 FP4KIT_DEVICE void eden_elements(const float (&y)[R::kBlock], float (&q)[R::kBlock]) {

@@ -74,8 +74,8 @@ FP4KIT_DEVICE void transform(Elements& y) {
 
 // Transform the blocks of a.x by a Hadamard transform with the factor kFactor, and store the results in a.out, rounded
 // to the type of the elements; NaN becomes the positive quiet NaN. The kernel is launched for fp4kit.hadamard if blocks
-// lie along the last axis. The addresses of both arrays must be multiples of 16 bytes, and that of the signs a multiple
-// of 8. Launch with any number of thread blocks.
+// lie along the last axis. Both arrays must begin at multiples of 16 bytes, and the signs at a multiple of 8 bytes.
+// Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) hadamard_rows_kernel(HadamardRowsArguments a) {
   const Vector* x = static_cast<const Vector*>(a.x);
   Vector* out = static_cast<Vector*>(a.out);

@@ -23,18 +23,18 @@ struct Decoded {
   double row_powers[kTile][kDepth / kScaled], column_powers[kDepth / kScaled][kTile];
 };
 
-// Return the value of element k of row `row` of matrix `matrix` of the operand x, not multiplied by its block scale.
-// Return 0 if the row is not below x.rows, or k not below `length` (K).
+// Return one decoded element of the operand x, without its block scale: element k in row `row` of matrix number
+// `matrix`. Return 0 if the row is not below x.rows, or k is not below `length` (K).
 FP4KIT_DEVICE float decoded(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length) {
   return row < x.rows && k < length ? element_at(x, row_index(x, matrix, row), k) : 0.0f;
 }
 
-// Store the block scale of element k of row `row` of matrix `matrix` of the operand x in `scale`, and its power of two,
-// 2^floor(log2(scale)), in `power`:
+// Store in `scale` the block scale of one element of the operand x (element k in row `row` of matrix number `matrix`),
+// and in `power` the power of two of that scale, 2^floor(log2(scale)):
 //
 // - `power` is at least 2^x.scale_least, but 0 if the scale is zero.
 // - If the operand has no block scales, both results are 1.
-// - If the row is not below x.rows, or k not below `length` (K), both results are 0.
+// - If the row is not below x.rows, or k is not below `length` (K), both results are 0.
 FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length, double& scale,
                                 double& power) {
   if (row >= x.rows || k >= length) {
@@ -47,10 +47,10 @@ FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i6
   }
 }
 
-// Decode `depth` elements (at most kDepth) of each row and each column of a tile, with their block scales, and store
-// them in d. They begin at index `start` along K. The tile begins at (row, column) of the results of matrix `matrix`.
-// Elements and scales beyond the operands are 0. All threads of a thread block must call this function, and must
-// synchronize before they read d.
+// Decode `depth` elements (at most kDepth) of each row and each column of a tile, from index `start` along K on, and
+// store them and their block scales in d. The tile begins at (row, column) in result matrix number `matrix`. Elements
+// and scales beyond the operands are 0. All threads of a thread block must call this function, and must synchronize
+// before they read d.
 FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column, i64 start,
                                int depth) {
   for (int i = threadIdx.x; i < kTile * depth; i += kThreads) {

@@ -83,8 +83,8 @@ struct Place {
   FP4KIT_DEVICE_MEMBER int column_of(int j) const { return column + 8 * (j / 2) + j % 2; }
 };
 
-// Return the sum of the 16 products of group g (0 to 3) for one row and one column of a tile, in units of 1/4. s holds
-// the elements of the step. Scales are not applied. Tensor cores are not used.
+// Return the sum of 16 products, in units of 1/4: those of group g (0 to 3) of the step s, for one row and one column
+// of a tile. Scales are not applied. Tensor cores are not used.
 FP4KIT_DEVICE i32 group_sum(const Fp4Step& s, int row, int column, int g) {
   i32 sum = 0;
   for (int word = 0; word < kWords; ++word) {
@@ -113,10 +113,10 @@ struct GroupSums {
   i32 values[2][kSide];
 };
 
-// Return the sums of the products of group g for two rows of this thread (numbers i and i + 1 of `place`) and all its
-// columns, in units of 1/4. Scales are not applied. Tensor cores compute the sums from the fragments, which come from
-// load_fragments. Before compute capability 8.0, and on the host, the fragments are not used; each thread reads its
-// rows and columns from s. All threads of a warp must call this function.
+// Return the sums of products of group g, in units of 1/4, for two rows of this thread (numbers i and i + 1 of `place`)
+// and all columns of this thread. Scales are not applied. Tensor cores compute the sums from the fragments, which come
+// from load_fragments. Before compute capability 8.0, and on the host, the fragments are not used; each thread reads
+// its rows and columns from s. All threads of a warp must call this function.
 FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, const Fragments& columns,
                                    const Place& place, int i, int g) {
   GroupSums sums = {};

@@ -97,9 +97,9 @@ FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);
 }
 
-// Decode sixteen codes, which are half `half` (0 or 1) of line number `line`, and store in `lines` the magnitudes,
-// exponents and signs of the elements, and whether one of them is infinite or NaN. kMantissaBits is 3 for E4M3, 2 for
-// E5M2. The exponent of zero is kNone.
+// Decode sixteen codes, which are half `half` (0 or 1) of line number `line`. Store in `lines` the magnitudes,
+// exponents and signs of the elements, and a flag that says whether any element is infinite or NaN. kMantissaBits is 3
+// for E4M3, 2 for E5M2. The exponent of zero is kNone.
 template <int kMantissaBits>
 FP4KIT_DEVICE void store_line(Fp8Lines& lines, int line, int half, const Codes& codes) {
   constexpr i32 kBias = kMantissaBits == 3 ? 7 : 15;

@@ -1,8 +1,8 @@
-// partial_amax: compute the amax (the largest magnitude) of each block and of the tensor over only the elements of a
-// shard, which is the part of the flattened matrix that one process holds. A block at the border of a shard may be only
-// partly in it. R is the recipe, and In is the type of the elements. `a` holds the kernel's arguments, and s is the
-// shard. Elements [s.first, s.last) may be loaded 16 bytes at a time, and s.shift is the address of a run modulo 16. A
-// thread takes one block at a time, row by row.
+// partial_amax: compute the amax (the largest magnitude) of each block and of the tensor. Only the elements of a shard
+// count, the part of the flattened matrix that one process holds. A block at the border of a shard may be only partly
+// in it. R is the recipe, and In is the type of the elements. `a` holds the kernel's arguments, and s is the shard.
+// Elements [s.first, s.last) may be loaded 16 bytes at a time, and s.shift is the address of a run modulo 16. A thread
+// takes one block at a time, row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"

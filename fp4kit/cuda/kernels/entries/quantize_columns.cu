@@ -16,8 +16,8 @@
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"
 
-// The runs (16 neighboring elements of a row) of a tile that one thread processes: kCount runs that are kStep rows
-// apart.
+// The runs of a tile that one thread processes: kCount runs that are kStep rows apart. A run is 16 neighboring elements
+// of a row.
 template <class P>
 struct TileRuns {
   static constexpr int kAcross = P::kTileColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;

@@ -49,9 +49,9 @@ FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row
   }
 }
 
-// Return the amax of the block that contains row `row` and has number `block` among the blocks side by side. The whole
-// block is loaded from a.x, as far as it is in the matrix. If kReadsBlock is false, return 1 without reading the block,
-// because nothing then depends on the amax.
+// Return the amax of the block that contains row `row` and has number `block` among the blocks side by side. All
+// elements of the block that are in the matrix are loaded from a.x. If kReadsBlock is false, return 1 without reading
+// the block, because nothing then depends on the amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 block) {
   if constexpr (!kReadsBlock<R>) return 1.0f;
@@ -80,9 +80,8 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
 }
 
 // Encode elements `first` ... `first` + `count` - 1 (at most kRun) for a recipe without blocks, and store their codes
-// in a.packed. t is their tensor scale. The function is used for a run at the end of a row that is not whole, and for
-// runs whose codes are not aligned. If R::kHadamard, kRun elements are read whatever `count` is, so they must exist in
-// a.x.
+// in a.packed. t is their tensor scale. The function is used for an incomplete run at the end of a row, and for runs
+// whose codes are not aligned. If R::kHadamard, kRun elements are read whatever `count` is, so they must exist in a.x.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;

@@ -49,9 +49,9 @@ FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
-// Widen the range of scale codes in a.extent, by atomic maxima, so that it includes the scales of the source's blocks
-// that `grid` assigns to this thread block. Blocks that have only zeros do not count. Also set a.extent[2] to 1 if the
-// scale of any of these blocks, blocks of zeros included, is NaN. All threads of the warp must call this function.
+// Widen the range of scale codes in a.extent, by atomic maxima, to include the scales of the source's blocks that
+// `grid` assigns to this thread block. Blocks that have only zeros do not count. If the scale of any of these blocks is
+// NaN, even of a block of zeros, also set a.extent[2] to 1. All threads of the warp must call this function.
 FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
@@ -105,10 +105,10 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, Float32>(amax, m));
 }
 
-// If 2^m can be the tensor scale (can_keep), copy those blocks of the source whose scales E4M3 can represent to the
-// result: their codes, and their scales as E4M3. Other blocks of the result do not change. Blocks with only zeros are
-// always copied, and get scale 0. The thread with block 0 also stores the tensor scale and its amax. If 2^m cannot be
-// the tensor scale, do nothing. If kUnsignedZero, codes of -0 become codes of +0.
+// If 2^m can be the tensor scale (can_keep), copy blocks of the source to the result, with their scales converted to
+// E4M3. Only blocks with scales that E4M3 can represent are copied. Other blocks of the result do not change. Blocks
+// with only zeros are always copied, and get scale 0. The thread with block 0 also stores the tensor scale and its
+// amax. If 2^m cannot be the tensor scale, do nothing. If kUnsignedZero, codes of -0 become codes of +0.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -151,9 +151,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(Re
   if (first_item(whole_grid()) == 0 && can_keep<R, Input>(a.extent, m, amax)) *a.tensor_amax = amax;
 }
 
-// If 2^m can be the tensor scale, store the blocks whose codes can be kept in a.packed and a.scales, and leave all
-// other blocks unchanged. Blocks of zeros are always stored, with scale 0. If kUnsignedZero, codes of -0 become +0.
-// Also store *a.tensor_scale = 2^m, and the amax that gives it in *a.tensor_amax. If 2^m cannot be the tensor scale, do
+// If 2^m can be the tensor scale, overwrite a.packed and a.scales for the blocks with codes that can be kept. All other
+// blocks do not change. Blocks of zeros are always stored, with scale 0. If kUnsignedZero, codes of -0 become +0. Also
+// store *a.tensor_scale = 2^m, and the amax that gives it in *a.tensor_amax. If 2^m cannot be the tensor scale, do
 // nothing. This is the third launch of a requantization. A thread processes one block at a time. Launch with any number
 // of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {

@@ -66,8 +66,8 @@ struct Values<R, true> {
   }
 };
 
-// Return the combined loss of two sets of elements, whose losses are a and b: the larger loss if the objective is
-// `largest`, otherwise their sum. The result is NaN if a or b is NaN.
+// Combine the losses a and b of two sets of elements. Return the larger of the two if the objective is `largest`,
+// otherwise their sum. The result is NaN if a or b is NaN.
 template <Objective kObjective>
 FP4KIT_DEVICE double combined_loss(double a, double b) {
   if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;

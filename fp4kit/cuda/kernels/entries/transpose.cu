@@ -32,9 +32,10 @@ FP4KIT_DEVICE Chunk* tile_memory() {
   return tile;
 }
 
-// Transpose the tile of codes that begins at (row, column) of a matrix and, unless kSeparateScales, the scales of the
-// tile, and store both at (column, row) of the output. Codes and scales outside of the matrix are left out. `codes` and
-// `scales` hold the addresses of the input and the output. All threads of the thread block must call this function.
+// Transpose the tile of codes that begins at (row, column) of a matrix, and store it at (column, row) of the output.
+// Unless kSeparateScales, do the same with the scales of the tile. Codes and scales outside of the matrix are left out.
+// `codes` and `scales` hold the addresses of the input and the output. All threads of the thread block must call this
+// function.
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
