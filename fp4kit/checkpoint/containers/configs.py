@@ -1,4 +1,6 @@
-"""Write the quantization configs that belong to each output format, as the original producer writes them.
+"""Write the quantization configs that belong to each output format, as the original producer writes them. The exclusion
+list names the layers that loaders must treat as unquantized. A config group describes how the layers that match its
+targets are quantized.
 
 Sources:
   modelopt: Model-Optimizer 0.47, modelopt/torch/export quant_utils.py and convert_hf_config.py.
@@ -218,10 +220,10 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 def awq_declarations(
     declared: Mapping[str, Any], beside: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return copies of Model-Optimizer's configs for NVFP4, changed to declare AWQ (layers with a factor per column).
+    """Return Model-Optimizer's two configs for NVFP4, changed to declare AWQ (layers with a factor per column).
 
     The result is (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is
-    None.
+    None. The arguments are not changed.
 
     Args:
         declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
@@ -316,11 +318,11 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 
 
 def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a config group of compressed-tensors for all Linear layers.
+    """Return a config group of compressed-tensors with the given schemes. Its target is Linear, which means all layers.
 
     Args:
         form: the container of the layers.
-        weights, inputs: the schemes of weights and inputs; None leaves inputs unquantized.
+        weights, inputs: the schemes of weights and inputs. If ``inputs`` is None, inputs stay unquantized.
     """
     return {
         "targets": ["Linear"],
@@ -366,7 +368,10 @@ def _fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str,
 def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` that transformers reads for gpt-oss.
 
-    ``ignore`` is the exclusion list. The other arguments are not used.
+    Args:
+        form: not used.
+        ignore: the exclusion list.
+        has_input_scale: not used.
     """
     return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
 

@@ -158,7 +158,7 @@ class Container:
 
     @property
     def _unit_bits(self) -> int:
-        """The number of bits of one element of the codes tensor: 8 for U8, which holds two 4-bit codes.
+        """The number of bits of one element of the codes tensor, such as 8 for U8, which holds two 4-bit codes.
 
         If codes and scales share a tensor (in_blocks), this is the number of bits of one code, because that tensor has
         the layer's shape.
@@ -193,10 +193,12 @@ class Container:
         return self.divides, self.tensor_scale_unit
 
     def multiplier(self, stored: np.float32) -> np.float32:
-        """Convert a stored tensor scale to the factor by which decoding multiplies.
+        """Convert a stored tensor scale to the factor by which decoding multiplies, as float32.
 
-        The factor is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to
-        float32. If the container divides, a stored 0 gives infinity. NaN gives NaN. NumPy never warns.
+        - If the container divides: 1 / stored. A stored 0 gives infinity.
+        - Otherwise: stored / tensor_scale_unit.
+
+        The division is rounded once to float32. NaN gives NaN. No NumPy warnings are issued.
         """
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
@@ -343,9 +345,10 @@ class Container:
     def same_codes(self, other: Container) -> bool:
         """Return whether a layer can be moved to the container ``other`` without changing its codes and block scales.
 
-        Names, layout and the direction of the tensor scale may differ. A layer without a tensor scale can be moved to a
-        container with a tensor scale, which becomes 1; the reverse is not possible. Rounding of decoded values is not
-        considered here (see job.action_of).
+        Names, layout and the direction of the tensor scale may differ. If only ``other`` has a tensor scale, the layer
+        gets the tensor scale 1. If only this container has one, the result is False.
+
+        A container may also round decoded values (``rounds``). This is not compared here, but in job.action_of.
         """
         return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 

@@ -1,4 +1,5 @@
-"""Define all containers that fp4kit reads or writes.
+"""Define all containers that fp4kit reads or writes. A container is one way to store a quantized linear layer as
+tensors: their names, dtypes and shapes, and the formats of codes and scales (see container.py).
 
 The table describes a layer P of shape [..., N, K]. Codes and scales are row-major. In a byte of two 4-bit codes,
 element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
@@ -45,7 +46,7 @@ MLX and GGUF containers store experts as stacks [E, N, K], with one tensor scale
 
 Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
 transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -248,9 +249,9 @@ AUTO_ROUND = tuple(
 
 
 def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
-    """Return a variant of a container as ComfyUI stores it: with a tag beside the codes, and input scales.
+    """Return a variant of a container as ComfyUI stores it: with a tag tensor and input scales.
 
-    If ``like`` has block scales, they are swizzled.
+    The tag holds the format and the layer's shape. If ``like`` has block scales, they are swizzled in the variant.
 
     Args:
         like: the container whose names, formats and dtypes are used.
@@ -312,7 +313,7 @@ def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
     """Return the GGUF container "gguf MXFP4" or "gguf NVFP4", in which codes and scales share a tensor.
 
-    It has no tensor scale.
+    Neither has a tensor scale.
 
     Args:
         kind: "mxfp4" or "nvfp4".
@@ -393,10 +394,10 @@ def container(name: str) -> Container:
 
 
 def _with_block(name: str, block: tuple[int, int]) -> Container:
-    """Return the container called ``name``, or a copy of it with ``block`` as its block if its own block differs.
+    """Return the container called ``name`` with ``block`` as its block.
 
-    Unpickling a Container calls this function, so that a process has one object per container. The blocks differ only
-    if ``for_columns`` made the pickled container.
+    This is the container in CONTAINERS if its block is ``block``, otherwise a copy, as ``for_columns`` makes it.
+    Unpickling a Container calls this function, so that a process has one object per container.
     """
     found = container(name)
     return found if found.block == block else replace(found, block=block)

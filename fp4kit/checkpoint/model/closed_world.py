@@ -128,9 +128,9 @@ def account(
 
 
 def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
-    """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` matches no item that would be refused.
+    """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` is useless; otherwise do nothing.
 
-    Do nothing otherwise. A useless glob is reported before refused items.
+    A glob is useless if it matches no item that would be refused without it. Useless globs are reported first.
 
     Args:
         items: the items, as ``account`` returns them for the same ``ignore``.
@@ -148,8 +148,8 @@ def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
 def refusal(refused: list[Item]) -> str:
     """Return the error message for refused items.
 
-    For each of the first four reasons, the message names the first item and counts the other items with that reason.
-    Further reasons are only counted. The message ends with a hint at ``--ignore``.
+    For each of the first four different reasons, the message names the first item and counts the other items with that
+    reason. Items with other reasons are only counted. The message ends with a hint at ``--ignore``.
 
     Args:
         refused: the refused items, at least one.
@@ -276,9 +276,10 @@ def is_attention_scale(name: str) -> bool:
 
 
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
-    """Yield a warning that names the NVFP4 layers without a tensor scale if most layers have one, or the reverse.
+    """Yield a warning about NVFP4 layers without a tensor scale if most layers have one, or the reverse.
 
-    Nothing is yielded if all layers have a tensor scale, if no layer has one, or if exactly half of them have one.
+    The warning names the minority. Nothing is yielded if all layers have a tensor scale, if no layer has one, or if
+    exactly half of them have one.
 
     Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
     scale. Stacks of mlx-lm are not counted, because mlx-lm stores tensor scales for experts and for no other layers.
@@ -299,10 +300,10 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
 
 
 def _may_lack_scale(weight: Weight) -> bool:
-    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale.
+    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale: GGUF, torchao or mlx-lm.
 
-    These are the formats of GGUF, torchao and mlx-lm. Stacks of mlx-lm give False, because mlx-lm stores tensor scales
-    for experts and for no other layers. Unquantized layers give False, too.
+    Stacks of mlx-lm give False, because mlx-lm stores tensor scales for experts and for no other layers. Unquantized
+    layers give False, too.
     """
     form = weight.container
     if form is None or (form.format == "mlx" and len(weight.shape) > 2):
@@ -497,10 +498,10 @@ def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
 
 
 def _nearest_container(module: str, tensors: Tensors) -> str:
-    """Return which container a layer nearly fits, and what is wrong with the layer, as text for an error message.
+    """Return which container a layer nearly fits, and why it does not fit, as text for an error message.
 
-    A tensor is missing, as in "modelopt NVFP4, but P.weight_scale_2 is missing", or has a wrong dtype or shape. Return
-    "" if no container is near.
+    An example is "modelopt NVFP4, but P.weight_scale_2 is missing". Instead of missing, a tensor may have a wrong dtype
+    or shape. Return "" if no container is near.
 
     Args:
         module: the name of the layer.

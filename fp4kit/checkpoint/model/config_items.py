@@ -27,7 +27,7 @@ EntryCheck = Callable[[Any, "_Layers"], str]
 
 
 class _Layers(NamedTuple):
-    """The quantized layers of a checkpoint, with which the checks compare config entries.
+    """The quantized layers of a checkpoint, against which config entries are checked.
 
     Attributes:
         forms: module name -> container.
@@ -134,10 +134,10 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Return why a ``group_size`` (the number of elements per block) is refused, or "" if it is accepted.
+    """Return the reason to refuse a ``group_size`` (the number of elements per block), or "" to accept it.
 
-    It is refused if there are NVFP4, MXFP4 or MXFP8 layers, but none of them has blocks of this width. None is
-    accepted.
+    It is refused if the checkpoint has NVFP4, MXFP4 or MXFP8 layers, and no such layer has blocks of this width. The
+    value None is accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -151,8 +151,8 @@ def _group_size(value: Any, layers: _Layers) -> str:
 def _block_size(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``weight_block_size``, or "" to accept it.
 
-    The value is refused if there are FP8 or MXFP8 layers, but no such layer has blocks of this size. The value None is
-    accepted.
+    It is refused if the checkpoint has MXFP8 layers or FP8 layers in 128x128 blocks, and no such layer has blocks of
+    this size. The value None is accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -249,9 +249,10 @@ _GROUP_KEYS = (
 def _groups(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it.
 
-    For every group, the keys, the format and the scheme of the weights are checked, but not the scheme of the
-    activations. If any group has targets, every quantized layer must be a target of a group whose format and scheme fit
-    it.
+    Two things are checked:
+
+    - Each group has known keys, a known format and a valid scheme of weights. The scheme of activations is not checked.
+    - If any group has targets, every quantized layer is a target of a group whose format and scheme fit it.
 
     Args:
         value: the value of ``config_groups``.
@@ -742,17 +743,18 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
 
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
-    """Return the quantized layers among ``weights``, with which the checks compare config entries."""
+    """Return the quantized layers among ``weights``, against which config entries are checked."""
     return _Layers({w.name: w.container for w in weights.values() if w.container is not None})
 
 
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield an item for each key of a ``quantization_config``. Its ``quant_method`` decides which keys are known.
 
-    A config without ``quant_method`` counts as Model-Optimizer's if it has a ``quant_algo``, otherwise as a config of
-    compressed-tensors. If ``value`` is not an object or its ``quant_method`` is unknown, a refused item is yielded, and
-    the keys give no items. For quark and auto-round, the config as a whole gives one more refused item if it
-    contradicts the tensors of a layer.
+    - Without ``quant_method``, it is read as Model-Optimizer's if it has a ``quant_algo``, otherwise as that of
+      compressed-tensors.
+    - If it is not an object, or its ``quant_method`` is unknown, a single refused item is yielded for it.
+    - For quark and auto-round, another refused item follows if the config as a whole contradicts the tensors of a
+      layer.
 
     Args:
         value: the content of ``quantization_config``.
@@ -781,12 +783,15 @@ def _entries(
 ) -> Iterator[Item]:
     """Yield an item for each key of a JSON object in a config file.
 
+    An item is refused if its key is unknown or if the key's check refuses the value. Otherwise it gets the group and
+    the reason that are known for the key.
+
     Args:
         value: the object.
         path: the path of the object, with which the names of the items begin.
         place: the name of the config file.
-        known: key -> (group, reason, check). An unknown key is refused, and so is a value that the check refuses.
-        layers: the quantized layers of the checkpoint, which the checks get.
+        known: key -> (group, reason, check).
+        layers: the quantized layers of the checkpoint, which are passed to the checks.
     """
     for key, one in value.items():
         name = f"{path}.{key}"

@@ -182,7 +182,8 @@ def _unreached(sample: _Sample) -> str:
 def _equal_scales(sample: _Sample) -> str:
     """Return a warning if all block scales are equal although the codes need different scales; otherwise "".
 
-    If the scales are truly equal, the codes of all blocks have one distribution. Either of two signs contradicts that:
+    If all scales are equal by right, the codes of all blocks have one distribution. Either of two signs contradicts
+    this:
 
     - F is far above 1. F is the variance of the blocks' mean squares, divided by the variance that codes of one
       distribution would give them. This happens if scales that are different powers of two were overwritten with one
@@ -193,8 +194,8 @@ def _equal_scales(sample: _Sample) -> str:
 
     "" is returned also in these cases:
 
-    - The form has no scale per block.
-    - Fewer than FEWEST_BLOCKS blocks can be judged.
+    - The container has one scale per tensor, not per block or row.
+    - Fewer than FEWEST_BLOCKS blocks of the sample can be used.
     - The codes have only a few different magnitudes.
     """
     form, blocks = sample.form, _in_blocks(sample)

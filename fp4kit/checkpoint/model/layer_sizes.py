@@ -83,11 +83,11 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
 
 
 def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
-    """Return whether both axes of a layer have wrong lengths, but would fit if the layer were transposed.
+    """Return whether both axes of a layer have wrong lengths, and exchanging the axes would make both right.
 
     Args:
         shape: the shape of the layer.
-        needed: axis -> the length that the layers beside it need, for each axis with another length.
+        needed: axis -> the length that neighboring layers require, only for the axes with a wrong length.
     """
     return shape == (needed.get(_K), needed.get(_N))
 
@@ -157,9 +157,9 @@ def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) 
 
 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return a warning if lm_head is quantized though the config ties it to the embedding; "" otherwise.
+    """Return a warning if lm_head is quantized although the config ties it to the embedding; "" otherwise.
 
-    It is tied if tie_word_embeddings is true in config.json or its text_config. Engines then ignore lm_head.
+    The config ties it if tie_word_embeddings is true in config.json or its text_config. Engines then ignore lm_head.
 
     Args:
         weights: the weights of a model.

@@ -76,8 +76,9 @@ class Piece:
 def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the output layers that a weight becomes.
 
-    A single matrix stays one layer. A stack stays one layer if the container stores stacks, or if the output is
-    unquantized. Otherwise it becomes one layer per expert, or two per expert if it holds gate and up.
+    - A single matrix stays one layer.
+    - A stack stays one layer if the container stores stacks, or if the output is unquantized.
+    - Any other stack becomes one layer per expert, or two per expert if it holds gate and up.
 
     Args:
         weight: a matrix or a stack of experts of the source.
@@ -131,8 +132,8 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
         config: the content of the model's config.json.
 
     Raises:
-        CheckpointError: if the rows of a gate_up stack alternate and ``weight.order`` does not undo that, because a
-            range of rows cannot describe them.
+        CheckpointError: if the rows of a gate_up stack alternate, so that gate is no range of rows. This does not
+            happen if ``weight.order`` undoes the alternation.
     """
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]

@@ -1,4 +1,5 @@
-"""Translate Megatron-Core parameter names to Hugging Face names.
+"""Translate Megatron-Core parameter names to Hugging Face names. One Megatron parameter may hold several Hugging Face
+tensors: linear_qkv holds q, k and v, and linear_fc1 holds gate and up.
 
 The selection rules work on Hugging Face names. With this translation, a live export from Megatron-Core selects the
 same layers as the checkpoint converter.

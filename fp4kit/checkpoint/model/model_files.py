@@ -192,8 +192,11 @@ def _safetensors_in(root: Path) -> list[str]:
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
     """Return the names of the safetensors files that make up the model in ``root``.
 
-    If there is an index, return the files that it names. Otherwise, return model.safetensors (or Diffusers' name of it)
-    if it exists. If neither exists, return all safetensors files in the directory.
+    The first case that applies decides:
+
+    1. If there is an index, return the files that it names.
+    2. If there is a model.safetensors, or Diffusers' equivalent, return this file alone.
+    3. Otherwise, return all safetensors files in the directory.
 
     Args:
         root: the model directory.

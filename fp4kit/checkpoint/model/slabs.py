@@ -144,8 +144,8 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
     """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode.
 
-    Containers that store a divisor, or the factor in another unit, are converted (see Container.multiplier). Return
-    None if the weight is unquantized or its container has no tensor scale.
+    The stored number may be a divisor, or the factor in another unit; it is converted (see Container.multiplier).
+    Return None if the weight is unquantized or its container has no tensor scale.
 
     Args:
         readers: where to read the tensor scale from.
@@ -311,9 +311,9 @@ def _of_members(
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:
-    """Return one slab (rows of a matrix) with the rows of all members of a weight, in order (see Weight.members).
+    """Return one slab with the rows of all members of a weight, in order (see Weight.members).
 
-    The weight must be quantized without tensor scale and without rotation, because a slab has only one of each.
+    All members must be quantized, without tensor scales and without rotations, because a slab has only one of each.
     """
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
     assert not any(slab.rotation for slab in found)
@@ -374,9 +374,9 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read and return (packed codes, block scales) of rows of a quantized matrix, as Slab describes them.
+    """Read and return (packed codes, block scales) of rows of a quantized matrix, arranged as in a Slab.
 
-    For a container without block scales, all scales are float32 1.0.
+    If the container has no block scales, the result has float32 scales of 1.0.
 
     Args:
         readers: where to read the rows from.

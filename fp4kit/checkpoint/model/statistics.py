@@ -1,7 +1,7 @@
-"""Count what stored codes and scales contain, and compute their error against the source values.
-
-A block is a group of elements that share one stored scale. A source element is saturated if it exceeds the largest
-value that its block can hold. A flushed block decodes to zeros although its source is not zero.
+"""Count what stored codes and scales contain, and compute their error against the source. The source x is the
+unquantized layer, if it is available. A block is a group of elements that share one stored scale. An element of x is
+saturated if it exceeds the largest value that its block can hold. A flushed block decodes to zeros although x is not
+zero there.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _reach_of(
     Args:
         form: the container, which determines element and scale format.
         scales: as stored, one scale per block.
-        tensor_scale: the factor to multiply by on decode; None, NaN and infinity count as 1.
+        tensor_scale: the factor to multiply by on decode. None, NaN and infinity are replaced with 1.
         counted: a mask of the blocks that count; None for all. Blocks with a NaN or infinite scale never count.
     """
     values = np.abs(scales_of(form, scales).astype(np.float64))
@@ -403,7 +403,7 @@ def magnitude_bits(x: np.ndarray) -> np.ndarray:
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
     """Return (largest |x| of the finite values as float32, number of NaN and infinite values) for a 2-D float array.
 
-    If ``x`` has no finite value or no rows, the largest |x| is 0. A matrix with rows must also have columns.
+    The largest |x| is 0 if ``x`` has no finite value or no rows. If ``x`` has rows, it must also have columns.
     """
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0

@@ -183,8 +183,8 @@ class Weight:
     def rotated_columns(self) -> int:
         """The number of columns per block of the largest rotation of the weight and its members; 1 without rotations.
 
-        The block size of a rotation is a power of two. A column range that begins and ends at multiples of the largest
-        size therefore cuts no block of any rotation.
+        All block sizes are powers of two. A range of columns that begins and ends at multiples of the largest size
+        therefore cuts no block of any rotation.
         """
         size = 1 if self.rotation is None else self.rotation.size
         return max([size, *(member.weight.rotated_columns for member in self.members)])
@@ -235,14 +235,14 @@ def weights_of(
 ) -> dict[str, Weight]:
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts.
 
-    Return a dict from tensor name to weight, in the order of ``tensors``; {} if there are none. The key of a weight is
-    the name of the tensor with its values or codes. Weights in GGUF's Q8_0 count as unquantized.
+    Return a dict from tensor name to weight, in the order of ``tensors``; {} if there are none. The tensor name is that
+    of the tensor with the weight's values or codes. Weights in GGUF's Q8_0 count as unquantized.
 
     Args:
         tensors: tensor name -> (its file, its header entry).
         config: the content of config.json.
-        damaged: True to accept also quantized layers whose block scales have the wrong shape or whose tensor scale is
-            missing. False treats their tensors like tensors of an unknown format.
+        damaged: True to include quantized layers whose block scales have the wrong shape or whose tensor scale is
+            missing. If False, their tensors are treated like tensors of an unknown format.
 
     Raises:
         CheckpointError: if ComfyUI's metadata in a file is not a JSON object.
@@ -357,9 +357,10 @@ def _fits_low_rank(parts: Mapping[str, Located], shape: tuple[int, ...]) -> bool
 def _holds(dtype: str, wanted: str, part: str) -> bool:
     """Return whether a tensor of ``dtype`` can hold a part of a layer that is usually stored as ``wanted``.
 
-    Codes and block scales may have any dtype with the same bytes, such as U8 for F8_E4M3. Codes of MLX and GGUF are an
-    exception: they must have the dtype ``wanted``. Scales in F32 may also be stored as BF16 or F16, and factors per
-    column as F32, BF16 or F16.
+    - Codes and block scales that are stored as bytes may have any dtype with the same bytes, such as U8 for F8_E4M3.
+      Codes of MLX and GGUF are an exception: they must have the dtype ``wanted``.
+    - Scales that are usually F32 may also be BF16 or F16.
+    - Factors per column may be F32, BF16 or F16.
 
     Args:
         dtype: the safetensors dtype of the tensor.
@@ -434,11 +435,11 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape (E, N, K) of a stack of experts that is stored as (E, N, K) or (E, K, N).
+    """Return the shape (E, N, K) of a stack of experts, whichever of (E, N, K) and (E, K, N) is the stored order.
 
     Args:
         shape: the stored shape.
-        config: the content of config.json, whose ``model_type`` decides in which of the two orders the stack is stored.
+        config: the content of config.json, whose ``model_type`` decides in which order the stack is stored.
     """
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)

@@ -65,7 +65,7 @@ class Activations:
         Args:
             source: a Collector; or the paths of files that Collector.save wrote, such as one per process of a
                 distributed run.
-            rule: how an amax follows from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
+            rule: how the amax is computed from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
             unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none" (see
                 Activations).
 
@@ -107,9 +107,11 @@ class Activations:
             Layer -> amax. If ``unseen`` is "none", experts that saw no input other than zero are left out.
 
         Raises:
-            CheckpointError: if a layer was not measured, or saw no input other than zero (for an expert, see
-                ``unseen``). Also if a layer was measured with a number of columns other than its own, or if its input
-                scale is not a normal float32. The message names the layers.
+            CheckpointError: in one of these cases. The message names the layers.
+
+                - A layer was not measured, or saw no input other than zero. For an expert, ``unseen`` decides.
+                - A layer was measured with another number of columns.
+                - The input scale of a layer is not a normal float32.
         """
         amaxes = {layer: self._amax_of(layer) for layer in layers}
         stacks = {expert.stack for expert in map(expert_of, layers) if expert is not None}
@@ -153,7 +155,7 @@ class Activations:
 
     @lazy_property
     def _numbered(self) -> Mapping[str, set[int]]:
-        """A map from a layer's name without the number of the expert to the numbers of its measured experts."""
+        """A map from the name of an experts' layer, without the expert's number, to the numbers of measured experts."""
         found: dict[str, set[int]] = defaultdict(set)
         for name in self.amaxes:
             expert = expert_of(name)

@@ -71,7 +71,7 @@ class Assignment:
 
     @property
     def weights(self) -> int:
-        """The number of elements of all layers in ``units``, by which the bits per weight are computed."""
+        """The total number of elements of the layers in ``units``. Bits per weight are computed with this number."""
         return sum(unit.weights for unit in self.units)
 
     def bits_of(self, point: Point) -> float:
@@ -137,7 +137,7 @@ def assign_recipes(
     """Return the assignment of recipes to layers with the smallest error within a budget of bits per weight.
 
     All layers to convert are read, and quantized with every candidate. The budget counts these layers only, with their
-    scales; embeddings, norms and other unquantized tensors are left out.
+    scales. Embeddings, norms and other tensors that stay unquantized by rule do not count.
 
     Args:
         source: an unquantized model directory or safetensors file.
@@ -146,12 +146,12 @@ def assign_recipes(
         format: the output format, as for make_plan; None for one that can hold all candidates.
         wishes: which layers to assign recipes to; None for all linear layers.
         columns: column weights of the error, as for a scale search; None weights all columns equally.
-        progress: called once with the number of bytes to read. Returns a context manager whose value is called with the
-            number of bytes after each read, unless it is not callable.
+        progress: a function that is called once, with the number of bytes to read, and returns a context manager. If
+            the value of the context manager is callable, it is called after each read with the number of bytes read.
 
     Returns:
         An Assignment. Pass its ``default`` to make_plan as ``recipe_id``, and its ``recipes`` as ``recipes``. Add its
-        ``kept`` to the ``keep`` of the Wishes.
+            ``kept`` to the ``keep`` of the Wishes.
 
     Raises:
         CheckpointError: in one of these cases:
@@ -239,8 +239,8 @@ _Key = tuple[str, int]
 def _key(piece: Piece) -> _Key:
     """Return the key of a piece (some rows of a weight): (name of its output layer, Piece.number).
 
-    No other piece of the model has this key. If a stack stays whole, its pieces share the output layer and differ in
-    the number.
+    The key is unique in the model. If a stack is written whole, its pieces have the same output layer but different
+    numbers.
     """
     return piece.module, piece.number
 
@@ -363,7 +363,7 @@ def _sums(
         piece: rows of a weight, with finite values.
         amax: the largest amax of the layers that share the piece's tensor scale.
         recipes: the recipes to measure.
-        weights: column weights (K,); None for ones.
+        weights: column weights (K,); None weights all columns equally.
     """
     signal, errors = 0.0, dict.fromkeys((one.id for one in recipes), 0.0)
     by_column = np.ones(piece.weight.shape[-1]) if weights is None else weights

@@ -23,10 +23,10 @@ _GRAIN = 2.0**-50
 
 
 class Option(NamedTuple):
-    """One choice for a unit, which is a group of layers that must share a choice.
+    """One choice for a unit, usually a recipe.
 
     Attributes:
-        name: the id of a recipe, or another name of the choice.
+        name: the id of a recipe, or another name of the choice, such as "keep".
         bits: the number of bits that the unit's layers take with this choice.
         error: the error that the choice causes, at least 0.
     """
@@ -38,7 +38,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A unit: layers that must share a choice, with the possible choices.
+    """A unit: layers that must share a choice, and the options that there are.
 
     Attributes:
         name: a readable name, for messages.

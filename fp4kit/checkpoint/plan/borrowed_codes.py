@@ -167,8 +167,8 @@ class GgufNames:
     """Translate layer names of a model directory to names in a GGUF file, with the gguf package's name map.
 
     Args:
-        file: the one of the two models that is a GGUF file. Its architecture selects the name map.
-        op: the option or command, with which messages begin.
+        file: the GGUF file among the two models. Its architecture selects the name map.
+        op: the option or command with which error messages begin, such as "--codes".
 
     Raises:
         CheckpointError: if the gguf package is missing or does not know the architecture.
@@ -214,16 +214,16 @@ class GgufNames:
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
         """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most layers.
 
-        There is one only for attn_q and attn_k of GGUF files, and for the layers of a model directory that have these
-        names in a GGUF file, such as q_proj and k_proj. It interleaves the two halves of every head if ``source`` is
-        the GGUF file, and undoes that otherwise. Whether it is needed is not known here (see in_closest_order).
+        Only attn_q and attn_k of GGUF files, and the layers that correspond to them in a model directory, such as
+        q_proj and k_proj, have one. If ``source`` is the GGUF file, it interleaves the two halves of every head;
+        otherwise, it undoes that. Comparing values tells whether it is needed (see in_closest_order).
 
         Return None for all other layers, stacks included. Return None too if the header of the GGUF file has no number
         of heads, or if this number does not divide the rows into heads of an even size above 2.
 
         Args:
             weight: the weight.
-            source: the one of the two models that ``weight`` is from.
+            source: the model, one of the two, that ``weight`` is from.
         """
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
@@ -263,7 +263,7 @@ def recorded_patterns(source: Source) -> list[list[str]]:
 
 
 def patterns_in(value: Any) -> list[list[str]]:
-    """Return ``value`` itself if it is a list of [pattern, recipe id] pairs of texts; [] if it is anything else."""
+    """Return ``value`` itself if it is a list of [pattern, recipe id] pairs of strings; [] if it is anything else."""
     pairs = value if isinstance(value, list) else []
     good = all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs

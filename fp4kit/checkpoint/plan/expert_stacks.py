@@ -85,13 +85,16 @@ class ExpertStack:
 
 
 def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
-    """Return the stacks to put together from separate experts; {} for models whose experts engines read separately.
+    """Return the stacks to put together from separate experts: tensor name -> stack; {} if there are none.
 
-    Engines read the experts of some model families only as stacks. The result maps the name of a stack's first tensor
-    with values or codes to the stack.
+    There are none in most model families, whose experts engines can read separately. The key of a stack is its
+    ``tensor``.
 
-    Experts stay separate if one of them is incomplete, or if they differ in shape, dtype or container. They also stay
-    separate if transformers could not tell the axis order of the stacks.
+    Experts stay separate in these cases:
+
+    - One of them is incomplete.
+    - They differ in shape, dtype or container.
+    - transformers could not tell the axis order of the stacks.
 
     Args:
         weights: the weights of the model, as weights_of returns them.

@@ -124,8 +124,11 @@ class Imatrix:
     def _translated(self, module: str) -> tuple[str, int | None] | None:
         """Translate a Hugging Face name and return (key in ``entries``, index of the expert).
 
-        The index is None if the name has no expert number. Return None if the file has no weight of that name. Raise
-        CheckpointError if the gguf package is missing.
+        The index is None if the name has no expert number. Return None instead of the pair if the file has no such
+        weight.
+
+        Raises:
+            CheckpointError: if the gguf package is missing.
         """
         match = _EXPERT.fullmatch(module)
         stem, index = (module, None) if match is None else (match[1], int(match[2]))
@@ -162,7 +165,7 @@ class Imatrix:
     def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[str, ...]:
         """Check the column weights of all layers that a scale search will use, and return warnings.
 
-        One warning names the layers that are missing in the file. Another names the experts that were never called.
+        There may be two warnings: one names the layers that the file lacks, and one the experts that were never called.
 
         Args:
             layers: (module, weight, expert) per layer, as for ``of``. Duplicates are checked once.

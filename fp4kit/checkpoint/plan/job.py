@@ -135,7 +135,7 @@ class Job:
         targets: where to write each part of the output (codes, scales, ...).
         expert: the index of the matrix to read; 0 for a single layer.
         span: the rows (first, end) to read; None for all.
-        group: the name of a group. All jobs with this name share a tensor scale.
+        group: the name of a group, whose jobs share a tensor scale; "" if the job shares none.
         recipe: how new codes are computed; None for "copy".
         form: the container to write; None to write unquantized values.
         input_scale: the activation scale to write, as the user gave it; None if the user gave none. A layer that keeps
@@ -168,7 +168,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name of the tensor that is read; for a quantized weight, the name of its tensor of codes."""
+        """The name of the tensor that is read. For a quantized weight, this is its tensor of codes."""
         return self.source.entry.name if isinstance(self.source, Located) else self.source.tensor
 
     @property
@@ -191,7 +191,7 @@ class Job:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape (rows, columns) of the part of the matrix that the job converts: the rows of ``span``, or all.
+        """The shape (rows, columns) of what the job converts: the rows of ``span``, or all rows of the matrix.
 
         An assertion fails for "copy".
         """

@@ -87,9 +87,10 @@ class KvCache(NamedTuple):
     def name(self, tensor: str, format: str) -> str:
         """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale".
 
+        A name that does not end in k_scale or v_scale is returned unchanged.
+
         Args:
-            tensor: the name of the scale in the source. A name that does not end in k_scale or v_scale is returned as
-                is.
+            tensor: the name of the scale in the source.
             format: the output format, "modelopt" or "compressed-tensors".
         """
         attention, _, leaf = tensor.rpartition(".")

@@ -65,14 +65,14 @@ def make_plan(
             "mlx", "comfy", or "bf16" to decode all layers. None chooses the format that most engines can load for this
             recipe and model. A GGUF file is converted to a GGUF file, for which only None and "bf16" are allowed.
         wishes: which layers to quantize; None for the default, all linear layers.
-        input_scale: a positive float32 activation scale to write for every layer; None to write none. It makes the
-            checkpoint NVFP4 (4-bit activations) instead of W4A16_NVFP4 (16-bit activations). The value 1.0 suits
-            loaders that ignore it. For measured scales, pass ``activations`` instead.
+        input_scale: a positive float32 activation scale to write for every layer; None to write none. With it, the
+            checkpoint is NVFP4 (4-bit activations) instead of W4A16_NVFP4 (16-bit activations). Use 1.0 for loaders
+            that need the scale but ignore its value. For measured scales, pass ``activations`` instead.
         requantize: True to allow changing the values of layers that are already quantized. If False, their values are
             kept, with one exception: some values of an MXFP4 layer may change if it becomes NVFP4 and its scale
             exponents are too far apart. The report of the conversion names such layers.
-        nonfinite: what to do with NaN and infinity: "error" raises, "keep" follows the recipe, "saturate" replaces
-            infinities by the largest finite magnitude and NaN by 0.
+        nonfinite: what to do with NaN and infinity: "error" raises CheckpointError during the conversion, "keep"
+            follows the recipe, and "saturate" replaces infinity with the largest finite magnitude and NaN with 0.
         codes: the path of a quantized version of the model, whose codes are copied instead of quantizing the source's
             own values. It must be a directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id``
             still determines the container to write. Layers that are unquantized in ``codes`` stay unquantized.
@@ -82,8 +82,8 @@ def make_plan(
         activations: measured activations, from which every layer gets its own input scale, for example
             Activations.of(["activations.safetensors"]). A layer that keeps its codes also keeps its own input scale, if
             it has one. None if there are no measured activations.
-        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know, and that are therefore
-            refused. Those that match are left out of the output instead. Every glob must match one of them.
+        ignore: globs of tensors, config keys and metadata entries. fp4kit refuses a model with entries that it does not
+            know; those that match a glob are left out of the output instead. Every glob must match such an entry.
         split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as
             llama-gguf-split does. None writes one file.
         recipes: (pattern, recipe) pairs for layers that get a recipe other than ``recipe_id``, for example

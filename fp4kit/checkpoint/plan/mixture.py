@@ -23,7 +23,7 @@ def first_match(patterns: Iterable[str], module: str) -> int | None:
     """Return the index of the first pattern that matches a module name, or None if no pattern does.
 
     Args:
-        patterns: globs that must match the whole name, with its case.
+        patterns: case-sensitive globs that must match the whole name.
         module: the name of a module.
     """
     return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
@@ -33,7 +33,7 @@ class LayerQuantization(NamedTuple):
     """How a layer is quantized: its recipe, and the container that stores the result.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe for new codes.
         form: the container to write; None for unquantized output.
     """
 

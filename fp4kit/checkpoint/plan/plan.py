@@ -111,7 +111,7 @@ class Plan:
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user.
         auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
-        items: everything that the source stores besides its quantized layers (see model/closed_world.py).
+        items: everything in the source that may concern quantization (see model/items.py).
         kv_cache: the quantized KV cache of the source, if the output keeps its scales; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.
@@ -217,7 +217,7 @@ class Plan:
 
     @property
     def is_split(self) -> bool:
-        """True if the output is to be a split GGUF model, which may have several files."""
+        """True if the user asks for a split GGUF model. It may still consist of a single file."""
         return self.request.split_max_size is not None
 
     @lazy_property

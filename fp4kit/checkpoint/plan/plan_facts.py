@@ -209,7 +209,11 @@ class PlanFacts:
         return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
 
     def has_codes(self, name: str) -> bool:
-        """Return whether the tensor ``name`` is a weight whose codes are copied from another model (--codes)."""
+        """Return whether a weight has codes that are copied from another model (--codes).
+
+        Args:
+            name: the name of the tensor with the weight's values or codes.
+        """
         return name in self.weights and bool(self.weights[name].members)
 
     def stays_quantized(self) -> bool:
@@ -251,10 +255,10 @@ class PlanFacts:
         )
 
     def _forms(self) -> dict[Container, dict[str, Weight]]:
-        """Return the selected weights by output container: {container: {tensor name: weight}}.
+        """Return the selected weights by output container, {container: {tensor name: weight}}.
 
-        Return {} for unquantized output. Weights that are not selected are left out. An AWQ layer that keeps its codes
-        is listed under Model-Optimizer's NVFP4.
+        Return {} for unquantized output. An AWQ layer that keeps its codes is listed under Model-Optimizer's NVFP4,
+        although it is written as MODELOPT_AWQ.
         """
         found: dict[Container, dict[str, Weight]] = defaultdict(dict)
         for name, weight in self.selected.items():
@@ -449,8 +453,8 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
 def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> None:
     """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
 
-    Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. All
-    other recipes accept every dtype. A quantized weight counts as float32.
+    Only recipes of compressed-tensors can cause this, because they round the tensor scale to the dtype of the weight.
+    All other recipes accept every dtype. A quantized weight counts as float32.
 
     Args:
         group: the name of the group of weights that share the tensor scale, for the error message.

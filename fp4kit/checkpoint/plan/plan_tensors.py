@@ -178,7 +178,7 @@ def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
 
 def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
-    """Return the plan for a selected weight: convert it, or decode it if the output is unquantized."""
+    """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized."""
     if facts.form is None:
         return _decoded(facts, weight, f"{weight.dtype}: decoded")
     action, form = facts.actions[weight.tensor], facts.form_of(weight.name)

@@ -95,9 +95,9 @@ class Request:
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe to record as the maker of the written codes; "" if it is unknown.
+        """The id of the recipe to record in the output as the one that made the written codes; "" if it is unknown.
 
-        The id is ``made_by`` if codes are copied, otherwise the id of ``recipe``.
+        If codes are copied from another model, it is ``made_by``, otherwise the id of ``recipe``.
         """
         return self.made_by if self.codes else self.recipe.id
 
@@ -376,8 +376,8 @@ def kind_of(recipe: Recipe) -> str:
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
     """Raise CheckpointError if loaders of the container require input scales and none will be written.
 
-    Only Model-Optimizer's FP8 with one scale per layer and the NVFP4 experts of DeepSeek-V4 require them. All other
-    containers pass.
+    Two containers require them: Model-Optimizer's FP8 with one scale per layer, and the NVFP4 experts of DeepSeek-V4.
+    For all other containers, do nothing.
 
     Args:
         form: the container to write; None for unquantized output, which passes.

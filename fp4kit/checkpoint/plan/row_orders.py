@@ -60,7 +60,8 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
         rows: the rows of all layers: gate and up of the first expert, then gate and up of the second, and so on.
 
     Raises:
-        CheckpointError: if the layers have tensor scales, because one matrix can have only one.
+        CheckpointError: if the layers have tensor scales, because gate and up have separate ones and a matrix has only
+            one.
     """
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
         one, (begin, end) = gate.weight, gate.span

@@ -141,7 +141,10 @@ class ScaleSearch:
             self._check_objective()
 
     def _check_objective(self) -> None:
-        """Raise CheckpointError if the objective is unknown. "as recorded" counts as unknown here."""
+        """Raise CheckpointError if the objective is unknown. "as recorded" counts as unknown.
+
+        ``verify`` replaces "as recorded" with the recorded objective; a conversion must name an objective.
+        """
         try:
             power_of("scale search", self.objective)
         except ValueError as error:
@@ -151,16 +154,13 @@ class ScaleSearch:
     def of(
         cls, objective: str | None, columns: str | Path | None = None, imatrix: str | Path | None = None
     ) -> ScaleSearch | None:
-        """Return the search for an objective and an optional file of column weights.
+        """Return the search for an objective and an optional file of column weights; None if all arguments are None.
 
         Args:
             objective: the error to minimize, or None for no search.
             columns: the path of a safetensors file with column weights (see ColumnWeights), or None.
             imatrix: the path of an importance matrix of llama.cpp (legacy or GGUF), or None. Its mean squares of the
                 input channels become the column weights.
-
-        Returns:
-            The search, or None if all arguments are None.
 
         Raises:
             CheckpointError: if ``columns`` and ``imatrix`` are both given, one of them is given without an objective,
@@ -194,7 +194,7 @@ class ScaleSearch:
         return {"objective": self.objective, **({} if self.columns is None else self.columns.facts)}
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
-        """Check that a conversion can search block scales. Does nothing if it can.
+        """Raise CheckpointError if a conversion cannot search block scales; otherwise do nothing.
 
         Args:
             recipe: the recipe for newly quantized tensors.
@@ -315,13 +315,13 @@ def recorded_search(
 
     Return three values:
 
-    1. The search: the user's if there is one, otherwise the recorded search. None if the user gave none and the
-       checkpoint was made without a search, or with one that this version does not know.
-    2. True if the recorded search used column weights and the user gave no search, so that the column weights are
-       missing.
-    3. Warnings: column weights other than the recorded ones, or an unknown recorded search.
+    1. The search: the user's if there is one, otherwise the recorded search. None if the user gave none and no search
+       is recorded, or one that this version does not know.
+    2. True if the recorded search used column weights and the user gave no search. The column weights are then missing.
+    3. Warnings: that the user's column weights differ from the recorded ones, or that the recorded search is unknown.
 
-    If the user's objective is "as recorded", it is replaced by the recorded objective, or by "mse" if none is recorded.
+    If the user's objective is "as recorded", it is replaced with the recorded objective, or with "mse" if none is
+    recorded.
 
     Args:
         request: the request recorded in the checkpoint's manifest; {} if there is none.

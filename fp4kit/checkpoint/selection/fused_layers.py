@@ -77,8 +77,8 @@ def join_module(parent: str, leaf: str) -> str:
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
     """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer.
 
-    Return a dict that maps (parent module, Fusion) to the names of the modules that are fused there. A group may be
-    incomplete, down to one module. Modules that loaders do not fuse are left out.
+    Return a dict from (parent module, Fusion) to the names of the modules that are fused there. A group has only
+    modules in ``modules``, so it may be incomplete, down to one module. Modules that loaders do not fuse are left out.
     """
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:

@@ -163,8 +163,8 @@ class Candidate:
     def is_stack(self) -> bool:
         """True if the tensor is a stack of experts that fp4kit can convert.
 
-        Such a stack is 3-D, the last component of its module name is in STACKS or is llama.cpp's name of a stack, and a
-        component has the role "experts".
+        Such a stack has three axes, the last component of its module name is in STACKS or is llama.cpp's name of a
+        stack, and some component has the role "experts".
         """
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
@@ -172,7 +172,7 @@ class Candidate:
     def is_weight(self) -> bool:
         """True if the tensor is the ``.weight`` or the codes of a named module, or a stack of experts.
 
-        Only such tensors can be quantized, and patterns of --keep and --only match only such tensors.
+        Only such tensors can be quantized. The patterns of --keep and --only match no other tensors.
         """
         return self.module not in ("", self.name) or self.is_stack
 
@@ -419,9 +419,9 @@ def _router(tensor: Candidate) -> str | None:
 
 
 def _draft_input(tensor: Candidate) -> str | None:
-    """Return the reason why an input projection of a multi-token prediction module stays unquantized.
+    """Return the reason why an input projection of a multi-token prediction module stays unquantized; otherwise None.
 
-    Such a projection reads hidden states and embeddings. Return None for all other tensors.
+    Such a projection reads hidden states and embeddings. Engines read it unquantized.
     """
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
@@ -455,7 +455,7 @@ def _ggml(tensor: Candidate) -> str | None:
 def _conv1d(tensor: Candidate) -> str | None:
     """Return the reason why a weight of a model with Conv1D modules, such as GPT-2, stays unquantized.
 
-    Conv1D stores weights as [K, N], which is not supported. Return None for all other models.
+    Conv1D stores weights as [K, N], which fp4kit cannot convert. Return None for models without Conv1D.
     """
     transposed = tensor.model.model_type in _CONV1D_MODELS
     return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None

@@ -174,10 +174,13 @@ class Selector:
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized, by the first of ``rules`` that applies to it.
+        """Return the decision of the first rule that leaves a tensor unquantized; None if no rule applies.
 
-        Return None if no rule applies. A rule about a whole module (Rule.prefix) does not apply if an --only pattern
-        names the module.
+        A rule about a whole module (Rule.prefix) does not apply if an --only pattern names the module.
+
+        Args:
+            rules: the rules, in the order in which they are tried.
+            tensor: the tensor.
         """
         for rule in rules:
             reason = rule.reason(tensor)
@@ -221,9 +224,9 @@ class Selector:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return the reason why a matrix whose row length K is not a multiple of ``block`` stays unquantized.
+    """Return the reason why a matrix stays unquantized if its row length K is not a multiple of ``block``.
 
-    An example is "K = 100 is not a multiple of 16". The caller must have checked that K = shape[-1] is no multiple.
+    An example is "K = 100 is not a multiple of 16". K is shape[-1]. It is not checked here.
     """
     return f"K = {shape[-1]} is not a multiple of {block}"
 
