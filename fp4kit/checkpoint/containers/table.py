@@ -46,7 +46,7 @@ MLX and GGUF containers store experts as stacks [E, N, K], with one tensor scale
 
 Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
 transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
