@@ -64,8 +64,8 @@ class Collector:
     def add_layer(self, layer: str, columns: int, experts: int | None = None) -> None:
         """Register a layer without inputs, so that the collector knows it even if it never sees a token.
 
-        ``amaxes`` then names the layer in its error message or, if the layer is an expert, treats it as ``unseen``
-        says. Does nothing if the layer is known with these numbers of columns and experts.
+        If it never does, ``amaxes`` raises an error that names the layer or, for an expert, does what its argument
+        ``unseen`` says. Does nothing if the layer is known with these numbers of columns and experts.
 
         Args:
             layer: the name of the layer; with ``experts``, without an expert number.
@@ -270,8 +270,8 @@ class Collector:
 
         Raises:
             TypeError: if comm is not a communicator.
-            ValueError: as for merge, on every rank. In the cases in which columns raises it on a rank, only that rank
-                raises, before anything is sent.
+            ValueError: as for merge, on every rank. In the cases in which the method ``columns`` raises it on one rank,
+                only that rank raises it, before it sends anything, and the other ranks keep waiting.
         """
         parts = all_gather_bytes(comm, encode(self._entries("gather"), self.histogram))
         return type(self).merge([self._decoded(data, f"gather: rank {rank}") for rank, data in enumerate(parts)])

@@ -121,7 +121,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
 
 
 def _foreign(label: str) -> ValueError:
-    """Return the ValueError for a file that Collector.save did not write. The message begins with ``label``."""
+    """Return the ValueError for a file that Collector.save did not write. Its message begins with ``label``."""
     return ValueError(f"{label}: holds no activations; needs a file that fp4kit.calibration.Collector.save wrote")
 
 
@@ -171,7 +171,7 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
     """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names.
 
-    The histogram of every entry is None if the metadata says that there are none.
+    The histogram of every entry is None if the metadata says that the file has no histograms.
 
     arrays: the file's tensors, in which ``_fault`` found no fault.
     facts: the JSON object in its metadata.

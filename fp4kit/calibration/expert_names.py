@@ -21,10 +21,10 @@ class Expert(NamedTuple):
 
 
 def expert_of(layer: str) -> Expert | None:
-    """Return the Expert with the stack and the number in a layer name: "mlp.experts.3.up_proj" has 3.
+    """Return the stack and the number of the expert that a layer name contains, or None if it contains none.
 
-    Return None for any name that is not ``[PARENT.]experts.NUMBER.LEAF``. If several numbers follow modules called
-    ``experts``, the last one counts.
+    For example, "mlp.experts.3.up_proj" gives Expert("mlp.experts.up_proj", 3). A name that contains an expert is
+    ``[PARENT.]experts.NUMBER.LEAF``. If several numbers follow modules called ``experts``, the last one counts.
     """
     match = _EXPERT.fullmatch(layer)
     return None if match is None else Expert(f"{match['parent']}.{match['leaf']}", int(match["number"]))

@@ -1,5 +1,4 @@
 """Count block amaxes in a histogram over their logarithm, and derive an amax with headroom from it.
-
 A histogram has 512 bins of equal width over log2 of the block amax, from -40 to 40. Block amaxes outside this range
 are counted in the first or the last bin, and zeros are not counted. A block is 16 consecutive inputs of one token.
 

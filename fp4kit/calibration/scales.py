@@ -51,8 +51,8 @@ def input_global_scale(amax: Any) -> np.float32:
 
     Numerics:
         The reciprocal and then the product are rounded to float32, to nearest even. An amax below the smallest normal
-        number is replaced by it. A result that overflows, or that is NaN, becomes 1. So an amax of 0 or NaN gives 1,
-        and infinity gives 0.
+        number is replaced by that number. A result that overflows, or that is NaN, becomes 1. So an amax of 0 or NaN
+        gives 1, and infinity gives 0.
 
     Exact:
         Equals compressed-tensors 0.20 for a float32 amax. For a bfloat16 amax, llm-compressor divides in bfloat16.

@@ -1,4 +1,6 @@
-"""Say at the end of a conversion what was made: recipe, error, engines that load it, and the next commands."""
+"""Say at the end of a conversion what was made: recipe, error, engines that load it, and the next commands.
+The error is the SQNR (signal-to-quantization-noise ratio) of the weights of a sample of the layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Define the command convert: make a plan from the arguments, then print it (--dry-run) or execute it."""
+"""Define the command convert: make a plan from the arguments, then print it (--dry-run) or execute it.
+With --bits, an assignment first chooses a recipe for each layer, within a budget of bits per weight.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Run a command so that signals, closed pipes and errors end it with an exit code and one line that says what happened.
+This line is the last that the command writes to stderr, and is called the last line.
 
 | exit code | meaning |
 | --- | --- |

@@ -1,4 +1,6 @@
-"""Define the command identify: say which recipe made a checkpoint, given the model from which it was made."""
+"""Define the command identify: say which recipe made a checkpoint, given the model from which it was made.
+The verdict says what explains most layers of a format; layers that deviate from it are called exceptions.
+"""
 
 from __future__ import annotations
 

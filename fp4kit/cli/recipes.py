@@ -1,5 +1,4 @@
 """Define the commands recipes and formats, which list recipes and number formats.
-
 The command recipes also compares recipes with producers (the libraries that they reproduce): with their recorded
 outputs, or with installed versions.
 """

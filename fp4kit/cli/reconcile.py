@@ -1,5 +1,4 @@
 """Define the command reconcile: give layers that a loader joins into one fused layer a common tensor scale.
-
 For example, a loader joins q, k and v. These layers are called the parts of the fused layer.
 """
 

@@ -43,8 +43,8 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:
     """Return ``text`` if it fits in ``width`` terminal columns, otherwise a shortened text that fits.
 
-    The middle of the text is replaced by ``ellipsis``. About 60% of the kept text is from its end. If the width has
-    room for the ellipsis at most, return only as much of the ellipsis as fits.
+    The middle of the text is replaced by ``ellipsis``. About 60% of the kept text is from its end. If the width
+    has no room for more than the ellipsis, return as much of the ellipsis as fits.
     """
     if columns_of(text) <= width:
         return text

@@ -260,7 +260,7 @@ def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: 
     Return None if the recipe or the unquantized elements of a side are unknown.
 
     at: the row and column of the element in the compared rows.
-    row: the row of the element in the layer, with which the steps are labelled.
+    row: the row of the element in the layer, for the label of the steps.
     """
     steps, names = [], []
     for one in sides:

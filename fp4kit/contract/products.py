@@ -74,8 +74,8 @@ def with_products(
 
     found: the result so far; it is not changed.
     a, b: the products of both sides.
-    setting: text that says how matrix units or operands differ; "" if only the quantization of inputs can differ, for
-        which the copy gets its own text.
+    setting: text that says how matrix units or operands differ; "" if they do not differ. The copy then has a text that
+        refers to the quantization of inputs.
     labels: the names of the two sides, for the text.
     """
     differs = differing_bits(a, b)

@@ -1,4 +1,5 @@
 """Call fp4kit's functions from JAX, also inside functions that JAX traces (jit, grad, vmap).
+In a traced program, a call is described by a text: JSON with the function's name and its arguments.
 
 Arrays that have values are passed to fp4kit directly. In a traced program, a text describes the call and is compiled
 into the program. The text is JSON: the function's name and its arguments, with every array replaced by its position.

@@ -1,4 +1,6 @@
-"""Fake-quantize the weights of a pytree of parameters, so that a JAX model trains with the values that are served."""
+"""Fake-quantize the weights of a pytree of parameters, so that a JAX model trains with the values that are served.
+These served values are the ones that a loader decodes from the checkpoint that `fp4kit convert` writes.
+"""
 
 from __future__ import annotations
 

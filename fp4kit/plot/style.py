@@ -20,7 +20,7 @@ STYLE = {  # matplotlib's rcParams for the notebooks
 
 
 def axes(ax: Any, width: float, height: float) -> Any:
-    """Return ax, or the Axes of a new figure of this size in inches if ax is None.
+    """Return ``ax`` or, if it is None, the Axes of a new figure of width x height inches.
 
     Raise ImportError if matplotlib is not installed.
     """

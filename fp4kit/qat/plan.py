@@ -1,4 +1,6 @@
 """Plan which weights of a model in training are fake-quantized, with which recipe, and which of them share an amax.
+A fused layer consists of layers that engines join, such as q, k and v. They form a group, which shares one tensor amax.
+A container is the format in which `fp4kit convert` stores quantized weights.
 
 The plan follows the converter: its selection by name, its groups of fused layers, and the decoding of its containers.
 So a model that trains by the plan computes with the values that `fp4kit convert` and a loader give for its weights.

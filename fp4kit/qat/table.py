@@ -46,7 +46,10 @@ def table(plan: QatPlan) -> str:
 
 
 def _head(plan: QatPlan) -> str:
-    """Return the line above the table: how many parameters, the recipe, and the format that serves the values."""
+    """Return the line above the table: how many parameters are fake-quantized, the recipe, and the served format.
+
+    If the plan has no format, the line has the note of the plan instead, which says why.
+    """
     count = sum(row.quantized for row in plan.rows)
     served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
     return f"{count} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"

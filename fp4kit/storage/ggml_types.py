@@ -66,7 +66,7 @@ BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
 def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
     """Return the size in bytes of a tensor of the GGUF type ``kind``.
 
-    shape: the shape in NumPy's order, with the contiguous axis last. A row must be whole blocks, which is not checked
-        here. () stands for one element.
+    shape: the shape in NumPy's order, with the contiguous axis last. A row must consist of whole blocks; this is not
+        checked here. () stands for one element.
     """
     return prod(shape) // kind.elements * kind.bytes

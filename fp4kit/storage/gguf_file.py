@@ -147,7 +147,8 @@ class _HeaderReader:
     def _preamble(self) -> tuple[int, int, int]:
         """Read the beginning of the file. Return its version, its number of tensors and its number of keys.
 
-        Raise CheckpointError unless it is a little-endian GGUF file of version 2 or 3 that can hold these numbers.
+        Raise CheckpointError unless it is a little-endian GGUF file of version 2 or 3 that is long enough for these
+        numbers of tensors and keys.
         """
         if self._take(len(MAGIC)) != MAGIC:
             raise self._unusable(_NO_MAGIC)

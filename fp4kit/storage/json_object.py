@@ -13,13 +13,13 @@ MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint 
 
 
 class _DuplicateKey(ValueError):
-    """The error that is raised while JSON text is parsed in which an object has a key twice. Its text is the key."""
+    """The error that is raised if an object in JSON text has a key twice. Its text is the key."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the (key, value) pairs of a JSON object as a dict. Raise _DuplicateKey for a repeated key.
 
-    Python's json module would silently keep the last of the values.
+    Without this function, Python's json module would silently keep the last value of a repeated key.
     """
     result = dict(pairs)
     if len(result) < len(pairs):

@@ -1,12 +1,13 @@
 """Implement fp4kit.save and fp4kit.load: quantized arrays in a safetensors file.
+A part is one of the four arrays of a Quantized: packed, block_scale, tensor_scale or tensor_amax.
 
     <name>.packed         U8    codes; two 4-bit codes per byte, the even element in the low nibble
     <name>.block_scale    U8    bit patterns of the recipe's scale format, in the layout that the metadata names
     <name>.tensor_scale   F32   multiplies on decode
     <name>.tensor_amax    F32   present if the amax is known
 
-A "part" is one of these four arrays. Scales are stored as U8, as in memory, because safetensors.numpy (0.8) has no
-dtype for F8_E4M3 or F8_E8M0. A file with such a tensor could not be read there at all, not even its other tensors.
+Scales are stored as U8, as in memory, because safetensors.numpy (0.8) has no dtype for F8_E4M3 or F8_E8M0. A file with
+such a tensor could not be read there at all, not even its other tensors.
 
 The metadata entry `fp4kit_quantized` is a JSON object:
 
@@ -270,9 +271,9 @@ def _check_sum(what: str, found: str, written: Any) -> None:
 
 
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
-    """Return {array name: metadata} of the file.
+    """Return {array name: metadata} for the arrays of the file.
 
-    The metadata is every field of a Quantized except its arrays, and the names of its parts.
+    The metadata is a dict of every field of a Quantized except its arrays, and the names of its arrays ("parts").
 
     Raise CheckpointError if the file was not written by save or has another version, or if a field is missing or has
     the wrong type.
@@ -397,7 +398,7 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
     - Recipe or Quantized rejects the contents.
 
     name: the array's name.
-    facts: its metadata: every field of the Quantized except its arrays, and the names of its parts.
+    facts: its metadata, as _described returns it.
     contents: the tensors of the open file.
     """
     label = contents.file.label
@@ -413,7 +414,7 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
 
 
 def _part(name: str, dtype: str, contents: _Contents) -> np.ndarray:
-    """Return one part of an array: the tensor `name`.
+    """Return one part of a saved array (its packed codes, a scale or an amax): the tensor `name` of the file.
 
     Raise CheckpointError if it is missing, has another dtype, or does not have the recorded CRC-32.
     """

@@ -135,9 +135,9 @@ class SafetensorsFile:
 
 
 def _plain_words(message: str) -> str:
-    """Explain an error message of the safetensors library in words for the owner of the file.
+    """Return an explanation of an error message of the safetensors library, in words for the owner of the file.
 
-    An unknown message becomes a general sentence.
+    For a message that is not known here, the explanation is a general sentence.
     """
     matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
     return next(matching, "the safetensors library rejects it")
@@ -246,7 +246,8 @@ class TensorReader:
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
         """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``.
 
-        Raise CheckpointError if the file ends too early. Whether the tensor has so many bytes is not checked.
+        Raise CheckpointError if the file ends too early. If ``data`` is longer than the rest of the tensor, the bytes
+        that follow the tensor in the file are read too.
         """
         self._stream.seek(entry.start + start)
         done = 0

@@ -142,7 +142,7 @@ class SafetensorsWriter:
         self._next[name] = position + raw.size
 
     def finish(self) -> None:
-        """Flush the file to disk. Raise CheckpointError if a tensor is incomplete."""
+        """Flush the file to disk. Raise CheckpointError before that if a tensor is incomplete."""
         short = [name for name, position in self._next.items() if position != self._end[name]]
         if short:
             missing = self._end[short[0]] - self._next[short[0]]

@@ -123,9 +123,10 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterKind:
     """Return the kind of a parameter: "convolution", "embedding", "stack" or "matrix".
 
-    The parameter "weight" of a convolution (with more than two axes) or an embedding is recognized by the class of its
-    module. Of the other parameters, a "stack" has three axes, and ``experts`` is a part of its dotted name. All others
-    are "matrix", also vectors.
+    - "convolution": the parameter "weight" of a torch.nn.Conv1d, Conv2d or Conv3d, if it has more than two axes.
+    - "embedding": the parameter "weight" of a torch.nn.Embedding or EmbeddingBag.
+    - "stack": any other parameter with three axes whose dotted name has the part "experts".
+    - "matrix": all other parameters, also vectors.
 
     name: the full name of the parameter. leaf: its name in the module.
     """
@@ -137,11 +138,11 @@ def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:
-    """Return whether a module stores its stacks of experts as (E, K, N).
+    """Return whether a module stores its stacks of experts as (E, K, N), not as (E, N, K).
 
-    If the module has a bool attribute ``is_transposed``, as in transformers, the result is this bool. Otherwise, the
-    orientation in which the shapes of gate_up_proj and down_proj fit together decides. Return False, for (E, N, K), if
-    both orientations fit or neither does, and if the module does not have both stacks.
+    If the module has a bool attribute ``is_transposed``, as in transformers, the result is this bool. Otherwise, it is
+    the orientation in which the shapes of gate_up_proj and down_proj fit together. Return False if both orientations
+    fit or neither does, or if the module does not have both stacks.
     """
     stated = getattr(module, "is_transposed", None)
     if isinstance(stated, bool):

@@ -1,4 +1,6 @@
-"""Measure the inputs of the linear layers of a PyTorch model while it runs."""
+"""Measure the inputs of the linear layers of a PyTorch model while it runs.
+A stack of experts is a 3-d parameter with one matrix per expert, as mixture-of-experts layers have it.
+"""
 
 from __future__ import annotations
 
@@ -113,11 +115,12 @@ def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs with which a linear layer is called, as a forward pre-hook of PyTorch.
+    """Collect the inputs of a linear layer. PyTorch calls this function as a forward pre-hook of the layer.
 
     Raises what Collector.collect raises.
 
     layers: the names under which the inputs are collected.
+    module: the layer; not used.
     args, kwargs: the arguments of the layer's forward. The inputs are the first argument, or the one called `input`.
     """
     x = args[0] if args else kwargs["input"]
@@ -252,7 +255,7 @@ def _routed(inputs: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _eager_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Let models of transformers compute experts one by one in a with block. Restore the setting afterwards.
+    """Make models of transformers compute experts one by one inside the with block, and restore the setting afterwards.
 
     Modules without this setting are left unchanged.
     """

@@ -251,9 +251,13 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperators()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
     """Return the gradient of each argument of linear: None for all arguments except x and a float w.
 
-    If autograd does not need a gradient, the result is None as well. If the setting `backward` is "quantized", the
-    functions of parts compute the gradients. Otherwise, gradients are float32 products of grad with the dequantized w
-    and x, or with the unquantized w and x for "high-precision". They are rounded to the dtypes of x and w.
+    A gradient that autograd does not need is None as well. The setting `backward` chooses how gradients are computed:
+
+    - "quantized": by the functions of parts.
+    - "straight-through": as float32 products of grad with the dequantized w and x.
+    - "high-precision": as float32 products of grad with the unquantized w and x.
+
+    The gradients have the dtypes of x and w.
 
     Args:
         ctx: the context that save_inputs filled.

@@ -142,9 +142,9 @@ def _check_alone(options: list[str]) -> None:
 def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
     """Fake-quantize each parameter that the settings include, one at a time, and return the names of these parameters.
 
-    Tied parameters are quantized under each of their names that the settings match, and stay tied. If a module has
-    several names, it is quantized if the settings match one of them. It is listed once, under the first name that
-    matches. Warns and raises as fake_quantize_model states for settings.
+    If a parameter is tied to another, each of its names that the settings match is quantized, and it stays tied. If a
+    module has several names, it is quantized if the settings match one of them, and listed once, under the first name
+    that matches. Warns and raises as fake_quantize_model states for settings.
     """
     places = list(parameters_of(model))
     matching = [place for place in places if settings.is_quantized(place[0])]

@@ -16,7 +16,7 @@ Renamed = Callable[[str, torch.Tensor], tuple[str, ...]]
 
 
 def renaming_of(model: torch.nn.Module) -> Renamed:
-    """Return a function (name in the model, parameter) -> names of the parameter in the checkpoint.
+    """Return a function that takes (name in the model, parameter) and returns the parameter's names in the checkpoint.
 
     A stack of experts may have several names. If the model's library does not rename parameters, the only name is the
     name in the model.

@@ -1,5 +1,4 @@
 """Parametrize weights so that a layer reads the values that a converted checkpoint will serve.
-
 A tensor scale covers all layers that loaders fuse. So the amax of a weight is the largest one of its group: the weights
 of these layers, before they are fake-quantized. Weights may be sharded over ranks (DTensor).
 """
@@ -77,8 +76,8 @@ class ServedWeight(torch.nn.Module):
     def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
         """Return the served values of the plain tensor w. If w is empty, return w itself.
 
-        amax: the tensor amax of the whole weight, or one per expert for a stack. If amax is None, fake_quantize
-        computes it from w.
+        amax: the tensor amax of the whole weight, or one per expert for a stack. An amax that is not positive is
+            replaced by 1, because it gives no usable scale. If amax is None, fake_quantize computes it from w.
         """
         if not w.numel():
             return w
@@ -102,7 +101,7 @@ class ServedWeight(torch.nn.Module):
         return found
 
     def _is_own(self, module: torch.nn.Module, leaf: str) -> bool:
-        """Return whether self is one of the parametrizations of the parameter `leaf` of `module`."""
+        """Return whether this object is one of the parametrizations of the parameter `leaf` of `module`."""
         return any(part is self for part in parts_of(module, leaf))
 
 

@@ -26,7 +26,10 @@ def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
 
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all the given tensors are on one device. Arguments that are None are ignored."""
+    """Raise ValueError unless all the given tensors are on one device. The message begins with ``op``.
+
+    tensors: the tensors by the names of the arguments. Those that are None are ignored.
+    """
     present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
     if len({tensor.device for tensor in present.values()}) > 1:
         check_one_device(op, **present)

@@ -116,7 +116,7 @@ class QuantizedValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradients of both arguments: for x the upstream gradient in the dtype of x, for recipe None."""
+        """Return the gradients of x and recipe: the upstream gradient in the dtype of x, and None."""
         return linear_operators.values_backward(ctx, grads[0])
 
 
@@ -141,7 +141,10 @@ class Linear(torch.autograd.Function):
 
 
 class LinearGradientOfX(torch.autograd.Function):
-    """Compute linear's gradient with respect to x inside torch.func transforms. Differentiating it raises an error."""
+    """Compute linear's gradient with respect to x inside torch.func transforms.
+
+    Differentiating it raises NotImplementedError.
+    """
 
     setup_context = staticmethod(linear_operators.save_nothing)
     backward = staticmethod(linear_operators.no_gradient)
@@ -154,7 +157,10 @@ class LinearGradientOfX(torch.autograd.Function):
 
 
 class LinearGradientOfW(torch.autograd.Function):
-    """Compute linear's gradient with respect to w inside torch.func transforms. Differentiating it raises an error."""
+    """Compute linear's gradient with respect to w inside torch.func transforms.
+
+    Differentiating it raises NotImplementedError.
+    """
 
     setup_context = staticmethod(linear_operators.save_nothing)
     backward = staticmethod(linear_operators.no_gradient)

@@ -68,8 +68,8 @@ class AmaxCollector:
             amax: float32, float16 or bfloat16, with the same shape and device in every call.
 
         Raises:
-            ValueError: if ``name`` does not have the form of a quantizer's name, if the shape or device changes, or if
-                the quantizer's experts were collected with collect_grouped.
+            ValueError: if ``name`` is not the name of a quantizer, if the shape or device changes, or if the experts of
+                the quantizer were collected with collect_grouped.
             TypeError: for an unsupported dtype.
         """
         key = AmaxName.parse(name)
@@ -82,14 +82,14 @@ class AmaxCollector:
     def collect_grouped(self, name: str, amaxes: Any) -> None:
         """Collect the amaxes of all local experts from one array: amaxes[i] is the amax of expert i.
 
-        The state that freeze returns is the one that collect(f"{name}.{i}", amaxes[i]) for each expert i would give.
+        This is equivalent to collect(f"{name}.{i}", amaxes[i]) for every expert i.
 
         Args:
             name: name of the quantizer without an expert number.
             amaxes: [N, ...], with a dtype that collect accepts. N must be equal in every call.
 
         Raises:
-            ValueError: if ``name`` has an expert number or not the form of a quantizer's name, or if the array is 0-d.
+            ValueError: if ``name`` is not the name of a quantizer, or has an expert number, or if the array is 0-d.
             ValueError: if single experts of the quantizer were collected with collect, or if shape or device change.
             TypeError: for an unsupported dtype.
         """
@@ -210,9 +210,10 @@ class AmaxState(Mapping[str, Any]):
         return AmaxState(check("checked", on_host(self.named)))
 
     def stacked(self) -> dict[str, np.ndarray]:
-        """Return {"<base>._amax": [N, ...]} with all experts in one array, and every other value under its key.
+        """Return {"<base>._amax": [N, ...]} with all experts of a quantizer in one array, and other amaxes by key.
 
-        All arrays are on the host.
+        All arrays are on the host. The stacked ones are new; the others are those of this state if they were NumPy
+        arrays.
 
         Raises:
             ValueError: a value is NaN or negative; experts are missing or have different shapes; or a quantizer has
@@ -414,9 +415,13 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
     """Return a new dict of the amaxes, in which modules that share an amax all have the largest amax among them.
 
-    Two modules share an amax under three conditions: one of ``groups`` has the last parts of both names; their parent,
-    quantizer, expert number and buffer are equal; and their amaxes have one element. All other amaxes keep their
-    values, and all amaxes keep their shapes.
+    Two modules share an amax if all of these hold:
+
+    - One of ``groups`` has the last parts of both names.
+    - Their parent, quantizer, expert number and buffer are equal.
+    - Their amaxes have one element.
+
+    All other amaxes keep their values, and all amaxes keep their shapes.
 
     named: the amaxes, which are not changed.
     groups: tuples of the last parts of module names (see freeze).

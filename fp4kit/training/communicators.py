@@ -100,7 +100,7 @@ def _is_host(array: Any) -> bool:
 
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
-    """Return the length of each process's array for all_gather: ``counts``, or equal lengths if it is None.
+    """Return the length of each process's array for all_gather: ``counts`` as a list or, if it is None, equal lengths.
 
     Raises:
         ValueError: if this process's array is not 1-d or does not have the length that ``counts`` gives it.
@@ -223,8 +223,8 @@ class Nccl:
     """A communicator through NCCL, for a group of processes with one GPU each.
 
     Calls run on the current stream, do not wait for it, and can be captured in a CUDA graph. NumPy arrays are accepted
-    too; they travel through the device, and the call waits. This process uses the device that is current when the
-    communicator is made, so CuPy arrays must be on that device.
+    as well. They are copied to the device and back, and the call waits. This process uses the device that is current
+    when the communicator is made, so CuPy arrays must be on that device.
 
     Args:
         rank: the number of this process.
@@ -252,9 +252,10 @@ class Nccl:
 
     @staticmethod
     def unique_id() -> bytes:
-        """Return the id of a new group.
+        """Return the id of a new group, 128 bytes.
 
-        Call this in one process, and pass the id to the constructor in all processes.
+        Call this in one process, and pass the id to the constructor in all processes. Raises RuntimeError if CuPy or
+        NCCL is missing.
         """
         return bytes(_import_nccl().get_unique_id())
 

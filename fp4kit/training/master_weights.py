@@ -260,7 +260,7 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
 
 
 def _kind(values: Any) -> tuple[np.dtype, tuple[int, ...], str]:
-    """Return (dtype, shape, device) of an array. refresh rejects an array if one of the three changes."""
+    """Return (dtype, shape, device) of an array. refresh rejects an array for which one of these has changed."""
     return values.dtype, values.shape, device_name(values)
 
 
