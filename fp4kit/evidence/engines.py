@@ -1,7 +1,6 @@
-"""Call operations on different engines, and compare their results bit for bit.
-
-An engine is an implementation of fp4kit's operations: the NumPy specification, the host's compiled engine, or the GPU
-kernels. In comparisons, any NaN equals any other NaN.
+"""Call operations on different engines, and compare their results bit for bit. An engine is an implementation of
+fp4kit's operations: the NumPy specification, the host's compiled engine, or the GPU kernels. In comparisons, any NaN
+equals any other NaN.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Outcome(NamedTuple):
 
 
 class ComparedEngine:
-    """An engine to test: calls public functions on arrays of numpy or cupy. Callers pass and get NumPy arrays.
+    """An engine to test. It runs public functions of fp4kit on arrays of one library, numpy or cupy.
 
     ComparedEngine(cupy) uses the GPU. ComparedEngine(np) uses the host's compiled engine, or the specification if that
-    engine is not installed.
+    engine is not installed. With ``call``, callers pass NumPy arrays and get NumPy arrays from either.
     """
 
     def __init__(self, module: Any) -> None:

@@ -1,4 +1,7 @@
-"""Run the fuzzer in several processes, each with its own seed and engine, and merge the reports."""
+"""Run the fuzzer in several processes, each with its own seed and engine, and merge the reports. The fuzzer compares
+random calls (*cases*) on an engine with fp4kit's NumPy specification, and makes failing cases smaller (*shrinks* them).
+The *pool* lists what cases are drawn from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Represent fuzz programs as data: statements that make arrays and recipes, call functions, or require equal results.
+"""Represent fuzz programs as data: statements that make arrays and recipes, call functions, or require equal results. A
+program is the list of statements of one random test.
 
 check.py runs a program on two engines, and print_repro.py prints it as Python. Both read one list of statements, so the
 printed program is the one that ran.

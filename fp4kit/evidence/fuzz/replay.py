@@ -1,6 +1,8 @@
-"""Support printed reproductions: place arrays on an engine, compare results, and run a program on several engines.
+"""Support printed reproductions: place arrays on an engine, compare results, and run a program on several engines. A
+reproduction is the printed Python program of a failure. It is a generator function that makes arrays, calls fp4kit, and
+yields the results. An engine is the NumPy specification, the host's compiled engine, or the GPU kernels.
 
-A reproduction is a generator function that makes arrays, calls fp4kit, and yields the results:
+For example:
 
     def program(on):
         x = on.array(given("float32", (1, 16), {3: 0x3F800000}))

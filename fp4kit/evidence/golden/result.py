@@ -1,4 +1,6 @@
-"""Define the result of a comparison with recorded arrays."""
+"""Define the result of a comparison with recorded arrays. A mask is a boolean array, True for elements whose
+differences are excused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""List which recorded arrays each recipe must equal: one GoldenRow per recipe and variant of a producer's recording.
-`fp4kit recipes --check` and the tests compare them.
+"""List which recorded arrays each recipe must equal: one GoldenRow per recipe and variant of a producer's recording. A
+producer is a library that quantizes. `fp4kit recipes --check` and the tests compare the arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Compare a producer's decoder with fp4kit.dequantize on random codes and scales.
+"""Compare a producer's decoder with fp4kit.dequantize on random codes and scales. A producer is a library that
+quantizes, such as torchao; a ProducerCall says how to call it.
 
 The codes and scales include some that no quantizer gives, such as NaN scales.
 """

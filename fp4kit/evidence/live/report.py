@@ -1,4 +1,6 @@
-"""Build the tables that `fp4kit recipes --live` prints, from the results of live/run.py."""
+"""Build the tables that `fp4kit recipes --live` prints, from the results of live/run.py. A producer is a library that
+quantizes, such as torchao.
+"""
 
 from __future__ import annotations
 

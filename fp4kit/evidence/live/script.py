@@ -1,5 +1,6 @@
-"""Print a difference between a producer and fp4kit as a Python program that shows it.
-The program contains the producer's call, with the source of the adapter's functions, and fp4kit's call.
+"""Print a difference between a producer and fp4kit as a Python program that shows it. A producer is a library that
+quantizes, such as torchao. An adapter is a module with functions that call it. The program contains the producer's
+call, with the source of the adapter's functions, and fp4kit's call.
 """
 
 from __future__ import annotations

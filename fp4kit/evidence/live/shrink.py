@@ -1,4 +1,6 @@
-"""Shrink an array on which a producer and fp4kit differ, down to one block with few nonzero elements if possible."""
+"""Shrink an array on which a producer (a library that quantizes) and fp4kit differ, down to one block with few nonzero
+elements if possible.
+"""
 
 from __future__ import annotations
 
