@@ -442,7 +442,7 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...]]:
     """Execute a plan in a partial directory, and rename the result to ``target`` at the end.
 
-    Return what each job did, and warnings about scales of the source that are probably wrong.
+    Return (one Done per job in the order of the plan, warnings about scales of the source that are probably wrong).
     Raise CheckpointError if a file of the source changed since the plan was made.
     """
     _check_planned(plan)

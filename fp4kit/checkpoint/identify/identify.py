@@ -64,7 +64,10 @@ class LayerPair:
 
     @property
     def format(self) -> str:
-        """The name of the layer's format, such as "E2M1 E4M3 16". Layers of one format get one verdict together."""
+        """The name of the layer's format: elements, scales and block size, such as "E2M1 E4M3 16", or "fp8 per row".
+
+        All layers of a checkpoint with equal formats get one verdict together.
+        """
         if isinstance(self.parts, Fp8Layer):
             return f"fp8 per {self.parts.scaling}"
         r = self.parts.recipe
@@ -245,7 +248,7 @@ class CheckpointVerdict:
 
     @property
     def _rest(self) -> str:
-        """The end of the sentence, about the exceptions, such as "; nvfp4-te made 2 layers"; "" if nothing is known."""
+        """The end of the sentence, about ``exceptions``, such as "; nvfp4-te made 2 layers"; "" if none is explained."""
         known = Counter(_summary(layer.explanation) for layer in self.exceptions)
         return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
 
@@ -301,9 +304,11 @@ def with_producer(id: str) -> str:
 
 
 def _summary(found: Diagnosis) -> str:
-    """Return the start of a clause about layers with this explanation, such as "nvfp4-te made".
+    """Return the start of a clause about layers with this explanation, to which the caller appends their number.
 
-    The caller appends the number of layers. Return "" if there is no recipe without a mishap and no known cause.
+    - If recipes explain the layer without a mishap: the recipes, as in "nvfp4-te made".
+    - Otherwise, if a cause is known: the first part of the cause, followed by "in".
+    - Otherwise: "".
     """
     if found.mishap is None and found.recipes:
         return f"{either(found.recipes)} made"

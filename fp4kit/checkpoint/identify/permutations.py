@@ -198,14 +198,15 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
 def _same_blocks(
     evidence: LayerEvidence, hypothesis: Hypothesis, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
 ) -> bool:
-    """Return whether the stored blocks are a permutation of the blocks that a hypothesis predicts.
+    """Return whether the stored blocks (codes and scale) are a permutation of the blocks that a hypothesis predicts.
 
     Return False also if the tensor scale does not agree with the hypothesis.
 
     evidence: the stored layer and its source (the original weight).
+    hypothesis: predicts the codes and the scale of every block.
     stored: the stored block scales (N, B).
-    parts: arrays of row numbers, which are compared one after another.
-    in_rows: True if blocks may move only within their row, False if they may move within an array of ``parts``.
+    parts: arrays of row numbers. Each array is compared by itself, so that blocks cannot move from one to another.
+    in_rows: True if blocks may move only within their row, False if they may move between the rows of an array.
     """
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     for rows in parts:

@@ -393,7 +393,7 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     A module is listed in two cases:
 
     - A pattern, as a regular expression, matches the whole name or a beginning of it that ends just before or after a
-    dot.
+      dot.
     - The name ends in a pattern, taken as plain text.
 
     Raise ValueError if a pattern is not a regular expression.

@@ -372,8 +372,7 @@ def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str
 
     - transformers renames modules before it looks them up. The returned reader does so too.
     - vLLM and SGLang rename the plain names in a list of compressed-tensors. In the returned list, the checkpoint's
-    names
-      are added to the names that transformers uses.
+      names are added to the names that transformers uses.
 
     All other readers and lists are returned unchanged.
 

@@ -182,8 +182,7 @@ def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) ->
 
     - A compressed-tensors config can require input scales.
     - In a DeepSeek-V4 model, some layers are FP8, and some experts may be MXFP4 beside NVFP4 experts. There, the dtype
-    of
-      the layer's weight decides.
+      of the layer's weight decides.
 
     container: one of ``containers.CONTAINERS``.
     parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.

@@ -78,8 +78,7 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
     - If ``user_executor`` is given, it is yielded. Its owner must close it.
     - Otherwise, for one worker: None.
     - Otherwise: a pool of threads or processes, which ends with the with statement. If the run fails or is stopped, or
-    if
-      this process is killed, the pool's worker processes end at once.
+      if this process is killed, the pool's worker processes end at once.
 
     user_executor: an executor that the user gave, or None.
     workers: the number of workers of the pool.

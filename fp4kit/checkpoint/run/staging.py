@@ -353,8 +353,7 @@ def staged_directory(
 
     - After a CheckpointError, the partial directory is removed.
     - After any other exception (KeyboardInterrupt, SystemExit, a full disk, a dead worker), it is kept if it has a
-    journal,
-      otherwise removed.
+      journal, otherwise removed.
     - If ``resume`` is True, it is kept after every exception until the run sets Stage.is_ours.
 
     resume: True to continue in the partial directory of an interrupted run, False to create a new one.

@@ -61,9 +61,11 @@ def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[
 def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:
     """Yield (name in the directory, name in a, name in b, number of values that differ) for the norms that both have.
 
-    The number is 0 for equal norms. A norm is a one-dimensional float tensor whose name ends in ".weight". Norms whose
-    lengths differ are left out. Values are compared as float32. a and b are a model directory and a GGUF file, in any
-    order.
+    The number is 0 for equal norms. Values are compared as float32. A norm is a one-dimensional float tensor whose name
+    ends in ".weight". Norms of different lengths are left out.
+
+    a, b: a model directory and a GGUF file, in any order.
+    readers: where to read the norms from.
     """
     left, right = open_source(Path(a)), open_source(Path(b))
     directory, file = (right, left) if is_gguf(Path(a)) else (left, right)

@@ -82,7 +82,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     - Most NVFP4 layers have a tensor scale and some lack it, or the reverse.
     - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The nibbles of a layer seem to be swapped.
-    - The head is quantized although the config ties it to the embedding.
+    - The output head (lm_head) is quantized although the config ties it to the embedding.
 
     The last is an error, all others are warnings.
     """

@@ -508,8 +508,7 @@ class _SourceComparison:
         """Return two dicts for the unconverted tensors that the checkpoint and the source have under one name:
 
         1. name -> (stored, source), if the tensors can be compared: their shapes are equal, and their dtypes are equal
-        or
-           are both float dtypes, because tools cast some tensors, such as the router's.
+           or are both float dtypes, because tools cast some tensors, such as the router's.
         2. name -> a text that says what differs, for all other tensors.
         """
         alike, unlike = {}, {}
