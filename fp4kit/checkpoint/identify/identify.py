@@ -248,7 +248,7 @@ class CheckpointVerdict:
 
     @property
     def _rest(self) -> str:
-        """The end of the sentence, about ``exceptions``, such as "; nvfp4-te made 2 layers"; "" if none is explained."""
+        """The end of the sentence, about ``exceptions``, such as "; nvfp4-te made 2 layers"; "" if none is known."""
         known = Counter(_summary(layer.explanation) for layer in self.exceptions)
         return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
 
