@@ -55,15 +55,14 @@ TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of
 
 
 def measure(job: Job, tick: Tick | None = None) -> Measured:
-    """Read the weight of a job once, and return its measurements.
-
-    A group consists of the layers that share a tensor scale. The measurements of all its layers are needed before the
-    group is written. They are:
+    """Read the weight of a job once, and return its measurements:
 
     - the amax, except for the action rename
     - the number of elements that are NaN or infinite
     - for the actions cast and carry: whether a lossless conversion is possible
     - for a quantized weight: whether its scales and codes can be right
+
+    If layers share a tensor scale, the measurements of all of them are needed before any of them is written.
 
     Raise CheckpointError if the scales of a quantized weight are invalid, unless the job has nonfinite="keep".
 
@@ -186,7 +185,7 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
     Raise CheckpointError if a new scale is one that no loader can use.
 
-    shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
+    shared: the combined measurements of the layers that share the weight's tensor scale; None for a job that needs no
         measurements.
     readers: where to read the weight from.
     """
@@ -219,7 +218,7 @@ def _is_castable(job: Job, shared: Measured) -> bool:
 
     If False, the weight must be requantized.
 
-    shared: the combined measurements of the layers that share its tensor scale.
+    shared: the combined measurements of the layers that share the weight's tensor scale.
     """
     return mxfp4_to_nvfp4.keeps_codes(job.new_recipe, shared.low, shared.high)
 

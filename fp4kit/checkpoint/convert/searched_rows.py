@@ -24,7 +24,7 @@ from fp4kit.types import Objective
 def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
     """Quantize ``x`` with the block scales that give the smallest error under the objective ``job.search``.
 
-    Return the result as NumPy arrays, and the errors without and with the search.
+    Return (the result as NumPy arrays, the squared errors without and with the search).
 
     amax: the largest amax of the layers that share the tensor scale; unused by GGUF recipes, which have none.
     weights: the weight of each column in the error; None for equal weights.

@@ -252,7 +252,7 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
 
     - linear, and each layout of fp4kit.layouts, whole or with the padding cut off
     - column by column
-    - an order that results from reading the scales as a layout that they did not have, if linear scales are declared
+    - the order that results if a reader takes scales in one layout for scales in another, if linear scales are declared
     - rows shuffled for FlashInfer, if linear scales are declared
 
     stored: the bytes of the block scales, of any shape.

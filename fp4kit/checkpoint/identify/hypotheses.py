@@ -104,7 +104,7 @@ class Hypothesis:
 
     layout: how the codes are read, and in which row order.
     codes: the order of codes within bytes.
-    scales: the order of block scales, as a position (from 0) in the sequence that stored_scales yields.
+    scales: the order of block scales: the position (from 0) of this order among those that stored_scales yields.
     recipe: the recipe that made the layer.
     amax: the tensor amax that the recipe was given; None if it needs none.
     scale_mishap: what went wrong with the block scales, by name; None if nothing.

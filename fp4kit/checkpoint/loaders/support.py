@@ -223,7 +223,7 @@ _MIXABLE = ("modelopt NVFP4", "modelopt W4A16_NVFP4", "modelopt FP8")
 def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
     """Return a list with one warning if a mixture has layers that vLLM may take for unquantized, otherwise [].
 
-    Only containers of Model-Optimizer are concerned, except NVFP4, W4A16_NVFP4 and FP8.
+    These are layers in containers of Model-Optimizer other than NVFP4, W4A16_NVFP4 and FP8.
 
     container_ids: the containers of the layers. A single container is not a mixture, and gives [].
     """

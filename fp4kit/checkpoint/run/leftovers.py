@@ -24,10 +24,10 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order i
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return the paths of the leftovers of a finished run, which it was killed before it could remove.
+    """Return the paths of the leftovers of a run that finished its result, but was killed before it removed them.
 
-    If the destination is a directory, these are the lock and the journal in it. If the result is one or several files,
-    this is the partial directory beside them. Return () in these cases:
+    If the destination is a directory, the leftovers are the lock and the journal in it. If the result is one or several
+    files, there is one leftover, the partial directory beside them. Return () in these cases:
 
     - There are no leftovers.
     - A run is still writing to the destination.

@@ -498,7 +498,7 @@ def _remove_lock_and_journal(destination: Path) -> None:
 def _locked(partial: Path, destination: Path) -> int:
     """Take the lock of a partial directory, and return the open descriptor of the lock file.
 
-    Closing the descriptor releases the lock.
+    Closing the descriptor releases the lock. ``destination`` is named in error messages.
 
     Raises CheckpointError if another run holds the lock or has just removed the lock file, or if the lock file cannot
     be opened.

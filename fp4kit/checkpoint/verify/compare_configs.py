@@ -37,8 +37,8 @@ class ConfigDifference:
     def detail(self) -> str:
         """A short text that says what differs.
 
-        It gives both values; for two lists, the entries that only one of them has. If the entry is in only one
-        checkpoint, it gives the value there.
+        It gives both values; for two lists, how many entries only one of them has. If only one checkpoint has the
+        entry, it gives the value there.
         """
         if self.kind != "value":
             return _brief(self.a if self.kind == "missing" else self.b)
@@ -48,7 +48,9 @@ class ConfigDifference:
 
 
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
-    """Return the differences between the configs and the metadata of two checkpoints; () if there are none.
+    """Return the differences between the configs and the metadata of two checkpoints, a (left) and b (right).
+
+    Return () if there are none.
 
     The order of keys is ignored. Values of different types always differ: 1 equals neither 1.0 nor true. If both
     checkpoints have exactly the same file names, metadata is compared file by file. Otherwise the metadata of all files

@@ -82,7 +82,8 @@ def origins_of(
 def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
     """Find the quantized weights that store tensors of the source transposed. They are not compared with the source.
 
-    Return a dict: weight name -> names of these source tensors. mlx-lm stores a part of DeepSeek's kv_b_proj so.
+    Return a dict: weight name -> names of these source tensors. For example, mlx-lm stores a part of DeepSeek's
+    kv_b_proj transposed.
 
     stored: the weights of the checkpoint.
     original: the source.
@@ -415,7 +416,7 @@ def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
 
     The second result is returned if it equals the file, otherwise the first.
 
-    shared: the combined measurements of the layers that share its tensor scale; None if none are needed.
+    shared: the combined measurements of the layers that share the matrix's tensor scale; None if none are needed.
     """
     doubt = ""
     if check.stored.container is not None:
@@ -451,11 +452,11 @@ def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
     """Re-encode one matrix by ``job``, compare it with the file, and return the result.
 
-    If re-encoding raises CheckpointError, the result has its message.
+    If re-encoding raises CheckpointError, the field ``error`` of the result has the message.
 
     check: the matrix to check.
     job: the job that re-encodes it, which may differ from ``check.job``.
-    shared: the combined measurements of the layers that share its tensor scale.
+    shared: the combined measurements of the layers that share the matrix's tensor scale.
     found: the counts of the stored values, for the result.
     readers: where to read the source and the file from.
     """

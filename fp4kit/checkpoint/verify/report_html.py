@@ -441,7 +441,7 @@ def _labels(columns: Sequence[_Column]) -> str:
 def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
     """Return the HTML table of layers, worst first, or an empty string if there are none.
 
-    The columns that ``columns`` lacks, because all layers agree in them, are listed in a sentence above the table.
+    ``columns`` lacks the columns in which all layers have equal values. A sentence above the table lists these values.
     """
     if not report.layers:
         return ""

@@ -353,11 +353,11 @@ def _settings(
     search: ScaleSearch | None,
     given: tuple[tuple[str, Recipe], ...] = (),
 ) -> tuple[Settings, list[Issue]]:
-    """Return how the checkpoint was made, and warnings if the records about this are unknown or contradict each other.
+    """Return (how the checkpoint was made, warnings about records that are unknown or contradict each other).
 
     The records are in the manifest, the config and the header of a single file. The manifest's recipe counts only if
-    the conversion made new codes. What the user gives has precedence over the records. If the user gives a recipe, the
-    recorded patterns are ignored too.
+    the conversion made new codes. Arguments that the user gives take precedence over the records. If the user gives a
+    recipe, the recorded patterns are ignored too.
 
     model: the checkpoint.
     wanted: the recipe that the user gives, or None.
