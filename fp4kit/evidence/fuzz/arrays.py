@@ -202,7 +202,7 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values (see _ordinary) in which three of four groups of 16 elements are zeros.
+    """Return normally distributed values (see _ordinary), with zeros in about three of four groups of 16 elements of a row.
 
     The zeros of a group are all +0, all -0, or mixed.
     """
@@ -235,9 +235,9 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values (see _ordinary), some of which are replaced by NaN, by +inf or by -inf.
+    """Return normally distributed values (see _ordinary), some of which are replaced by NaN, +inf or -inf.
 
-    Only one of the three occurs. Then about 0.2 % of all elements are replaced by NaN.
+    One of the three is chosen for the whole array. Afterwards, about 0.2 % of all elements are replaced by NaN.
     """
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
@@ -271,7 +271,7 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return float32 amaxes: absolute values of normal numbers, and some that are 0, -0, tiny, huge or infinite.
 
-    Never NaN. dtype has no effect.
+    No amax is NaN. dtype has no effect.
     """
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
@@ -291,7 +291,8 @@ def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return symmetric 16 x 16 Hessian matrices for a scale search, each computed from 3 or 40 random samples.
 
-    In some draws 2 is subtracted from the diagonals, so that the quadratic form can be negative.
+    In some draws, all samples are multiplied by 1e-15 or 1e10. In some draws, 2 is subtracted from the diagonals, so
+    that the quadratic form can be negative.
 
     shape: (matrices, 16, 16).
     """
@@ -343,7 +344,8 @@ class Guarded(NamedTuple):
 def guarded(a: Any, step: int = 1) -> Guarded:
     """Copy an array or Quantized into memory with guard bytes around each array, to be used as an output.
 
-    ``step`` is 1 or 2. If it is 2, the copy is strided, with guards between its elements too.
+    ``step`` is 1 or 2. If it is 2, the copy is strided, with guards between its elements too. Parts of a Quantized that
+    are None stay None.
     """
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
@@ -386,7 +388,10 @@ def touched(g: Guarded) -> int:
 
 
 def as_float8(codes: Any, dtype: str) -> Any:
-    """Return codes as an array of a float8 dtype, such as "float8_e4m3fn". Raises NotImplementedError for CuPy."""
+    """Return a view of codes (uint8) as an array of a float8 dtype, such as "float8_e4m3fn".
+
+    Raises NotImplementedError for CuPy arrays, because CuPy has no float8 dtypes.
+    """
     if not isinstance(codes, np.ndarray):
         raise NotImplementedError("CuPy has no float8 arrays")
     return codes.view(getattr(ml_dtypes, dtype))

@@ -67,7 +67,7 @@ def _start(counters: Any) -> None:
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
-    """Call ``progress`` every 0.2 s with the increase of the shared counters, until all processes have ended.
+    """Call ``progress`` about every 0.2 s with the increase of the shared counters, until all processes have ended.
 
     running: the pending results, one per process.
     counters: the shared numbers [calls, failures].

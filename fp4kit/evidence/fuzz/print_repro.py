@@ -70,8 +70,11 @@ def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> 
 
 
 def _imports(text: str, module: str | None) -> list[str]:
-    """Return the import statements that a printed program needs, as lines: those of the names that occur in its text.
+    """Return the import statements that a printed program needs, as lines.
 
+    These are the imports of all names that occur in the program's text.
+
+    text: the program.
     module: the name of the engine's array library, such as "cupy", which is imported too; or None if the case was run
         on the specification alone.
     """
@@ -158,8 +161,8 @@ def _made(statement: Make, writable: set[str]) -> str:
 def _values(a: DrawnArray) -> str:
     """Return the Python call that makes the elements of an array.
 
-    It is given(...) for an array with given bits, with the nonzero elements if they are few and otherwise with all
-    bytes. For any other array it is drawn(...).
+    For an array with given bits, it is given(...), with the nonzero elements if there are at most MAX_LISTED, otherwise
+    with all bytes. For any other array, it is drawn(...).
     """
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"

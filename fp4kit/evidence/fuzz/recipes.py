@@ -160,7 +160,8 @@ def _sign(rng: Rng, r: Any) -> dict[str, Any]:
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random value of Recipe.nan_code, the code of a NaN element, as {field: value}.
 
-    Return {} if the rounding is "first", which determines the code.
+    The value None stands for the nan_code of the element format. Return {} if the rounding is "first", which determines
+    the code.
     """
     return (
         {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
@@ -266,7 +267,7 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
     """Return the opposite of Recipe.round_scaled as {field: value}.
 
     The field says whether scaled elements are rounded to the input dtype before encoding. Return {} for 4over6. Also
-    return {} for block rules that compare elements with thresholds instead of scaling them.
+    return {} for recipes that compare elements with scaled values (apply "compare") instead of scaling the elements.
     """
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 

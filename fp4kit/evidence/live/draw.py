@@ -74,7 +74,10 @@ InputKind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.n
 
 
 def _fuzzed(name: str) -> InputKind:
-    """Return a function for KINDS that draws the values VALUES[name] of fuzz/arrays.py. It ignores the recipe."""
+    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py (a key of VALUES there).
+
+    The function ignores the recipe.
+    """
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -130,7 +133,10 @@ def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 
 
 def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values whose magnitude varies from block to block over the dtype's whole range."""
+    """Return normally distributed values whose magnitude varies from block to block over the dtype's whole range.
+
+    Values beyond the range are clipped, and values below it become zeros or subnormals.
+    """
     info = ml_dtypes.finfo(dtype)
     exponents = rng.uniform(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     return _finite(rng.standard_normal(shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
@@ -229,7 +235,8 @@ def _blocks_with_amaxes(
 ) -> np.ndarray:
     """Return random values in blocks with the given amaxes.
 
-    In each block, an element at a random position has the amax.
+    In each block, an element at a random position has the amax. If ``tensor`` is given, the first block may get another
+    amax.
 
     Args:
         rng: the source of random numbers.
@@ -253,6 +260,8 @@ def _thresholds(
     rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> np.ndarray:
     """Return one amax per block at which the recipe's scale code changes, found by bisection from random starts.
+
+    If the code does not change between a random start and twice this amax, the upper end of the search is returned.
 
     Args:
         rng: the source of random numbers.

@@ -109,7 +109,8 @@ def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) for the inputs that every recipe is tested on: arrays of ``dtype`` with 512 columns.
 
-    The inputs are adversarial blocks, normally distributed values, and random bits without and with infinities and NaN.
+    There are four inputs: adversarial blocks, normally distributed values, random bits of finite numbers, and random
+    bits that include infinities and NaN.
     """
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
@@ -150,10 +151,10 @@ def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
     """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``; return the Outcome.
 
-    The arrays that the function ``inputs`` yields are quantized, for each dtype.
+    The arrays that the function ``inputs`` yields are quantized, for each dtype: float32, float16 and bfloat16.
 
     - If ``quick`` is True, each result is decoded to the input's dtype only.
-    - Otherwise it is decoded to all dtypes, and fake_quantize of the arrays is compared too.
+    - Otherwise it is decoded to all three dtypes, and fake_quantize of the arrays is compared too.
 
     If the engine has no kernel for a call, the call is listed in ``Outcome.skipped``.
     """
