@@ -34,7 +34,7 @@ def sum_halves(terms: np.ndarray, lanes: int) -> np.ndarray:
 
     A lane is one of `lanes` partial sums. Term i is added to lane i % lanes, in order. Then the upper half of the lanes
     is added to the lower half, until one lane is left. The length of the axis is a multiple of lanes, which is a power
-    of two.
+    of two. If only the last axis is empty, the sums are 0.
     """
     rows = terms.reshape(*terms.shape[:-1], -1, lanes)
     total = np.zeros((*rows.shape[:-2], lanes), np.float32)

@@ -216,7 +216,7 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
     The matrix unit is one of the pool that supports both operands. In two cases, it is any unit of the pool, so that
     the call may have to be rejected:
 
-    - For none of 20 drawn pairs of operands, the pool has a unit that supports them.
+    - The pool has no unit for any of the 20 pairs of operands that were drawn.
     - The pool allows faults: in 3 % of the draws.
     """
     for _ in range(20):
