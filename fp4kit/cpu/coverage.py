@@ -65,7 +65,8 @@ def element_key(r: Recipe) -> str:
 def computed_format(r: Recipe) -> ElementFormat:
     """Return the element format by which the engine computes: E2M1 for IF4, otherwise that of the recipe.
 
-    The engine first encodes all blocks of IF4 as E2M1. It then encodes the blocks whose scales select INT4 again.
+    The engine first encodes all blocks of IF4 as E2M1. It then encodes blocks whose scales select INT4 a second time,
+    as INT4.
     """
     return E2M1 if isinstance(r.element, IntegerOrFloat) else r.element
 

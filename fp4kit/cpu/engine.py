@@ -69,9 +69,9 @@ def quantize(call: Call) -> Quantized:
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the pair of results of quantize for the rowwise and for the columnwise call.
+    """Quantize an array along both axes, by two calls: return (quantize(row), quantize(column)).
 
-    Raise Declined if `quantize` raises it for one of them.
+    Raise Declined if `quantize` raises it for one of the two calls.
     """
     return quantize(row), quantize(column)
 
@@ -269,7 +269,7 @@ def search_scales(search: Search) -> np.ndarray:
     Raise Declined in these cases:
 
     - The recipe has E8M0 scales, or a grid of multiples of its amaxes is searched (call.search_scales.has_grid).
-    - The library cannot compute the codes to which the candidates refer (searching.rule_of).
+    - The library cannot compute the scale codes to which the candidates are relative (search_scales.rule_of).
     - The elements are not aligned, or there is no usable library.
     """
     functions()

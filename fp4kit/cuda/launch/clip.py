@@ -46,8 +46,8 @@ def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
 
     Args:
         grad, x, out: contiguous arrays of one size. out has the dtype of grad.
-        amax: float32, contiguous. Each amax applies to x.size / amax.size consecutive elements of x, which must be an
-            integer.
+        amax: float32, contiguous. x.size must be a multiple of amax.size; each amax applies to x.size / amax.size
+            consecutive elements of x.
     """
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     launch = _clip_launch(x.dtype, grad.dtype, aligned_runs, x.size, x.size // amax.size, x.device.id)

@@ -222,8 +222,8 @@ def _takes_fake(request: LaunchRequest) -> bool:
 def _takes_noise(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise.
 
-    Blocks must have one row, and a multiple of NOISE_RUN (16) columns. Scales that the caller passes, groups and values
-    by a fake_rule are not supported.
+    Blocks must have one row, and a multiple of NOISE_RUN (16) columns. The kernel supports neither scales that the
+    caller passes, nor groups, nor values by a fake_rule.
     """
     rows, columns = request.recipe.block or (0, 0)
     plain = _by_rows(request) and not request.grouped
@@ -244,10 +244,10 @@ def has_patch_kernel(r: Recipe) -> bool:
 def _takes_patch(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_columns supports a request: for columnwise codes, or for square blocks.
 
-    has_patch_kernel(recipe) must be True. The number of columns must be a multiple of the block size for square blocks,
-    otherwise of PATCH_ROW_UNIT (32) bytes. The kernel supports a Hadamard transform only for columnwise blocks of 16
-    elements. It does not support stochastic rounding, groups, fake_rules, or scales and block amaxes that the caller
-    passes.
+    has_patch_kernel(recipe) must be True. For square blocks, the number of columns must be a multiple of the block
+    size. Otherwise, a row must have a multiple of PATCH_ROW_UNIT (32) bytes. The kernel supports a Hadamard transform
+    only for columnwise blocks of 16 elements. It does not support stochastic rounding, groups, fake_rules, or scales
+    and block amaxes that the caller passes.
     """
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
@@ -475,7 +475,7 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     There are two exceptions. For fake-quantized values of recipes with blocks that multiply elements by a factor, one
     thread writes 2 times 16 bytes. If thread blocks find the amaxes of their rows (finds_rows), the grid is _rows_grid.
 
-    Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
+    Speed relative to a copy, for several limits of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
         thread blocks per multiprocessor    16    24    64    96  no limit
         nvfp4-te                          0.97  0.99  1.01  1.02

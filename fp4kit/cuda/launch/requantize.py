@@ -118,9 +118,8 @@ def _changed_launch(count: int, device: int) -> Launch:
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
     """Return (number of values that differ, int64 (); largest change, float32 ()) for two contiguous float32 arrays.
 
-    Both results stay on the device. Values differ if their bits differ, so +0 and -0 differ, except that every NaN
-    equals every NaN. The largest change is the largest |y - x|: 0 if no values differ, and NaN if one of two differing
-    values is NaN.
+    Both results stay on the device. Values differ if their bits differ, also +0 and -0. All NaN count as equal. The
+    largest change is the largest |y - x|: 0 if no values differ, and NaN if one of two differing values is NaN.
     """
     zeros = imports.cupy().zeros
     changed, largest = zeros((), np.int64), zeros((), np.float32)

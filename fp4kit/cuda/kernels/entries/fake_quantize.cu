@@ -22,9 +22,9 @@ constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>
                              ? R::kBlock / 32
                              : 16 / static_cast<int>(sizeof(typename In::Bits));
 
-// Return the FakeScale of a block with the given amax. tensor_amax is the amax for its tensor scale. If R::kHasTable,
-// the FakeScale is read from `table`, which holds one for every scale code (make_scale_table). Otherwise it is
-// computed, and `table` is not read.
+// Return the FakeScale of a block with the given amax. tensor_amax is the amax from which its tensor scale is computed.
+// If R::kHasTable, the FakeScale is read from `table`, which holds one for every scale code (make_scale_table).
+// Otherwise it is computed, and `table` is not read.
 template <class R, class In>
 FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
   using Rule = typename R::FakeRule;

@@ -1,8 +1,8 @@
 // matmul: compute matrix products c + a b^T of operands of every kind. The order of additions imitates a matrix unit,
 // or is another order that fp4kit defines. `a` holds the arguments of a product: the operands a.a and a.b (rows of
 // codes along K, whose length is a.length), a.c and a.out. The rows of a.a are the rows of the result, and the rows of
-// a.b are its columns. A thread block computes one tile of kTile x kTile results at a time. A step is the a.step
-// elements along K that the matrix unit adds at once.
+// a.b are its columns. A result is one element of a product. A thread block computes one tile of kTile x kTile results
+// at a time. A step is the a.step elements along K that the matrix unit adds at once.
 //
 // A thread block decodes kDepth elements along K at a time to shared memory. kAdder, kGrouped and the type Output are
 // defined by the instantiation.

@@ -1,9 +1,10 @@
 // matmul_fp4: compute matrix products of block-scaled E2M1 operands as Blackwell's FP4 instructions do, in steps of 64
 // elements along K. `a` holds the arguments of a product: the operands a.a and a.b (rows of codes along K), a.c and
-// a.out. A thread block computes one tile of kTile x kTile results at a time, and a thread kSide x kSide of them. A
-// line is a row of one of the operands, which is a row or a column of the tile. Each line has four groups of 16
-// elements per step, with one scale per group. A term is the sum of the 16 products of a group, times the two scales.
-// To be added, terms are shifted to the largest exponent in the step, and may lose bits then.
+// a.out. A result is one element of a product, and its sum is what has been added to it so far. A thread block computes
+// one tile of kTile x kTile results at a time, and a thread kSide x kSide of them. A line is a row of one of the
+// operands, which is a row or a column of the tile. Each line has four groups of 16 elements per step, with one scale
+// per group. A term is the sum of the 16 products of a group, times the two scales. To be added, terms are shifted to
+// the largest exponent in the step, and may lose bits then.
 //
 // matmul.cu computes products with other steps, and products of operands at other addresses.
 //
@@ -58,8 +59,9 @@ struct Loaded {
   u32 scales;   // one scale code of a line per group
 };
 
-// Return the index at which word `word` (0 to 3) of line number `line` is stored in Fp4Lines::words. It differs for
-// neighboring pairs of lines, so that the threads of a warp access different banks of shared memory.
+// Return the index at which word `word` (0 to 3) of line number `line` is stored in Fp4Lines::words. The words of a
+// line are stored in an order that depends on the line, so that the threads of a warp access different banks of shared
+// memory.
 FP4KIT_DEVICE int place_of(int line, int word) {
   return word ^ (line >> 1 & 3);
 }
@@ -175,8 +177,9 @@ FP4KIT_DEVICE void store_scales(Fp4Lines& lines, int line, u32 codes) {
   lines.exponents[line] = e;
 }
 
-// Return half `half` (0 or 1) of a line's codes in step number `step`: 32 codes. The line is row `row` of matrix
-// `matrix` of the operand x. If the row is not below x.rows, or the half begins beyond `length` (K), all codes are 0.
+// Return 32 codes of a line: half number `half` (0 or 1) of its codes in step number `step`. The line is row `row` of
+// matrix number `matrix` of the operand x. If the row is not below x.rows, or the half begins beyond `length` (K), all
+// codes are 0.
 FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64 step, int half, i64 length) {
   Codes codes = {};
   const i64 first = step * kStep + half * (kStep / 2);
@@ -206,8 +209,8 @@ FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 
   return codes;
 }
 
-// Store half `half` (0 or 1) of the codes of line number `line` in `lines`, as signed bytes in units of 1/2. The other
-// half does not change.
+// Store 32 elements of line number `line` in `lines`, as signed bytes in units of 1/2. `codes` holds their codes, which
+// are half number `half` (0 or 1) of the line's codes in a step. The other half does not change.
 FP4KIT_DEVICE void store_codes(Fp4Lines& lines, int line, int half, const Codes& codes) {
 #pragma unroll
   for (int word = 0; word < kWords; ++word) {

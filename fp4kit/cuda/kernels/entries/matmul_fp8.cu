@@ -1,8 +1,9 @@
 // matmul_fp8: compute matrix products of E4M3 and E5M2 operands without block scales, for units whose terms keep at
 // most 13 fraction bits (Hopper's and Ada's FP8 instructions). `a` holds the arguments of a product: the operands a.a
-// and a.b (rows of codes along K), a.c and a.out. A thread block computes one tile of kTile x kTile results at a time,
-// and a thread kSide x kSide of them. A line is a row of one of the operands, which is a row or a column of the tile. A
-// step is the 16 or 32 elements along K that the unit sums at once. A quad is four neighboring elements.
+// and a.b (rows of codes along K), a.c and a.out. A result is one element of a product, and its sum is what has been
+// added to it so far. A thread block computes one tile of kTile x kTile results at a time, and a thread kSide x kSide
+// of them. A line is a row of one of the operands, which is a row or a column of the tile. A step is the 16 or 32
+// elements along K that the unit sums at once. A quad is four neighboring elements.
 //
 // matmul.cu computes products for other units, and products of operands at other addresses.
 //

@@ -101,8 +101,7 @@ struct RunPosition {
 
 // Return the index of the 32-byte sector of swizzled block scales that this thread helps to fill with its k-th run in a
 // step. A sector holds the scales of 32 blocks, and kLanes neighboring threads share a block, so 32 * kLanes
-// neighboring threads fill a sector. Swizzled scales are stored in tiles, not row by row. The index may be beyond the
-// last sector of the matrix.
+// neighboring threads fill a sector. The index may be beyond the last sector of the matrix.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -179,9 +178,9 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
 // exact path. If place.inside is false, nothing is stored, whatever is returned.
 //
 // x is the run at `place`, transformed if R::kHadamard, and `own` is largest_bits_of(x). The amax of the block is the
-// largest `own` among the threads that share the block, or, if R::kStatic and a.block_amax is given, its element.
-// `table` holds the Factor of each scale code if R::kHasTable. `random` holds the random bytes of the run for
-// stochastic rounding. All threads of a warp must call this function.
+// largest `own` among the threads that share the block, or, if R::kStatic and a.block_amax is given, the block's
+// element of a.block_amax. `table` holds the Factor of each scale code if R::kHasTable. `random` holds the random bytes
+// of the run for stochastic rounding. All threads of a warp must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
@@ -380,8 +379,9 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
 }
 
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
-// or store only its values in a.values if R::kFake. The kernel is launched for blocks of one row that no other kernel
-// supports (KERNEL_CHOICES in cuda/launch/dispatch.py). A thread processes several runs per step.
+// or store only its values in a.values if R::kFake. a.tensor_scale may be nullptr unless each block has a tensor scale.
+// The kernel is launched for blocks of one row that no other kernel supports (KERNEL_CHOICES in
+// cuda/launch/dispatch.py). A thread processes several runs per step.
 //
 // Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kFindsRows, it
 // finds the amax of each row. If R::kFinders is not 0, it finds the tensor's amax, or the amax of each row (amax.cuh);

@@ -91,11 +91,11 @@ FP4KIT_DEVICE bool quantize_by_units(const QuantizeArguments& a, u32 row, u32 bl
   return true;
 }
 
-// Quantize a matrix with one tensor scale per row by 4over6 or IF4, for blocks of one row. First find the amax of each
-// row, and store it at a.tensor_amax, and the tensor scale of the row at a.tensor_scale. A thread block takes one row
-// at a time. Each thread loads its first block of a row once, while the previous row is quantized. Further blocks of a
-// row are loaded again for the codes, mostly from a cache. Launch with any number of thread blocks of at most kThreads
-// threads.
+// Quantize a matrix with one tensor scale per row by 4over6 or IF4, for blocks of one row. For each row, first find the
+// amax and store it at a.tensor_amax, with the tensor scale at a.tensor_scale (unless that is nullptr). Then store the
+// codes and the block scales of the row. A thread block takes one row at a time. Each thread loads its first block of a
+// row once, while the previous row is quantized. Further blocks of a row are loaded again for the codes, mostly from a
+// cache. Launch with any number of thread blocks of at most kThreads threads.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_own_rows(const QuantizeArguments& a) {
   constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
@@ -145,10 +145,10 @@ FP4KIT_DEVICE void quantize_own_rows(const QuantizeArguments& a) {
   }
 }
 
-// Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
-// or store only its values in a.values if R::kFake. The kernel is launched for recipes with 4over6 or with blocks of
-// several rows, if neither quantize_columns.cu nor quantize_table.cu supports the call (launch/dispatch.py). A thread
-// processes one row of one block at a time.
+// Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale
+// (unless that is nullptr); or store only its values in a.values if R::kFake. The kernel is launched for recipes with
+// 4over6 or with blocks of several rows, if neither quantize_columns.cu nor quantize_table.cu supports the call
+// (launch/dispatch.py). A thread processes one row of one block at a time.
 //
 // If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
 // blocks, which first find the tensor's amax, or the amax of each row, and store it at a.tensor_amax (amax.cuh). If

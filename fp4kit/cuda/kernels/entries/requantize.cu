@@ -105,9 +105,9 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, Float32>(amax, m));
 }
 
-// If 2^m can be the tensor scale (can_keep), copy blocks of the source to the result, with their scales converted to
-// E4M3. Only blocks with scales that E4M3 can represent are copied. Other blocks of the result do not change. Blocks
-// with only zeros are always copied, and get scale 0. The thread with block 0 also stores the tensor scale and its
+// If 2^m can be the tensor scale (can_keep), copy two kinds of blocks from the source to the result: blocks with only
+// zeros, which get scale 0, and blocks with a scale that is an E4M3 number when divided by 2^m, which get that number
+// as scale. Other blocks of the result do not change. The thread with block 0 also stores the tensor scale and its
 // amax. If 2^m cannot be the tensor scale, do nothing. If kUnsignedZero, codes of -0 become codes of +0.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
