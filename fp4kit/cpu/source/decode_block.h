@@ -202,6 +202,14 @@ struct Decoder {
         for (i64 i = 0; i < count; ++i) out[i] = product_bits<false>(codes[i], min_bits);
         return;
       }
+    if constexpr (Element::kIsInteger)  // the rules of integers divide, so a table of all values is faster for long
+                                        // runs
+      if (count >= 1024) {
+        Value values[256];
+        for (u32 code = 0; code < 256; ++code) values[code] = (*this)(unscaled_value(code));
+        for (i64 i = 0; i < count; ++i) out[i] = values[codes[i]];
+        return;
+      }
     for (i64 i = 0; i < count; ++i) out[i] = (*this)(unscaled_value(codes[i]));
   }
 
