@@ -88,8 +88,9 @@ def dequantize(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values of a Quantized, given by its arrays and fields, as a new tensor. The values are those of
-        fp4kit.dequantize.
+    """Return the values of a Quantized, given by its arrays and fields, as a new tensor.
+
+    The values are those of fp4kit.dequantize. Raises what fp4kit.dequantize raises.
 
     Args:
         packed, block_scale, tensor_scale, tensor_amax: the arrays, or None where the Quantized has none.

@@ -16,7 +16,7 @@ _NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,
 class AmaxName:
     """The name of one amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>".
 
-    The index is absent if the module has one quantizer for all of its experts, or no experts.
+    The index is absent for a module without experts, and for an amax that covers all experts of a module.
 
     Attributes:
         base: "<module>.weight_quantizer", or another quantizer of the module, such as input_quantizer.
