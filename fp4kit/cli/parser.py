@@ -43,8 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         hints: {option that users may try although it does not exist: end of the error message}. This text replaces the
-                suggestion. The key "" is for a superfluous positional argument, which replaces {} in the text. An
-                argument with choices may have an attribute `hints` for its values.
+            suggestion. The key "" is for a superfluous positional argument, which replaces {} in the text. An argument
+            with choices may have an attribute `hints` for its values.
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **options: Any) -> None:

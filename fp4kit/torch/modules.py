@@ -60,8 +60,8 @@ def fake_quantize_model(
     Args:
         model: a torch.nn.Module, which is changed in place.
         recipe: a recipe id or a Recipe; or a FakeQuantSettings, with which no other option is allowed. With settings,
-                each parameter that they include has an amax of its own and is decoded as the recipe decodes, not as the
-                loaders of a format do.
+            each parameter that they include has an amax of its own and is decoded as the recipe decodes, not as the
+            loaders of a format do.
         format: the --format of `fp4kit convert`, such as "compressed-tensors" or "modelopt", whose loaders decode the
             values; None for the format that convert chooses for the recipe and the model.
         parameters: wildcards (fnmatch) of parameter names. Other parameters stay unquantized.
@@ -72,7 +72,7 @@ def fake_quantize_model(
         input_amaxes: a Collector of fp4kit.torch.collect, or a dict of layer -> amax, from which the tensor scales of
             inputs follow; None computes the amax of the inputs in each call.
         pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > the tensor amax. This
-                amax is that of w or of the layers that are fused with it, so only a weight with NaN gets zeros.
+            amax is that of w or of the layers that are fused with it, so only a weight with NaN gets zeros.
         config: the content of config.json; None for that of model.config. Names and model type decide which layers the
             converter quantizes.
         settings: a FakeQuantSettings, in place of `recipe`.
