@@ -106,8 +106,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
     Args:
         x: the array, of any shape.
-        axis: the axis or tuple of axes to reduce, which are removed from the shape. None reduces all axes to the shape
-            ().
+        axis: the axis or tuple of axes to reduce, which are removed from the shape. None reduces all axes.
 
     Numerics:
         NaN propagates, and -0 counts as 0. A maximum over no elements is 0.
@@ -332,6 +331,8 @@ def dequantize(
 ) -> np.ndarray:
     """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
 
+    If q is quantized along another axis than the last, a new array is a strided view.
+
     functions: the functions of the engine that computes the values.
     """
     use_out = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
@@ -483,7 +484,7 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
 
 
 def rotate(r: Rotation) -> np.ndarray:
-    """Rotate the blocks of the array in a Rotation, and return the result with the shape and dtype of the array."""
+    """Rotate the blocks of the array r.x. Return a new array with the shape and dtype of r.x."""
     return rotation.rotate(r.x.reshape(r.shape), r).reshape(r.x.shape)
 
 

@@ -153,7 +153,7 @@ class HostStages:
             message_offset += last - first
 
     def transpose(self) -> None:
-        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`. Without copies, do nothing."""
+        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`. If it is empty, do nothing."""
         for q, copy in zip(self.quantized, self.columnwise, strict=True):
             moved = self._transposed(q)
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale

@@ -30,9 +30,9 @@ TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dt
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
-    """Return the definition of the C++ struct `name` with the facts of the element or scale format f.
+    """Return the definition of the C++ struct `name`, which holds the constants of the element or scale format f.
 
-    IF4 has the facts of INT4, but the largest value of E2M1 (kernels/rules/integer_or_float.cuh).
+    For IF4, these are the constants of INT4, but with the largest value of E2M1 (kernels/rules/integer_or_float.cuh).
     """
     largest = f.max
     f = INT4 if isinstance(f, IntegerOrFloat) else f
@@ -65,8 +65,8 @@ def format_struct(f: ElementFormat, name: str) -> str:
 def _table_members(f: Codebook) -> list[str]:
     """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh).
 
-    All Codebooks have the function value(code). Those without pairs have the function nearest(x), those with paired
-    microexponents HasPairs and kAmaxTargetBits.
+    All Codebooks have the function value(code). Codebooks without pairs also have the function nearest(x). Codebooks
+    with paired microexponents have HasPairs and kAmaxTargetBits instead.
     """
     values = "".join(f"code == {code}u ? {_literal(value)} : " for code, value in enumerate(f.values[:-1]))
     value = f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{_literal(f.values[-1])}; }}"
@@ -104,7 +104,7 @@ def _constant(name: str, value: object) -> str:
 def has_table(r: Recipe) -> bool:
     """Return True if kernels look up the factor of a block in a table, by the code of its block scale.
 
-    They do so for recipes with E4M3 scales of blocks of one row, if the factor depends only on the code and on the one
+    They do so for recipes with E4M3 scales and blocks of one row, if the factor depends only on the code and on one
     tensor scale. The rules nunchaku and aiter have no table, because their factor depends on the amax of the block.
     """
     one_scale = r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1

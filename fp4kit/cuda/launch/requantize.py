@@ -65,7 +65,7 @@ class KeptSource(NamedTuple):
 
 
 def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource:
-    """Return a KeptSource for codes and scales. Its `extent` is new memory, zeros, which power_amax fills.
+    """Return a KeptSource for codes and scales. Its `extent` is a new array of zeros, which power_amax fills.
 
     r, dtype: the recipe of the codes, and the dtype that was quantized.
     """

@@ -63,8 +63,8 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
 def _has_kernels(e: ElementFormat) -> bool:
     """Return True if kernels can encode and decode an element format.
 
-    They can for integers, and for floats with a bias of 0 or more whose values have exponents from -100 to 100
-    (MAX_EXPONENT).
+    Kernels support all integer formats. They support float formats with a bias of at least 0, if the exponents of all
+    values are from -100 to 100 (MAX_EXPONENT).
     """
     if e.is_integer:
         return True
