@@ -1,4 +1,5 @@
-"""Write files for ComfyUI: choose the container, and check what its loader needs.
+"""Write files for ComfyUI: choose the container, and check what its loader needs. A fault is a layer that the loader
+would pad or reject.
 
 A layer P has the tensors of Model-Optimizer's container, with these differences:
 

@@ -1,7 +1,5 @@
-"""Interpret tensor names in GGUF files as llama.cpp does.
-
-This module knows the role of a matrix by its name, and the matrices that llama.cpp never quantizes. It also knows the
-modules and architectures for which llama.cpp applies a tensor scale (``.scale``).
+"""Interpret tensor names in GGUF files as llama.cpp does. llama.cpp knows the role of a matrix by its name alone, and
+so which matrices it never quantizes, and for which modules it applies a tensor scale (the tensor MODULE.scale).
 
 Sources, all in llama.cpp 0c1e57098:
   llama-quant.cpp, tensor_allows_quantization: matrices that stay unquantized.

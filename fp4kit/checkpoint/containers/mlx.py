@@ -1,4 +1,5 @@
 """Write MLX directories: choose the container, declare it in config.json, and check that mlx-lm can load the model.
+config.json declares quantized layers under ``quantization``: a default entry, and entries of single layers by name.
 
 Tensors keep their Hugging Face names. When mlx-lm loads a model, the ``sanitize`` method of the model's class renames
 and stacks them. After that, mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. A model type

@@ -304,7 +304,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Return a compiled regular expression, or None if ``pattern`` is not valid."""
+    """Compile a regular expression and return it; return None if ``pattern`` is not valid."""
     try:
         return re.compile(pattern)
     except re.error:
@@ -806,10 +806,10 @@ def _entries(
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers.
 
-    - If it is not an object, or if the scheme of a layer contradicts its tensors, yield one refused item and nothing
-      else.
-    - Otherwise, yield a refused item per entry that is unknown or names a layer that is not quantized, and at the end
-      an item that says that ``quantization`` agrees with the tensors.
+    - If ``quantization`` is not an object, or if the scheme of a layer contradicts its tensors, yield one refused item
+      and nothing else.
+    - Otherwise, yield a refused item per entry that is unknown or names a layer that is not quantized. At the end,
+      yield an item that says that ``quantization`` agrees with the tensors.
 
     Args:
         value: the content of ``quantization``.

@@ -1,8 +1,10 @@
-"""Find what the config files of a checkpoint declare about quantization, wherever they declare it.
+"""Find what the config files of a checkpoint declare about quantization, wherever they declare it. A config
+(config.json) may have nested configs, such as ``text_config``; KEYS are the entries that declare quantization in any of
+them.
 
 Most tools write ``quantization_config`` at the top level of config.json. Multimodal models may have it in a nested
-config, such as ``text_config``. Older versions of compressed-tensors wrote ``compression_config``. Older versions of
-Model-Optimizer wrote only hf_quant_config.json.
+config. Older versions of compressed-tensors wrote ``compression_config``. Older versions of Model-Optimizer wrote only
+hf_quant_config.json.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
 def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     """Return a copy of a config without the given keys. ``config`` is not changed, but values are shared with it.
 
-    Nested configs (objects whose keys end in "_config") are copied too. ``keys`` are left out of a text_config, and
-    KEYS of all other nested configs.
+    Nested configs (objects whose keys end in "_config") are copied too. A text_config also loses the given keys; any
+    other nested config loses only KEYS.
     """
     return {
         key: _without(value, keys if key == "text_config" else KEYS)

@@ -1,4 +1,6 @@
-"""Decode stored linear layers: compute the float32 values of rows from their codes and scales."""
+"""Decode stored linear layers: compute the float32 values of rows from their codes and scales. Codes are element codes,
+two per byte if they have 4 bits; a block scale applies to a block of elements, and the tensor scale to all of them.
+"""
 
 from __future__ import annotations
 

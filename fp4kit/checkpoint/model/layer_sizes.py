@@ -1,8 +1,8 @@
-"""Compare the sizes of layers that belong together, to recognize layers that lack rows or columns.
+"""Compare the sizes of layers that belong together, to recognize layers that lack rows or columns. For example, the
+rows of gate and up and the columns of down must be equally many. A misfit is an axis with another length.
 
 Codes of FP8 layers with one scale, and codes under padded scales, fit their scales even if rows are missing. But the
-axes of neighboring layers have equal lengths. For example, the rows of gate and up and the columns of down have the
-intermediate size. If lengths differ, the layer with the rarer length is named.
+axes of neighboring layers have equal lengths. If lengths differ, the layer with the rarer length is named.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry |
 
 
 def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning per layer whose bias is not one float per row of the layer.
+    """Yield a warning for each layer whose bias is not a float vector with one element per row of the layer.
 
     Args:
         weights: the weights of a model.

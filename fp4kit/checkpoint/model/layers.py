@@ -117,7 +117,7 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def is_mlx_stack(name: str) -> bool:
-    """Return whether the name of a stack of experts is mlx-lm's, such as "mlp.switch_mlp.down_proj"."""
+    """Return whether a stack of experts is named as mlx-lm names it, such as "mlp.switch_mlp.down_proj"."""
     return name.rpartition(".")[0].endswith(".switch_mlp")
 
 

@@ -1,4 +1,5 @@
-"""Find the safetensors files that make up the model in a Hugging Face directory, and check that they are complete.
+"""Find the safetensors files that make up the model in a Hugging Face directory, and check that they are complete. A
+shard is one of several files that hold a model; the index is a JSON file that maps every tensor to its shard.
 
 A directory stores a model in one of three ways:
 

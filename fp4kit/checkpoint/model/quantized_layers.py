@@ -167,7 +167,7 @@ def _usual(weight: Weight, form: Container) -> Recipe:
 
     Args:
         weight: the weight, for the message.
-        form: the container of the weight, with the weight's block.
+        form: the container of the weight, with a block width that is not 0 (see Container.for_columns).
     """
     own = f"{form.kind}-{form.name.split()[0]}"
     ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]

@@ -1,4 +1,6 @@
-"""Describe rotations of weights: Hadamard transforms of blocks of columns, with or without sign changes."""
+"""Describe rotations of weights: Hadamard transforms of blocks of columns, with or without sign changes. A row of n
+columns is multiplied by H / sqrt(n), where H is Sylvester's Hadamard matrix, after its signs are changed.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Decide which files of a model directory, other than the model's tensors, a conversion copies.
+"""Decide which files of a model directory, other than the model's tensors, a conversion copies. The decision is mostly
+by name: tokenizers, configs, templates and texts are copied; programs, other weights and hidden files are skipped.
 
-The decision is by name: tokenizers, configs, templates and texts are copied. Programs (*.py) and weights that are not
-part of the model are not copied, and no link is followed out of the directory. Each skipped file is reported with a
-reason.
+No link is followed out of the directory. Each skipped file is reported with a reason.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def resolved(
 ) -> Undone:
     """Return a model with its transforms undone, and all its items, refused ones included.
 
-    If any transform cannot be undone, no transform is: its item is refused with the reason, and no weight has a
-    rotation.
+    If one of the declared transforms cannot be undone, none is undone: the item of ``transform_config`` is refused with
+    the reason, and no weight has a rotation.
 
     Args:
         model: the opened model.

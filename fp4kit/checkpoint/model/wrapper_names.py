@@ -1,8 +1,8 @@
-"""Recognize the components that wrappers of PyTorch add to the names of a state dict.
+"""Recognize the components that wrappers of PyTorch add to the names of a state dict. For example, torch.compile adds
+``_orig_mod``, and DistributedDataParallel adds ``module`` at the beginning.
 
-torch.compile adds ``_orig_mod``. DistributedDataParallel adds ``module`` at the beginning. PEFT adds
-``base_model.model`` and ``base_layer``. The wrappers of FSDP, Lightning and activation checkpointing add components of
-their own. Engines do not find tensors under such names.
+PEFT adds ``base_model.model`` and ``base_layer``. The wrappers of FSDP, Lightning and activation checkpointing add
+components of their own. Engines do not find tensors under such names.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Take codes from a second, quantized version of a model instead of quantizing the source's own values (``--codes``).
-The counterpart of a layer is the corresponding layer of the other model. A layer is named (module, expert), where
-expert is the index in a stack, or 0.
+"""Take codes from a second, quantized version of a model (``--codes``) instead of quantizing the source's own values.
+One model is a GGUF file, the other a directory. The counterpart of a layer is the corresponding layer of the other
+model. A layer is named (module, expert), where expert is the index in a stack, or 0.
 
-One of the two models is a GGUF file and the other is a model directory. Because the codes are copied, nothing is
-rounded a second time.
-
-The gguf package's name map tells which layers correspond, and row_orders.py handles different row orders. Before codes
-are used, a few decoded rows are compared with the source's own values.
+Because the codes are copied, nothing is rounded a second time. The gguf package's name map tells which layers
+correspond, and row_orders.py handles different row orders. Before codes are used, a few decoded rows are compared with
+the source's own values.
 """
 
 from __future__ import annotations

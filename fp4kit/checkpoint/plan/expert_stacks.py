@@ -1,4 +1,5 @@
-"""Put separate experts together as stacks, for unquantized models whose experts engines read only as stacks.
+"""Put separate experts together as stacks, for unquantized models whose experts engines read only as stacks. A stack is
+one tensor [E, K, N] with one layer of all E experts: gate_up_proj (gate and up) or down_proj.
 
 transformers loads the experts of Llama 4 and Qwen3-VL-MoE as two stacks per layer: gate_up_proj [E, H, 2 I], whose
 first I columns are the gate, and down_proj [E, I, H]. If a model stores separate experts, transformers leaves these

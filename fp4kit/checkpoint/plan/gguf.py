@@ -1,4 +1,6 @@
-"""Plan conversions of GGUF models to GGUF models: choose the container, and reject what llama.cpp could not use."""
+"""Plan conversions of GGUF models to GGUF models: choose the container, and reject what llama.cpp could not use. FORMS
+are the GGUF containers; only GGUF_SCALED stores tensor scales.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Copy the scales of a quantized KV cache into the output of a conversion, and declare them as its format requires.
+"""Copy the scales of a quantized KV cache into the output of a conversion, and declare them as its format requires. Two
+formats can keep a KV cache, "modelopt" and "compressed-tensors": each attention module has one scale for keys and one
+for values.
 
-An attention module P has one scale for keys and one for values. In both formats, value = stored value * scale.
+The table describes an attention module P. In both formats, value = stored value * scale.
 
 | format             | tensors                                        | declared in                                               |
 |--------------------|------------------------------------------------|-----------------------------------------------------------|

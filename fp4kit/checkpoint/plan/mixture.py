@@ -1,7 +1,6 @@
-"""Choose the recipe and the container of every layer in a conversion with several recipes.
-
-A conversion has a default recipe, and may have further recipes for the layers that match a pattern. Patterns are globs
-that must match a whole module name, as in --only and --keep. The first pattern that matches a layer decides.
+"""Choose the recipe and the container of every layer in a conversion with several recipes. A conversion has a default
+recipe, and may have further recipes for layers that match a pattern. A pattern is a glob that must match a whole module
+name. The first pattern that matches a layer decides about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Find what the user must know about a plan: layers that stay unquantized, and layers that loaders may misread."""
+"""Find what the user must know about a plan: layers that stay unquantized, and layers that loaders may misread. The
+exclusion list in the output's config names the layers that loaders must treat as unquantized.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Match the row orders of a model directory and a GGUF file, so that codes of one can be written to the other.
-
-Two kinds of layers can differ in row order:
+"""Match the row orders of a model directory and a GGUF file, so that codes of one can be written to the other. The two
+may differ in q and k, where the halves of each head may be interleaved, and in gate_up of gpt-oss, where gate and up
+rows may alternate.
 
 1. q and k: llama.cpp's converter interleaves the two halves of every head if llama.cpp's graph applies rotary
    embedding to neighboring elements (Llama, Granite, InternLM 2). It keeps the order if the model already has it

@@ -224,9 +224,9 @@ class Selector:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return the reason why a matrix stays unquantized if its row length K is not a multiple of ``block``.
+    """Return the reason why a matrix stays unquantized, such as "K = 100 is not a multiple of 16".
 
-    An example is "K = 100 is not a multiple of 16". K is shape[-1]. It is not checked here.
+    K is shape[-1]. The caller must have checked that it is not a multiple of ``block``.
     """
     return f"K = {shape[-1]} is not a multiple of {block}"
 
