@@ -1,4 +1,6 @@
-"""Define functions that several block_rules modules share: scale decoding, exponents, and the scales of qwix."""
+"""Define functions that several block_rules modules share: scale decoding, exponents, and the scales of qwix.
+The amax of a block is its largest magnitude; its scale is computed from it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Define block rules, which compute the scale of a block from its amax, and the factor that scales its elements.
-Scale codes are uint8 and factors float32, both in the shape of `amax`, the largest magnitudes of the blocks. `tensor`
-holds the scales of the tensor, and `dtype` is the dtype of the elements. Quantization calls the rule of its recipe.
-E4M3(x) is the E4M3 code of x, to nearest even; numbers above 448, the largest value, get the code of 448.
+Scale codes are uint8 and factors float32, in the shape of `amax`, the largest magnitudes of the blocks. `tensor` holds
+the tensor scales, and `dtype` is the dtype of the elements. E4M3(x) is the code of x: to nearest even, above 448 the
+code of 448. In texts such as "inf gives 254", inf is a value of `amax` and 254 a code.
 
 A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 

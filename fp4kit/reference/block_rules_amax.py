@@ -48,9 +48,9 @@ def factor_amax(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode).
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A product with a magnitude
-    below 1e-38 counts as 1e-38, so the factor is at most about 1e38. A NaN scale gives NaN. amax and dtype are not
-    used.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If the magnitude of their
+    product is below 1e-38, the factor is the reciprocal of 1e-38, the largest possible. A NaN scale gives NaN. amax and
+    dtype are not used.
     """
     assert recipe.scale is not None
     return reciprocal_of_scale(decode(codes, recipe.scale) * tensor.decode)

@@ -1,7 +1,7 @@
-"""Define E8M0 block rules of serving engines and quantizers: how they scale the blocks that they quantize.
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
-their largest magnitudes; a code c stands for 2^(c - 127). factor_<rule> makes the float32 factors by which elements are
-multiplied, or divided where the docstring says so. All results have the shape of `amax`.
+"""Define E8M0 block rules of serving engines and quantizers: pairs of functions (see block_rules.py).
+code_<rule> returns the scale codes of blocks (uint8), computed from `amax`, their largest magnitudes; a code c stands
+for 2^(c - 127). factor_<rule> returns float32 factors, which multiply elements or, where the docstring says so, divide
+them. Results have the shape of `amax`. In texts such as "inf gives 254", inf is a value of `amax` and 254 a code.
 
 The rules are those of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen,
 MSLK, aiter and DeepSeek.

@@ -1,7 +1,7 @@
-"""Define the block rules of llama.cpp and MLX, including their flaws: how they scale the blocks that they quantize.
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
-their largest magnitudes. factor_<rule> makes one float32 number per block: a factor that multiplies the elements, a
-divisor of the elements, or a factor that multiplies the values of codes before elements are compared with them.
+"""Define the block rules of llama.cpp and MLX, including their flaws: pairs of functions (see block_rules.py).
+code_<rule> returns the scale codes of blocks (uint8), computed from `amax`, their largest magnitudes. factor_<rule>
+returns one float32 number per block: a factor that multiplies the elements, a divisor of the elements, or a factor that
+multiplies the values of codes before elements are compared with them.
 
 Arguments are those of block_rules.py; tensor.encode multiplies elements before encoding. Notation:
 

@@ -1,13 +1,15 @@
-"""Define the E8M0 block rules of torchao 0.18: how its function to_mx scales the blocks that it quantizes.
-A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks (uint8) from `amax`,
-their largest magnitudes; a code c stands for 2^(c - 127). factor_<rule> makes the float32 factors by which elements are
-multiplied. Source: torchao mx_formats/mx_tensor.py.
+"""Define the E8M0 block rules of torchao 0.18, by which its function to_mx scales blocks: pairs of functions.
+code_<rule> returns the scale codes of blocks (uint8), computed from `amax`, their largest magnitudes; a code c stands
+for 2^(c - 127). factor_<rule> returns the float32 factors that multiply elements (see block_rules.py). In texts such as
+"inf gives 254", inf is a value of `amax` and 254 a code.
 
 These rules differ from those of torchao's development version, such as e8m0_floor, in three cases:
 
 - the scale code is 0
 - an amax is infinite or rounds to infinity
 - for mode RCEIL, an amax is a few ulp above M * 2^k, where M is the largest element value
+
+Source: torchao mx_formats/mx_tensor.py.
 """
 
 from __future__ import annotations

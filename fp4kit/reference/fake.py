@@ -1,15 +1,15 @@
 """Define fake quantizers: functions that return x with the error that quantizing and dequantizing it would give.
-All arrays are float32. x is (m, k); `amax` holds its block amaxes, or None to compute them from x. `tensor_amax` holds
-the amaxes for the tensor scales, and `dtype` is the dtype that x had before. s is the scale of a block, y the result.
-clip_gradient computes gradients.
+All arrays are float32. x is (m, k), and `dtype` is its dtype before it was converted to float32. `amax` holds the block
+amaxes, or None to compute them from x. `tensor_amax` holds the amaxes for the tensor scales. s is the scale of a block,
+y the result, and M the largest element value.
 
 The functions here differ from dequantize(quantize(x)): they reproduce producers' kernels that compute only values, no
 codes. They are the fake rules of recipes/rules.py. All return a float32 array in the shape of x, and have the same
 arguments, even if they do not use all of them. tensor_amax is None if the recipe has no tensor scale. Only the rules of
 microxcaling use dtype.
 
-In the docstrings M is the largest element value. round() rounds to the nearest value of the element format, ties to
-even, and E4M3() rounds to the nearest E4M3 value.
+In the docstrings, round() rounds to the nearest value of the element format, ties to even, and E4M3() rounds to the
+nearest E4M3 value. clip_gradient computes the gradient of a fake quantizer.
 """
 
 from __future__ import annotations

@@ -322,7 +322,10 @@ def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray 
 
 
 def rounded(total: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return float32 numbers in the dtype of a result, to nearest even. NaN is 0x7FFFFFFF, or 0x7FFF in 16 bits."""
+    """Return float32 numbers in the dtype of a result, rounded to nearest even.
+
+    NaN becomes 0x7FFFFFFF, or 0x7FFF in a 16-bit dtype.
+    """
     result = total.astype(dtype)
     result.view(f"u{dtype.itemsize}")[np.isnan(total)] = 0x7FFFFFFF >> (32 - 8 * dtype.itemsize)
     return result

@@ -24,7 +24,7 @@ LOWEST = int(np.log2(E4M3.min_subnormal))
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4.
+    """Return True if the formats and blocks of q and target allow a cast from MXFP4 to NVFP4.
 
     The result is False in these cases:
 
@@ -33,7 +33,7 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
     - blocks of q and of target have different numbers of rows
     - the columns of q's block are not a multiple of those of target's block
 
-    keep_codes also checks the values of the scales.
+    The values of the scales are not checked here, but by keep_codes.
     """
     source = q.recipe
     if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):

@@ -81,7 +81,7 @@ class RandomStream(NamedTuple):
 
 
 class GivenNumbers(NamedTuple):
-    """The random numbers of a matrix that the caller gives, as an array (M, K): uint8 bytes, or float32 from 0 to 1."""
+    """The random numbers of a matrix, given by the caller as an array (M, K): uint8 bytes, or float32 from 0 to 1."""
 
     numbers: np.ndarray
 

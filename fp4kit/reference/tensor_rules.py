@@ -1,9 +1,9 @@
 """Define tensor rules, which compute the encode scale and the decode scale of a tensor from its amax.
 A rule takes the amaxes (float32, one per tensor, row or block), the recipe and the dtype of the elements. It returns
-two float32 arrays in the shape of the amaxes. `tensor_scale` calls the rule of a recipe.
+(encode, decode), two float32 arrays in the shape of the amaxes: encode multiplies elements before encoding, and decode
+multiplies values after decoding. `tensor_scale` calls the rule of a recipe.
 
-The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and a Quantized
-stores it as tensor_scale. block_rules.py derives block scales from them.
+A Quantized stores the decode scale as tensor_scale. block_rules.py derives block scales from the two scales.
 
 In the docstrings, encode and decode are the two scales that a rule returns, the input dtype is the dtype of the
 elements, and 2688 = 6 * 448 stands for full_range(recipe).
@@ -402,8 +402,8 @@ SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1
 def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
     """Return 1 / scale, or the reciprocal of 1e-38 (positive) if the magnitude of scale is below 1e-38.
 
-    So the result is never infinite, and elements that are 0 stay 0. An infinite scale gives 0, and NaN stays NaN.
-    Source: bitsandbytes, absmax in quantize_4bit on a CPU.
+    So the result is never infinite, and its products with elements that are 0 are 0. An infinite scale gives 0, and NaN
+    gives NaN. Source: bitsandbytes, absmax in quantize_4bit on a CPU.
     """
     return ONE / np.where(np.abs(scale) < SMALLEST_SCALE, SMALLEST_SCALE, scale)
 

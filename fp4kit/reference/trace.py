@@ -64,7 +64,7 @@ def traced() -> Iterator[list[Step]]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Record nothing within a with block, for computations that repeat what was recorded before."""
+    """Record nothing within a with block, even inside traced(), for computations that repeat recorded ones."""
     token = _steps.set(None)
     try:
         yield

@@ -36,9 +36,9 @@ def matmul(p: Program, case: DrawnCase) -> None:
 def _first(product: DrawnProduct, a: Ref, b: Ref) -> tuple[Ref, Ref]:
     """Return references to the parts of operands `a` and `b` that give one matrix or one row of their product.
 
-    - If an operand is a stack: the first matrix of each stack, and the whole of an operand that is no stack. Their
-      product is the first matrix.
-    - Otherwise: the first row of ``a``, and the whole ``b``. Their product is the first row.
+    - If an operand is a stack, the parts give the first matrix of the product: the first matrix of each stack, and the
+      whole of an operand that is not a stack.
+    - Otherwise, they give the first row of the product: the first row of ``a``, and the whole of ``b``.
     """
     is_stack_a, is_stack_b = (x.codes.ndim > 2 for x in (product.a, product.b))
     return a[0:1] if is_stack_a or not is_stack_b else a, b[0:1] if is_stack_b else b

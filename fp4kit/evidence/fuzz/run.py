@@ -1,7 +1,9 @@
-"""Run random calls of the public functions on an engine and on the specification, compare them, and check each alone.
+"""Run random calls of the public functions on an engine and on the specification, and compare the results.
+A case is one random test, drawn from an integer. It runs as a program: a list of calls, and of results that must be
+equal. A failing case is shrunk to a smaller one and printed as Python. The pool holds what cases are drawn from.
 
-A case is drawn from one integer (draw.py), and written as a program (programs.py). The program is run on the
-specification and the engine, statement by statement (check.py). Some checks need no second engine:
+draw.py draws a case, programs.py writes it as a program, and check.py runs the program on the specification and the
+engine, statement by statement. Some checks need no second engine:
 
 - A round trip gives the original again.
 - Equal results come from strided views and copies, from grouped and single calls, and from quantize_both and two calls.
@@ -122,8 +124,8 @@ class Report:
     def wants(self, failure: Failure | Verdict) -> bool:
         """Return True if a failure should be added to the report.
 
-        A failure is added if the report has failures of fewer than MAX_FAILURES kinds and functions, and none with the
-        kind and function of this one.
+        This is so if the report has no failure with this kind and function yet, and fewer than MAX_FAILURES failures in
+        all.
         """
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported

@@ -75,8 +75,8 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparis
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
     """Return a simpler Quantized for which ``differs`` still holds, or q itself if none is found.
 
-    First, q is replaced by the first slice of few blocks (see _smaller) that still differs, if there is one. Then each
-    column of codes is set to 0, unless q no longer differs without it.
+    First, q is replaced by the first slice of few blocks (see _smaller) that still differs, if there is one. Then the
+    columns of codes are set to 0 one after the other. A column keeps its codes if q would no longer differ.
 
     Args:
         q: the Quantized to shrink.

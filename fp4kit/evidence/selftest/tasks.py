@@ -237,9 +237,9 @@ def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, in
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
     """Compare an engine's quantize with the specification's for all bfloat16 values, with nearly every block scale.
 
-    Each block consists of some of the 65536 values and a last element, the anchor. For every block scale, there is an
-    anchor that gives this scale as the amax of its block. Scales that need an anchor beyond the range of bfloat16 are
-    left out. If a block contains a value larger than its anchor, or NaN, the block gets another scale.
+    All 65536 values are quantized once per block scale. Each block consists of some of them and a last element, the
+    anchor, whose magnitude as the amax of the block gives this scale. Scales that need an anchor beyond the range of
+    bfloat16 are left out. If a block contains a value larger than its anchor, or NaN, the block gets another scale.
     """
     r = RECIPES[id]
     size = r.block_size
