@@ -54,7 +54,7 @@ from fp4kit.rounding import exponent_field
 
 
 class BlockRule(NamedTuple):
-    """The two functions of a block rule, by which blocks are quantized.
+    """The two functions of a block rule, which quantization calls for blocks.
 
     Attributes:
         code: code(amax, tensor, recipe, dtype) returns the scale codes (uint8) of blocks from their amaxes.
@@ -75,7 +75,7 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the default factor of E4M3 rules, by which elements are divided: scale * tensor.decode.
+    """Return the default factor of E4M3 rules, which divides the elements: scale * tensor.decode.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN, and a
     scale of 0 gives 0. amax, recipe and dtype are not used.
@@ -110,7 +110,7 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
-    FLT_MAX. Nonzero elements of such a block get the code of the largest value, but all its elements decode to 0. If
+    FLT_MAX. Nonzero elements then get the code of the largest value, but all elements of the block decode to 0. If
     scale is NaN, the factor is FLT_MAX, or NaN if recipe.amax_nan is "propagate". amax and dtype are not used.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
@@ -231,7 +231,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 def factor_compressed_tensors(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale / tensor.encode, by which compressed-tensors divides the elements of each block.
+    """Return the divisor of each block's elements in compressed-tensors: scale / tensor.encode.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN. amax,
     recipe and dtype are not used.
@@ -259,7 +259,7 @@ def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarra
 
     rounded: the amaxes, after the rounding of the rule.
     element: the element format.
-    up: the number of exponents by which the scale is raised, one number or one per block.
+    up: a number to add to the exponent of the scale, one for all blocks or one per block.
     """
     field = exponent_field(show("amax, rounded by the rule", np.asarray(rounded, np.float32)))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
@@ -405,7 +405,7 @@ def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
     An amax is rounded up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. compressed-tensors gets these results because
     it adds an integer to the bits of a float16 and then clears the low bits.
 
-    mantissa_bits: the number of mantissa bits to which the producer rounds an amax, 1 or 3.
+    mantissa_bits: the number of mantissa bits that an amax has after the producer rounds it, 1 or 3.
     """
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal

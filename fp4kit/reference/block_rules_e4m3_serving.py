@@ -445,7 +445,7 @@ def factor_nunchaku(
 
 
 def _scale_or_given(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the scale by which each block is quantized, as float32. There are two cases:
+    """Return the scale that each block is quantized with, as float32. There are two cases:
 
     - The block's code in `codes` is the E4M3 code of `scale`: return `scale`, which is computed from the amax and not
       rounded to E4M3.

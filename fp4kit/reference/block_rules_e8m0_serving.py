@@ -235,7 +235,7 @@ factor_e8m0_auto_round = _auto_round_factor
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
     """Return 2^(127 - code), or NaN in two cases: amax is infinite or NaN, or ratio is 0 although amax is positive.
 
-    In the second case, the division by which ratio was computed underflowed, and the producer takes log2(0) = -inf.
+    In the second case, the division that gave ratio underflowed, and the producer takes log2(0) = -inf.
 
     codes: the scale codes.
     amax: the block amaxes.
@@ -317,7 +317,7 @@ def factor_e8m0_quark_floor(
 
     - If the caller of quantize passed a code that amax does not give, the divisor is the value of this code.
     - Otherwise, an infinite or NaN amax is the divisor itself.
-    - Otherwise, the divisor is the scale s of code_e8m0_quark_floor. An s below 2^-126 is used as it is, although
+    - Otherwise, the divisor is the scale s of code_e8m0_quark_floor. An s below 2^-126 is not rounded up, although
       2^-126 is stored.
 
     tensor is not used.
@@ -342,8 +342,8 @@ def factor_e8m0_quark_ceil(
 
     - If the caller of quantize passed a code that amax does not give, the divisor is the value of this code.
     - Otherwise, an infinite or NaN amax is the divisor itself.
-    - Otherwise, the divisor is the scale s of code_e8m0_quark_ceil. An s below 2^-126 is used as it is, although 2^-126
-      is stored.
+    - Otherwise, the divisor is the scale s of code_e8m0_quark_ceil. An s below 2^-126 is not rounded up, although
+      2^-126 is stored.
 
     tensor is not used.
     """

@@ -128,7 +128,7 @@ def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_mlx_metal(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor by which MLX's Metal kernels multiply the elements of each block: tensor.encode / |scale|.
+    """Return the factor that multiplies the elements of each block in MLX's Metal kernels: tensor.encode / |scale|.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0, the factor is
     0. A NaN scale gives NaN. Only `codes` and `tensor` are read; the other parameters exist for a common signature.
@@ -144,7 +144,7 @@ def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray
     and 0 for other dtypes.
 
     exponent: the exponents, integers.
-    s: the numbers from which the exponents were computed.
+    s: the numbers that the exponents were computed from.
     dtype: the dtype of the elements.
     """
     codes = np.where(s == 0, 127, exponent + 127 & 0xFF)

@@ -1,4 +1,4 @@
-"""Define the E8M0 block rules of torchao 0.18, by which its function to_mx scales blocks: pairs of functions.
+"""Define the E8M0 block rules that torchao 0.18 uses in its function to_mx: pairs of functions.
 code_<rule> returns the scale codes of blocks (uint8), computed from `amax`, their largest magnitudes; a code c stands
 for 2^(c - 127). factor_<rule> returns the float32 factors that multiply elements (see block_rules.py). In texts such as
 "inf gives 254", inf is a value of `amax` and 254 a code.
@@ -35,7 +35,7 @@ def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarr
     Args:
         amax: the block amaxes.
         rounded: the amaxes after the rounding of the rule. An infinite one counts as 2^128.
-        up: the number of exponents by which the scale is raised.
+        up: a number to add to the exponent of the scale.
     """
     codes = np.clip(exponent_field(show("amax, rounded by the rule", rounded)) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)

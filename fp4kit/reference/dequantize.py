@@ -344,7 +344,7 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """Return the format by which a decode rule reads element codes: usually `element` itself.
+    """Return the format that a decode rule uses to read element codes: usually `element` itself.
 
     If the rule reads NaN codes as numbers (480 and -480 for E4M3), return a copy of `element` without NaN.
 

@@ -55,7 +55,7 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
     base: the block scales before they are encoded, (rows of blocks, blocks).
     blocks: the elements, float32 (m, blocks, 16).
     tensor: the tensor scale.
-    top: the E2M1 value to which the scales map the amax of a block, 6 or 4.
+    top: the E2M1 value that the scales map the amax of a block to, 6 or 4.
     """
     base = show(
         f"block scale before rounding, amax at {top}", zero_of_zeros(base, tensor) if recipe.lane_sums else base
@@ -68,7 +68,7 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
 
 
 def rounded_values(scaled: np.ndarray, codes: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the rounded elements from which the errors of a candidate are computed, before scales are applied to them.
+    """Return the rounded elements that the errors of a candidate are computed from, before scales are applied to them.
 
     They are the values of the E2M1 codes. For rounding "rnw", whose codes wrap on overflow, they are the rounded
     numbers before codes wrap.
@@ -119,7 +119,7 @@ def encode_under(
 ) -> np.ndarray:
     """Return the element codes (m, blocks, 16) of blocks with given scale codes, such as those of an earlier call.
 
-    A scale code is used as it is, whichever of the two candidates it came from.
+    It does not matter which of the two candidates a scale code came from.
 
     Args:
         scales: the scale codes (m, blocks).

@@ -1,6 +1,6 @@
 """Find the tensor amax that a stored tensor scale implies.
 No checkpoint stores the tensor amax, but some recipes need it to decode. The tensor rule of a recipe makes the tensor
-scale from the amax. This module searches the float32 numbers for an amax from which the rule makes the stored scale.
+scale from the amax. This module searches the float32 numbers for an amax that gives the stored scale.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _kept_interval(
 
 
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bits of the smallest and of the largest positive amax from which the tensor rule makes each scale.
+    """Return the bits of the smallest and of the largest positive amax that the tensor rule turns into each scale.
 
     This function does the binary search for amax_interval, without its cache. The result is two int64 arrays in the
     shape of scale. If no amax within `steps` float32 steps of scale * covered_range gives a scale, the first number is
@@ -138,9 +138,9 @@ def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax from which a tensor scale was probably computed.
+    """Return the amax that a tensor scale was probably computed from.
 
-    A candidate is a positive amax from which the tensor rule computes exactly the scale. Candidates are searched within
+    A candidate is a positive amax that the tensor rule turns into exactly the scale. Candidates are searched within
     FAR (2^20) float32 steps of scale * covered_range. The result is the candidate with the fewest significant bits,
     which is the float32 that ends in the most zero bits. For bfloat16 and float16 data this is the original amax,
     because two amaxes of such data rarely give equal scales.
@@ -151,7 +151,7 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
     Args:
         scale: float32, any shape.
         recipe: a recipe with a tensor rule.
-        dtype: dtype of the array that was quantized, to which some rules round.
+        dtype: dtype of the array that was quantized. Some rules round to it.
 
     Returns:
         The amaxes: float32, in the shape of scale.
@@ -197,7 +197,7 @@ def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe:
 def stored_tensor_scale(
     scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype
 ) -> TensorScale:
-    """Return the TensorScale with which a Quantized is decoded. Its field `decode` is the stored tensor_scale.
+    """Return the TensorScale to decode a Quantized with. Its field `decode` is the stored tensor_scale.
 
     The fields `amax` and `encode` are filled in only if the recipe's decode rule reads them. `amax` is the given amax
     if the tensor rule makes `scale` from it, otherwise the implied amax. If no amax gives the scale, `amax` is UNKNOWN
@@ -233,7 +233,7 @@ def encodes_by_amax(recipe: Recipe) -> bool:
 
 
 def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """Return the TensorScale with which elements are encoded if the user passes the tensor scale.
+    """Return the TensorScale to encode elements with if the user passes the tensor scale.
 
     Its field `decode` is the given scale. Fields that the recipe does not read are 1; so are all fields if scale is
     None. The other fields depend on the recipe:

@@ -200,7 +200,7 @@ def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotA
     Each chain starts at zero. The chains are added to C in float32, to nearest even. The last chain may be shorter.
     If K is 0, c itself is returned.
 
-    step: the step by which the elements of a chain are added. Its k divides promote and K.
+    step: the step that adds the elements of a chain. Its k divides promote and K.
     """
     for start in range(0, a.elements.significand.shape[-1], promote):
         stop = start + promote

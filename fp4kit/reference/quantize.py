@@ -69,7 +69,7 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
 
 @np.errstate(all="ignore")
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """Return the amaxes of a matrix from which the recipe's tensor rule makes its tensor scales: float32.
+    """Return the amaxes of a matrix that the recipe's tensor rule needs to make its tensor scales: float32.
 
     The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block. The amax of a
     block of several rows is repeated for each of its rows. Without a tensor scale, the result is the amax of the

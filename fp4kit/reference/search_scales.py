@@ -94,7 +94,7 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
 
 
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
-    """Return, for each candidate amax, the float32 scale by which elements are divided.
+    """Return, for each candidate amax, the float32 scale that divides the elements: float32 (126,).
 
     The scale is candidate * fp32(1 / 6), where fp32 rounds to float32. If the loss uses a Hessian, the scale is then
     rounded to E4M3 under the tensor scale, as the producer's kernel for Hessians does. A scale of 0 is replaced by 1.

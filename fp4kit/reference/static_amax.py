@@ -15,12 +15,12 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def static_amax(scale: np.float32, recipe: Recipe, dtype: np.dtype, divides: bool) -> np.float32:
-    """Return an amax from which the recipe's tensor rule makes a static input scale; UNKNOWN (-1) if none does.
+    """Return an amax that the recipe's tensor rule turns into a static input scale; UNKNOWN (-1) if there is none.
 
     Args:
         scale: the stored scale, positive and finite.
         recipe: a recipe with one tensor scale per tensor.
-        dtype: the dtype of the inputs, to which some rules round.
+        dtype: the dtype of the inputs. Some rules round to it.
         divides: True if the scale divides on decode, so that it is the encode scale; False if it multiplies.
     """
     if not divides:

@@ -284,7 +284,7 @@ _MSLK_BITS = np.int32(0x3FFFFF)
 
 
 def stochastic_amax(amax: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Return the powers of two to which MSLK rounds float32 block amaxes stochastically, so that scales are random too.
+    """Return float32 block amaxes, rounded stochastically to powers of two as in MSLK, so that scales are random too.
 
     A random integer of 22 bits is added to the bits of the amax, and then the mantissa bits are cleared. An amax of 0
     counts as 2^-126, and subnormal results become 0. Infinity stays infinite, and NaN stays NaN.

@@ -30,7 +30,7 @@ TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizer
 
 
 class TensorScale(NamedTuple):
-    """The two scales of a tensor, and the tensor amax from which they were made.
+    """The two scales of a tensor, and the tensor amax that they were made from.
 
     encode multiplies elements before encoding. decode multiplies values after decoding, and is stored as tensor_scale.
     Each field is a scalar, or an array with one entry per row or per block.
@@ -61,7 +61,7 @@ class TensorScale(NamedTuple):
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return float32 x rounded to dtype (nearest even), stored as float32. Values that overflow dtype become infinite.
 
-    If x is the result of a float32 operation, that result is thus rounded twice. For bfloat16 and float16, whose
+    If x is the result of a float32 operation, it has then been rounded twice. For bfloat16 and float16, whose
     significands have 8 and 11 bits, this equals a single rounding. If dtype is float32, x itself is returned.
     """
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
@@ -409,7 +409,7 @@ def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
 
 
 def amax_range(recipe: Recipe) -> np.float32:
-    """Return the tensor amax to which an amax rule (see _amax_rule) gives the tensor scale 1.
+    """Return the tensor amax that gets the tensor scale 1 from an amax rule (see _amax_rule).
 
     It is the largest magnitude of an element, times the largest block scale if the recipe has block scales.
     """

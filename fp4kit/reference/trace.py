@@ -50,7 +50,7 @@ def show(name: str, result: T, format: ElementFormat | None = None) -> T:
 
 @contextmanager
 def traced() -> Iterator[list[Step]]:
-    """Yield a list to which each call of show() within the with block appends a Step, in the current thread or task.
+    """Yield a list. Each call of show() within the with block, in the same thread or task, appends a Step to it.
 
     Within a nested block, steps go to the inner list only. The list stays usable after the block.
     """

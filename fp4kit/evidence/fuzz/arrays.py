@@ -34,8 +34,7 @@ class View:
 
     Attributes:
         order: the axes of the array in the order of memory, the slowest-varying first.
-        steps: for each axis, the step with which the view takes elements of the larger array; a negative step reverses
-            the axis.
+        steps: for each axis, the step of the view in the larger array; a negative step reverses the axis.
         offset: the number of elements of the larger array in front of the view.
     """
 
@@ -334,7 +333,7 @@ class Guarded(NamedTuple):
 
     Attributes:
         value: the array or Quantized.
-        buffers: (bytes with guards, shape, step, dtype) per array, from which `touched` counts the guards that changed.
+        buffers: (bytes with guards, shape, step, dtype) per array. `touched` counts the changed guards in them.
     """
 
     value: Any

@@ -134,7 +134,7 @@ def paired(rng: Rng, shape: Shape, c: Codes, *, distance: int, opposed: bool) ->
     """Return finite codes in pairs ``distance`` elements apart; the two codes of a pair are equal or differ in sign.
 
     If one operand has pairs of equal sign and the other has pairs of opposite sign, their products cancel. Small terms
-    and C (the matrix to which products are added) then decide the sum. Zeros keep the sign +.
+    and C (the matrix that products are added to) then decide the sum. Zeros keep the sign +.
 
     distance: the number of elements from the first element of a pair to the second, along the last axis.
     opposed: True to give the second element of each pair the other sign, False to give it the same sign.

@@ -76,7 +76,7 @@ class DrawnProduct:
     Attributes:
         a, b: the operands.
         unit: the unit, or a variant of one.
-        c: the array to which products are added; None for zeros.
+        c: the array that products are added to; None for zeros.
         alpha: the number that multiplies the sums; None for the tensor scales.
         out_dtype: dtype of the result.
         swapped: True to compare the result also with the transpose of the product of b and a.
@@ -352,5 +352,5 @@ def _array(d: Picks, kind: str, dtype: str, shape: tuple[int, ...], view: View |
 
 
 def _first_sums(d: Picks, shape: tuple[int, ...]) -> DrawnArray:
-    """Return a random argument c of matmul, to which the products are added: an array of the given shape."""
+    """Return a random argument c of matmul (the array that products are added to), in the given shape."""
     return _array(d, d.pick(C_KINDS), d.pick(d.pool.dtypes), shape, d.view(len(shape), flat=False))

@@ -81,7 +81,7 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
     has several experts, an amax per expert and no block amaxes. The case must also round to nearest, and not quantize
     along the axis of experts.
 
-    options: the options with which x was quantized.
+    options: the options of the call that quantized x.
     """
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0

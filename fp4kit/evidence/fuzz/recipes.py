@@ -66,7 +66,7 @@ class Variant:
 
 
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
-    """Return a variant of recipe ``id``, to which up to ``changes`` different functions of CHANGES were applied.
+    """Return recipe ``id`` as a Variant, changed by up to ``changes`` different functions of CHANGES.
 
     A change that does not apply to the recipe, or that gives the recipe's own value, is left out. So the variant may
     have fewer changes or none. Recipe may still reject the variant.
@@ -82,7 +82,7 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """Return an object with the fields of the recipe ``r``, of which ``changes`` replaces some.
+    """Return an object with the fields of the recipe ``r``, some of them replaced as ``changes`` says.
 
     Unlike a Recipe, the object is not checked, so it may be invalid until further changes are made.
     """
@@ -210,7 +210,7 @@ def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
     """Return {"scale_max": 448} or {"scale_max": 256} at random; {} unless the block scales are E4M3.
 
-    The field is the largest block scale, from which the tensor scale is computed.
+    The field is the largest block scale. The tensor scale is computed from it.
     """
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 

@@ -39,7 +39,7 @@ class EngineArrays:
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return a new array in the engine's library with the given values, to which calls must not write.
+        """Return a new array in the engine's library with the given values, for calls that must not write to it.
 
         written() finds such writes.
 
@@ -52,7 +52,7 @@ class EngineArrays:
         return cut(moved)
 
     def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """Return a new array in the engine's library with the given values, to which calls may write.
+        """Return a new array in the engine's library with the given values, for calls that may write to it.
 
         view: the memory layout of the array; None gives a contiguous array.
         """

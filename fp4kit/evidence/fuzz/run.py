@@ -124,8 +124,7 @@ class Report:
     def wants(self, failure: Failure | Verdict) -> bool:
         """Return True if a failure should be added to the report.
 
-        This is so if the report has no failure with this kind and function yet, and fewer than MAX_FAILURES failures in
-        all.
+        The report must not have a failure with this kind and function yet, and must have fewer than MAX_FAILURES.
         """
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported

@@ -143,7 +143,7 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """Return the step, in elements, by which an axis of an array may be shortened.
+    """Return the step for shortening an axis of an array: its length may change by multiples of this number.
 
     For the quantized axis, the step consists of whole blocks of the recipe and of the target recipe, if there is one.
     With a Hadamard transform, it is also a multiple of 16. For every other axis, the step is 1.

@@ -1,5 +1,5 @@
 """Shrink arrays of failing cases: which parts of an axis to keep, and which elements to set to zero or one.
-shrink.py tries the arrays in order, and keeps the first one with which the case still fails.
+shrink.py tries the arrays in order, and keeps the first one that still makes the case fail.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class RecordedCase:
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments with which quantize or fake_quantize is called for this case.
+        """Return the keyword arguments for the call of quantize or fake_quantize in this case.
 
         They are the row's options, random numbers for stochastic rounding if the row has a torch_seed, and recorded
         amaxes. The field ``row.given_amaxes`` says which amaxes:

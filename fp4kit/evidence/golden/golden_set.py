@@ -27,7 +27,7 @@ _BF16_SUFFIX = "__bf16"  # inputs with this suffix are stored as uint16 bit patt
 
 
 class GoldenSet:
-    """Recorded outputs of producers, and the inputs from which they were computed. Arrays are read-only.
+    """Recorded outputs of producers, and the inputs that they were computed from. Arrays are read-only.
 
     For a file that the set does not have, `keys` and `variants` return nothing, while `get` and `input` raise KeyError.
     """

@@ -91,7 +91,7 @@ def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the scales by which a recipe divides the elements of a matrix x, as float32 of shape (rows, blocks).
+    """Return the scales that a recipe divides the elements of a matrix x by: float32 (rows, blocks).
 
     For some recipes, this scale differs from the value of the stored scale byte. If the recipe multiplies by a factor,
     the scale is 1 / factor. Recipes with a tensor scale are not supported.

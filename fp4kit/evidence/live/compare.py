@@ -114,7 +114,7 @@ def _mask(
 
     Args:
         part: the name of the part, a key of PARTS.
-        x, q: the input and fp4kit's result, from which exceptions compute what they excuse.
+        x, q: the input and fp4kit's result. Exceptions use them to compute what they excuse.
         call: the producer's call, which has the exceptions.
         r: the recipe.
         theirs, ours: the part from the producer and from fp4kit.
@@ -214,5 +214,5 @@ def _shown(value: Any) -> str:
 
 
 def differing_parts(differences: Iterable[PartDifference]) -> frozenset[str]:
-    """Return the names of the parts to which the differences belong, such as "codes"."""
+    """Return the names of the parts that differ, such as "codes", without repetitions."""
     return frozenset(difference.part for difference in differences)

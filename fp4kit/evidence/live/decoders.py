@@ -52,7 +52,7 @@ def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype,
     """Return a Quantized with the given codes (one per byte), block scales and tensor scale, in the linear layout.
 
     tensor: the tensor scale, or None if the recipe has none.
-    dtype: the dtype to which the Quantized decodes.
+    dtype: the dtype of the decoded values.
     """
     packed = fp4kit.pack(codes) if r.is_packed else codes
     tensor = None if tensor is None else np.asarray(tensor)

@@ -243,7 +243,7 @@ def _blocks_with_amaxes(
         amaxes: one amax per block, (rows of blocks, blocks per row). Their dtype is the dtype of the result.
         shape: the shape of the result, a multiple of the shape of ``amaxes``.
         r: the recipe.
-        tensor: the tensor amax, to which the first element is set; None to leave this element as it is.
+        tensor: the tensor amax. The first element is set to it; None leaves this element as it is.
     """
     x = (rng.uniform(-1, 1, shape) * _per_element(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape

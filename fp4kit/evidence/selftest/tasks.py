@@ -189,7 +189,7 @@ def round_trip(
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
     """Compare an engine's fake_quantize of x with the specification's, and return the Outcome.
 
-    r: the recipe. what: the text with which the description of a difference begins.
+    r: the recipe. what: the beginning of the description of a difference.
     """
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
