@@ -27,7 +27,7 @@ Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class EngineArrays:
-    """The maker of arrays for a reproduction (the printed program of a failure) on one engine.
+    """Make the arrays of a reproduction (the printed program of a failure) on one engine.
 
     Attributes:
         engine: the engine.
@@ -41,7 +41,7 @@ class EngineArrays:
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
         """Return a new array in the engine's library with the given values, for calls that must not write to it.
 
-        written() finds such writes.
+        The method written() finds such writes.
 
         view: the layout in memory; None gives a contiguous array.
         name: the name that written() returns for this array.

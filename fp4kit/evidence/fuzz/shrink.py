@@ -1,5 +1,6 @@
-"""Shrink a failing case to a smaller case that fails in the same way.
-The first simpler case that still fails replaces the case. This is repeated until no simpler case fails.
+"""Shrink a failing case to a smaller case that fails in the same way. A case describes one random test: an operation, a
+recipe, arrays and options. The first simpler case that still fails replaces the case. This is repeated until no simpler
+case fails.
 """
 
 from __future__ import annotations

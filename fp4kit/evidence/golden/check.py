@@ -1,7 +1,6 @@
-"""Compare recipes with recorded outputs of producers, bit for bit.
-A row (GoldenRow) says which recorded outputs a recipe must equal. A case (RecordedCase) is one input of a row. A part
-is one recorded array of a case, such as "codes". A mask is a bool array in the shape of the input, True for excused
-elements: they may differ.
+"""Compare recipes with recorded outputs of producers (libraries that quantize), bit for bit. A row (GoldenRow) says
+which recorded outputs a recipe must equal. A case (RecordedCase) is one input of a row. A part is one recorded array of
+a case, such as "codes". A mask is a bool array in the shape of the input, True for excused elements: they may differ.
 
 `fp4kit recipes --check` prints the result; the tests assert it.
 
@@ -134,7 +133,7 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 def _skip_undefined(case: RecordedCase) -> Mask:
     """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
 
-    The recorded array "valid" is True for the other elements. If that array was not recorded, nothing is excused.
+    The recorded array "valid" is False for these elements. If that array was not recorded, nothing is excused.
     """
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid

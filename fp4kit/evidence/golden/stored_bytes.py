@@ -1,6 +1,6 @@
-"""Compare recorded arrays other than codes and scales.
-These are the bytes that a producer stores, decoded values, scales that it does not store, and the amaxes that a scale
-search chooses. A RecordedCase (check.py) is one input and its recorded arrays.
+"""Compare recorded arrays other than codes and scales. These are the bytes that a producer stores, decoded values,
+scales that it does not store, and the amaxes that a scale search chooses. A producer is a library that quantizes. A
+RecordedCase (check.py) is one input and its recorded arrays.
 """
 
 from __future__ import annotations

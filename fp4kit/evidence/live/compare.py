@@ -1,6 +1,6 @@
-"""Compare a producer's arrays with fp4kit's arrays for the same input, bit for bit.
-A part is one array of the result, such as "codes" (PARTS lists them). `theirs` is a part from the producer, and `ours`
-the part from fp4kit.
+"""Compare a producer's arrays with fp4kit's arrays for the same input, bit for bit. A producer is a library that
+quantizes, such as torchao. A part is one array of the result, such as "codes" (PARTS lists them). `theirs` is a part
+from the producer, and `ours` the part from fp4kit.
 """
 
 from __future__ import annotations

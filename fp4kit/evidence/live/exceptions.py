@@ -1,6 +1,6 @@
-"""Define named exceptions: elements in which a producer may differ from a recipe.
-The functions that find them take x, an input matrix, and q, fp4kit's Quantized of x. They return a bool mask in the
-shape of x, True for the elements. The `exact` text of the recipe does not claim equality for these elements.
+"""Define named exceptions: elements in which a producer (a library that quantizes) may differ from a recipe. The
+functions that find them take x, an input matrix, and q, fp4kit's Quantized of x. They return a bool mask in the shape
+of x, True for the elements. The `exact` text of the recipe does not claim equality for these elements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Run producers and fp4kit on random inputs, and count every difference (`fp4kit recipes --live`).
-An adapter says how to call a producer for each recipe. A part is one array of a result, such as "codes". An exception
-names elements that are excused: differences in them are not counted.
+"""Run producers and fp4kit on random inputs, and count every difference (`fp4kit recipes --live`). A producer is a
+library that quantizes, such as torchao. An adapter says how to call a producer for each recipe. A part is one array of
+a result, such as "codes". An exception names elements that are excused: differences in them are not counted.
 
 Each producer runs for some seconds. A few differences per recipe are shrunk to small inputs and printed as programs.
 """

@@ -1,4 +1,7 @@
-"""Define the adapter of Intel auto-round: its quantization functions, and codes as its QuantLinear.pack stores them."""
+"""Define the adapter of Intel auto-round: its quantization functions, and codes as its QuantLinear.pack stores them. An
+adapter holds the calls to a producer (a library that quantizes) that are compared with recipes. A call returns Parts,
+{name: array}, such as {"codes": codes}.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
-    """Quantize x to an MX format with a function of auto_round.data_type.mxfp, and pack the result.
+    """Quantize x to MXFP4 or MXFP8 with a function of auto_round.data_type.mxfp, and pack the result.
 
     Return {"codes": codes, one per byte, "block_scale": block scales}.
 

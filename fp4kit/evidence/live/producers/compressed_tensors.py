@@ -1,4 +1,7 @@
-"""Define the adapter of compressed-tensors: its computation of scales, and its compressors of weights."""
+"""Define the adapter of compressed-tensors: its computation of scales, and its compressors of weights. An adapter holds
+the calls to a producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array},
+such as {"codes": codes}.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Compress x in an MX format, and decompress the result.
+    """Compress x in MXFP4, MXFP6 or MXFP8, and decompress the result.
 
     Return (stored, values): the dict {name: torch tensor} that the compressor stores, and the torch tensor of values
     that it decodes from it.

@@ -1,4 +1,5 @@
-"""Define the adapter of fouroversix: its PyTorch back end on a CPU.
+"""Define the adapter of fouroversix: its PyTorch back end on a CPU. An adapter holds the calls to a producer (a library
+that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such as {"codes": codes}.
 
 The back end's files are loaded without the package, because installing the package needs CUDA.
 """

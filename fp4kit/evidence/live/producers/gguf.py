@@ -1,4 +1,7 @@
-"""Define the adapter of the gguf package: quantize and dequantize of gguf.quants, in NumPy."""
+"""Define the adapter of the gguf package: quantize and dequantize of gguf.quants, in NumPy. An adapter holds the calls
+to a producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such as
+{"codes": codes}.
+"""
 
 from __future__ import annotations
 

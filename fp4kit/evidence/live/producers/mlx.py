@@ -1,4 +1,7 @@
-"""Define the adapter of MLX: mx.quantize and mx.dequantize of its CPU back end."""
+"""Define the adapter of MLX: mx.quantize and mx.dequantize of its CPU back end. An adapter holds the calls to a
+producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such as
+{"codes": codes}.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Define the adapter of AMD Quark: weights are scaled by its quantizers and packed by its exporter.
+"""Define the adapter of AMD Quark: weights are scaled by its quantizers and packed by its exporter. An adapter holds
+the calls to a producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array},
+such as {"codes": codes}.
 
 Quark compiles its C++ code when it is imported.
 """
@@ -48,7 +50,7 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize and fake-quantize x to an MX format with Quark.
+    """Quantize and fake-quantize x to MXFP4, MXFP6 or MXFP8 with Quark.
 
     Return {"codes": codes, one per byte, "block_scale": block scales, "fake": fake-quantized values}. For MXFP8, return
     {"fake": values} only.
@@ -107,7 +109,7 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the ProducerCall for an MX format of Quark.
+    """Return the ProducerCall for MXFP4, MXFP6 or MXFP8 of Quark.
 
     Differences are excused in elements whose stored scale is 2^-126 or less, because Quark may have divided them by
     2^-127.

@@ -1,4 +1,6 @@
-"""Define the adapter of qwix: qarray.quantize, as XLA computes it on a CPU."""
+"""Define the adapter of qwix: qarray.quantize, as XLA computes it on a CPU. An adapter holds the calls to a producer (a
+library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such as {"codes": codes}.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Define the adapter of SGLang: its MXFP4 utilities, whose files are loaded without the package."""
+"""Define the adapter of SGLang: its MXFP4 utilities, whose files are loaded without the package. An adapter holds the
+calls to a producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such
+as {"codes": codes}.
+"""
 
 from __future__ import annotations
 

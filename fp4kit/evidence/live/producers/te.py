@@ -1,6 +1,9 @@
-"""Define the adapter of Transformer Engine: NVFP4QuantizerRef, its reference quantizer in PyTorch.
+"""Define the adapter of Transformer Engine: NVFP4QuantizerRef, its reference quantizer in PyTorch. An adapter holds the
+calls to a producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such
+as {"codes": codes}.
 
-Its files are loaded without importing the package, so that the CUDA libraries that the package loads are not needed.
+The files of Transformer Engine are loaded without importing the package, so that the CUDA libraries that the package
+loads are not needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Define the adapter of torchao: MXTensor.to_mx and NVFP4Tensor.to_nvfp4, on a CPU."""
+"""Define the adapter of torchao: MXTensor.to_mx and NVFP4Tensor.to_nvfp4, on a CPU. An adapter holds the calls to a
+producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such as
+{"codes": codes}.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize and dequantize x to an MX format with torchao's class MXTensor.
+    """Quantize and dequantize x to MXFP4, MXFP6 or MXFP8 with torchao's class MXTensor.
 
     Return {"codes": codes, one per byte, "block_scale": block scales, "values" and "values_bfloat16": values decoded to
     float32 and bfloat16}.

@@ -1,4 +1,6 @@
 """Define the adapter of triton_kernels: its PyTorch reference downcast_to_mxfp_torch, in the copy that vLLM contains.
+An adapter holds the calls to a producer (a library that quantizes) that are compared with recipes. A call returns
+Parts, {name: array}, such as {"codes": codes}.
 
 The file is loaded without importing either package.
 """
@@ -30,7 +32,7 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize x to an MX format with downcast_to_mxfp_torch.
+    """Quantize x to MXFP4 or MXFP8 with downcast_to_mxfp_torch.
 
     Return {"codes": codes, one per byte, "block_scale": block scales}.
 

@@ -1,4 +1,6 @@
-"""Define the adapter of vLLM: its PyTorch code that emulates NVFP4 and quantizes to MXFP8.
+"""Define the adapter of vLLM: its PyTorch code that emulates NVFP4 and quantizes to MXFP8. An adapter holds the calls
+to a producer (a library that quantizes) that are compared with recipes. A call returns Parts, {name: array}, such as
+{"codes": codes}.
 
 The files are loaded without importing the package.
 """
