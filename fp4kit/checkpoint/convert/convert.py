@@ -189,7 +189,7 @@ def convert(
         requantize: True to allow changing the values of layers that are already quantized.
         nonfinite: what to do with NaN and infinity. "error" raises CheckpointError, "keep" quantizes them as they are,
             and "saturate" replaces NaN by 0 and infinities, keeping their sign, by the largest finite magnitude of the
-        layers that share the tensor scale.
+            layers that share the tensor scale.
         codes: the path of a quantized version of the model, whose codes are copied; None to quantize.
         search: how to search the block scales of smallest error; None for no search.
         activations: measured activations, from which every layer gets its own input scale; None for none.

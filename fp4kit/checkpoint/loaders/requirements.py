@@ -412,12 +412,12 @@ _TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container
 
 
 def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield warnings about layers whose rows are not a multiple of the 128 rows of a block, for engines that need this.
+    """Yield warnings about layers that do not consist of whole blocks of 128 rows, for engines that need this.
 
-    - vLLM and SGLang: they reject a fused layer if any part except the last has such rows. One warning per engine names
-      the first such layer.
-    - transformers, for "fp8 128x128": without a GPU, it computes the height of a block as rows / scale rows, which is
-      wrong if the last of several blocks is shorter. One warning names the first such layer.
+    - vLLM and SGLang reject a fused layer if any part except the last has a shorter last block. One warning per engine
+      names the first such fused layer.
+    - transformers without a GPU takes rows / scale rows as the height of a block of "fp8 128x128", which is wrong if
+      the last of several blocks is shorter. One warning names the first such layer.
 
     container: one of ``containers.CONTAINERS``. Nothing is yielded if its blocks have one row.
     rows: name of a quantized layer -> its number of rows.

@@ -109,9 +109,10 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 
 
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
-    """Return the serving engines (vLLM, SGLang, transformers) that load a container, for models of a family, by name.
+    """Return the names of the serving engines that load a container for models of a family.
 
-    Return () if none is known to load it. Raises ValueError for a container, or a family of models, that is unknown.
+    The serving engines are vLLM, SGLang and transformers. Return () if none is known to load it. Raises ValueError for
+    a container, or a family of models, that is unknown.
 
     container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
     family: one of FAMILIES.
@@ -142,11 +143,12 @@ def _candidates(kind: str) -> list[LoaderContainer]:
 def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
 
-    Return None if no engine is known to load any format. If several formats have equally many engines, choose the one
+    Return None if no engine is known to load any format. Among formats with equally many engines, these rules decide,
+    in this order:
 
-    - that the fewest engines silently misread, then
-    - that the most engines were seen to load in a run, then
-    - that is first in FORMATS.
+    - Prefer the format that fewer engines silently misread.
+    - Prefer the format that more engines were seen to load in a run.
+    - Prefer the format that is first in FORMATS.
 
     kind: a kind of recipe, one of KINDS, such as "nvfp4".
     family: one of FAMILIES.

@@ -83,7 +83,7 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
     """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals.
 
-    The first 64 rows are decoded. Their SQNR in decibels must be at most 10 below the SQNR that the format usually
+    The first 64 rows are decoded. Their SQNR in decibels must be less than 10 below the SQNR that the format usually
     gives. Return False if the layer has no factors per column, if it has a low-rank part, or if its usual SQNR is
     unknown.
 

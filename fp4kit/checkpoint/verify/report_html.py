@@ -253,7 +253,8 @@ def _tip(point: _Point, value: float, other: int | None) -> str:
     """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4", with its kind, layer number and value.
 
     value: the value of the point, in the unit of the chart.
-    other: the layer number that stands for layers without a number, and is left out; None if there is none.
+    other: the layer number that stands for layers without a number. Their tooltips have no number. None if there is
+    none.
     """
     number = "" if point.number == other else f" {point.number}"
     return f"{point.kind}{number}: {value:.4g}"
