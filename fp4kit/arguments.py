@@ -17,7 +17,7 @@ import numpy as np
 
 
 def index_of(value: Any) -> int:
-    """Return an integer of any library as an int, as operator.index does, but reject bools.
+    """Return an integer of any library as an int. Like operator.index, but bools are rejected.
 
     Raise TypeError for anything that is not an integer.
     """
@@ -67,10 +67,11 @@ _OTHER_NAMES = {
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
-    """Raise TypeError with a helpful message for a frequent mistake in a call that has raised TypeError.
+    """Raise TypeError with a helpful message if a call that raised TypeError contains a frequent mistake.
 
-    The mistakes are, in this order: too many positional arguments, a missing recipe, and a keyword that the function
-    does not have. If the call has none of them, return None; the caller then raises the first error again.
+    These mistakes are looked for, in this order: too many positional arguments, a missing recipe, and a keyword that
+    the function does not have. If the call has none of them, return None; the caller then raises the original error
+    again.
 
     function: the function that was called. args: the positional arguments. names: the names of the keyword arguments.
     """
@@ -98,7 +99,7 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
 def is_one_of(value: Any, names: Collection[str]) -> bool:
     """Return True if `value` is a string among `names`, otherwise False.
 
-    Unlike ``value in names``, this accepts every object, such as an array or a list.
+    Unlike ``value in names``, this works for every object, also for an array or a list.
     """
     return isinstance(value, str) and value in names
 
@@ -139,7 +140,7 @@ def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
 
 
 def as_entries(op: str, name: str, value: Any) -> Any:
-    """Return a list or tuple unchanged, and any other iterable as a list.
+    """Return a list or tuple unchanged. Convert any other iterable to a list.
 
     Raise TypeError if `value`, the argument `name` of the function op, is not iterable.
     """
@@ -154,8 +155,8 @@ def as_entries(op: str, name: str, value: Any) -> Any:
 def as_path(op: str, path: Any) -> Path:
     """Return the argument path as a Path. It need not exist.
 
-    Raise TypeError unless it is a str or another path. Raise ValueError if it has no last part that could name a file,
-    as "", "." and "/".
+    Raise TypeError unless it is a str or another path. Raise ValueError for "", "." and "/", whose last part cannot be
+    the name of a file.
     """
     try:
         found = Path(path)

@@ -34,7 +34,7 @@ Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, feseten
 
 
 def is_ieee() -> bool:
-    """Return whether this thread computes in IEEE arithmetic: it keeps subnormals and rounds to nearest even.
+    """Return whether this thread computes in IEEE arithmetic, which keeps subnormals and rounds to nearest even.
 
     The check multiplies the smallest subnormal, here called one step, by 1.5 and by 1.25:
 
@@ -50,7 +50,7 @@ def is_ieee() -> bool:
 def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function so that it runs in IEEE arithmetic, whatever the mode of the calling thread.
 
-    A check of the mode precedes each call and costs four multiplications, 0.1 us. Only if the check fails, the thread's
+    A check of the mode precedes each call and costs four multiplications, 0.1 us. If the check fails, the thread's
     floating-point environment is set to the default during the call. When the call returns or raises, the caller's
     mode, rounding and exception flags are restored. Only the inexact and underflow flags may differ, because the check
     can set them in any mode.
@@ -77,10 +77,10 @@ def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextmanager
 def default_environment(op: str) -> Iterator[None]:
-    """Set the default floating-point environment in this thread until the with block is left.
+    """Set the default floating-point environment in this thread while a with block runs, and then restore it.
 
-    Raise RuntimeError if this platform does not allow it, or if its default is not IEEE arithmetic. op is the function
-    name that the message begins with.
+    Raise RuntimeError if this platform does not allow setting it, or if its default is not IEEE arithmetic. op: the
+    function that the message begins with.
     """
     found = environment()
     if found is None:
@@ -99,10 +99,11 @@ def default_environment(op: str) -> Iterator[None]:
 
 @cache
 def environment() -> Environment | None:
-    """Return C's functions (fegetenv, fesetenv), which read and set the floating-point environment of a thread.
+    """Return C's functions fegetenv and fesetenv, which read and set the floating-point environment of a thread.
 
-    Return None except on Linux with glibc or musl, on x86-64 or aarch64. On other platforms, FE_DFL_ENV, the default
-    environment, may not be the pointer -1. Android's C library, Bionic, is recognized by its symbol __fe_dfl_env.
+    Return None unless this is Linux with glibc or musl, on x86-64 or aarch64. On other platforms, FE_DFL_ENV, which
+    stands for the default environment, may not be the pointer -1. Android's C library, Bionic, is recognized by its
+    symbol __fe_dfl_env.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         return None

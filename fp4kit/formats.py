@@ -26,7 +26,7 @@ FLT_MIN = np.finfo(np.float32).tiny  # smallest normal float32
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
-    """Return the unsigned integer dtype of the size of ``dtype`` (1, 2, 4 or 8 bytes), to view the bits of an array."""
+    """Return the unsigned integer dtype as wide as ``dtype`` (1, 2, 4 or 8 bytes), for viewing the bits of an array."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
@@ -39,7 +39,7 @@ def bit_patterns(x: np.ndarray) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """How codes are stored: `codes` codes fill `bytes` bytes, the first code in the lowest bits.
+    """The storage of codes in memory: `codes` codes fill `bytes` bytes, with the first code in the lowest bits.
 
     E2M1 has Packing(codes=2, bytes=1): two 4-bit codes per byte.
     """
@@ -49,7 +49,7 @@ class Packing(NamedTuple):
 
     @property
     def stored_bits(self) -> int:
-        """Number of bits of memory that one code takes."""
+        """The number of bits that one code takes in memory, such as 8 for a 6-bit code."""
         return 8 * self.bytes // self.codes
 
     def length(self, n: int) -> int:
@@ -69,8 +69,8 @@ class ElementFormat:
         exponent_bits: number of exponent bits; 0 for an integer.
         mantissa_bits: number of mantissa bits, without the hidden one; for an integer, the bits besides the sign.
         bias: exponent bias; 0 for an integer.
-        specials: "none" if every code is a number; "nan" if the code whose exponent and mantissa bits are all ones is
-            NaN, and there is no infinity; "ieee" if the codes of the top exponent are inf and NaN.
+        specials: "none" if every code is a number. "nan" if the code whose exponent and mantissa bits are all ones is
+            NaN, and there is no infinity. "ieee" if the codes with the top exponent are infinities and NaN.
         signed: True if the top bit is a sign.
         has_zero: False only for E8M0, which has neither a zero nor a mantissa.
 
@@ -183,7 +183,8 @@ class ElementFormat:
     def emin(self) -> int:
         """Exponent of the smallest normal value, 2^emin, such as 0 for E2M1.
 
-        Subnormal values have the same spacing as the values from 2^emin to 2^(emin + 1).
+        Subnormal values are spaced like the values from 2^emin to 2^(emin + 1). For an integer format, emin is 1 and
+        means nothing.
         """
         return (1 if self.has_zero else 0) - self.bias
 
@@ -240,7 +241,7 @@ class ElementFormat:
 
     @property
     def nan_code(self) -> int:
-        """The code that `encode` gives a NaN: the format's NaN code, or the code of the largest value if it has no NaN.
+        """The code that `encode` gives for NaN: the format's NaN code, or the code of the largest value without one.
 
         The PTX instruction cvt with .satfinite gives NaN this code, too.
         """
@@ -248,12 +249,12 @@ class ElementFormat:
 
     @property
     def amax_target(self) -> np.float32:
-        """The value to which the amax rules of custom_recipe scale the amax of a block: the largest finite value."""
+        """The value to which recipes of custom_recipe scale the amax of a block: the largest finite value."""
         return self.max
 
     @property
     def min_normal(self) -> np.float32:
-        """The smallest positive normal value."""
+        """The smallest positive normal value, 2^emin. For an integer format, it is 2 and means nothing."""
         return np.float32(2.0**self.emin)
 
     @property
@@ -295,17 +296,17 @@ class ElementFormat:
             x: a number, or an array on the host: floats of at most 64 bits (ml_dtypes floats included) or integers up
                 to 2^53.
             rounding: a name from the list above.
-            saturate: if True, every number beyond the largest value becomes the largest value, infinities included. If
-                False, such a number becomes the format's infinity, or NaN if the format has NaN but no infinity. A
-                format with neither (E2M1, INT8, ...) always saturates.
+            saturate: if True, every number beyond the largest value becomes the largest value with its sign, infinities
+                included. If False, such a number becomes the format's infinity, or NaN if the format has NaN but no
+                infinity. A format with neither (E2M1, INT8, ...) always saturates.
             random: random bits, required for "rs" and rejected otherwise: uint8, uint16 or uint32 in the shape of x,
-                for n = 8, 16 or 32. 0 rounds toward zero.
+                which means n = 8, 16 or 32. Bits of 0 round toward zero.
 
         Returns:
             uint8 codes in the shape of x; a NumPy scalar if x is a number.
 
         Raises:
-            TypeError: x is not an array of such numbers, or saturate is not a bool.
+            TypeError: x is not a number or an array of the dtypes above, or saturate is not a bool.
             ValueError: rounding is unknown; random bits are missing, not needed, or not in the shape of x; or an
                 integer is beyond 2^53.
 
@@ -318,7 +319,7 @@ class ElementFormat:
             a format without mantissa bits (E8M0, E3M0), "rn" rounds a tie between two powers of two up.
 
         Exact:
-            Equals PTX cvt .satfinite with the same rounding, if PTX has that rounding. Recipes apply this formula too,
+            Equals PTX cvt .satfinite with the same rounding, if PTX has that rounding. Recipes use the same formula,
             with their own rules for signs and NaN. "rs" evaluates its condition exactly.
             reference.stochastic.encode_stochastic instead adds random bits in float32, as Transformer Engine does.
 
@@ -368,7 +369,7 @@ _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "sig
 
 
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
-    """Return whether two formats give every code the same value. Their names may differ.
+    """Return whether two formats give every code the same value, whatever their names are.
 
     A Codebook is never the same as a format of another class, and neither is IF4.
     """
@@ -390,9 +391,9 @@ class Codebook(ElementFormat):
     (fp4kit.custom_recipe) accept a Codebook, because the rules of producers are made for their own formats.
 
     Args:
-        table: two to sixteen finite numbers, rounded to float32. Each is 0 or has a magnitude from 2^-100 to 2^100, and
-            at least one is not 0. If the table has fewer than sixteen numbers, the remaining codes repeat its last
-            value. `encode` never gives such a code.
+        table: two to sixteen numbers, which are rounded to float32. Each is 0 or has a magnitude from 2^-100 to 2^100,
+            and at least one is not 0. If the table has fewer than sixteen numbers, the remaining codes have its last
+            value, but `encode` never gives these codes.
         name: a Python identifier that is not the name of another format of this module.
 
     Raises:
@@ -403,12 +404,11 @@ class Codebook(ElementFormat):
         A number is encoded to the nearest value. If values v and w are neighbors in ascending order, numbers up to
         float32((v + w) / 2) get the code of v, and larger numbers get the code of w. So a tie goes to the lower value.
 
-        If several codes have one value, numbers up to the value get the first of these codes, and larger numbers get
-        the last. Numbers above the largest value, infinity included, get its code. Numbers below the smallest value,
-        -infinity included, get its code. -0 is encoded as 0 is. NaN gets the code of the largest value; Recipe.nan_code
-        can name another code.
+        If several codes share a value, numbers up to this value get the first of these codes, and larger numbers get
+        the last. Numbers beyond the largest or the smallest value, infinities included, get the code of that value. -0
+        is encoded as 0 is. NaN gets the code of the largest value; Recipe.nan_code can name another code.
 
-        Roundings other than to nearest, and random bits, are rejected.
+        Other roundings and random bits are rejected.
 
     Exact:
         Equals quantize_nf4 and quantize_fp4 of bitsandbytes 0.50.2 on a CPU.
@@ -473,14 +473,20 @@ class Codebook(ElementFormat):
 
     @lazy_property
     def order(self) -> np.ndarray:
-        """The codes of the table in ascending order of their values, equal values in code order: uint8, read-only."""
+        """The codes of the table in ascending order of their values: uint8, read-only.
+
+        Codes of equal values stay in code order.
+        """
         order = np.argsort(self.values[: len(self.table)], kind="stable").astype(np.uint8)
         order.setflags(write=False)
         return order
 
     @lazy_property
     def midpoints(self) -> np.ndarray:
-        """The means of neighboring values, ascending, rounded to float32. A number above a mean gets the next code."""
+        """The means of neighboring values in ascending order, rounded to float32: read-only.
+
+        A number above a mean is encoded to the larger of the two values, and any other number to the smaller one.
+        """
         ascending = self.values[self.order].astype(np.float64)
         midpoints = ((ascending[1:] + ascending[:-1]) / 2).astype(np.float32)
         midpoints.setflags(write=False)
@@ -488,7 +494,7 @@ class Codebook(ElementFormat):
 
     @lazy_property
     def magnitudes(self) -> np.ndarray:
-        """The distinct magnitudes of the values in ascending order: float32, read-only. An index is not a code."""
+        """The distinct magnitudes of the values in ascending order: float32, read-only. Their indices are not codes."""
         magnitudes = np.unique(np.abs(self.values))
         magnitudes.setflags(write=False)
         return magnitudes
@@ -542,7 +548,7 @@ class Codebook(ElementFormat):
         return self.nearest(rounding_of.as_float64(op, x))[()]
 
     def nearest(self, x: np.ndarray) -> np.ndarray:
-        """Return the codes of the values nearest to x, a float array, without checks: uint8, in the shape of x.
+        """Return the codes of the values nearest to the floats in x, without checks: uint8, in the shape of x.
 
         A number at the midpoint of two values gets the code of the smaller value. NaN gets the code of the largest
         value.
@@ -563,7 +569,7 @@ class PairedMicroexponents(Codebook):
     fp4kit.formats.MX4, the only instance, with block scales in E8M0 and blocks of 16.
 
     Numerics:
-        bit picture of a code: [microexponent] [sign] [mantissa 1] [mantissa 0]
+        bits of a code, highest first: [microexponent] [sign] [mantissa 1] [mantissa 0]
 
         The microexponent is 1 if both numbers of a pair have magnitudes below 1. Then each number is rounded to
         nearest, ties to the even mantissa, and mantissas saturate at 3. -0, and negative numbers that round to zero,
@@ -644,7 +650,7 @@ class PairedMicroexponents(Codebook):
     def nearest_under(self, x: np.ndarray, microexponent: Any) -> np.ndarray:
         """Return the codes of numbers for given microexponents, without checks: uint8, in the shape of x.
 
-        NaN gives the code of the largest magnitude, without a sign.
+        NaN gives the code of the largest magnitude under its microexponent, without a sign.
 
         microexponent: bool, in a shape that broadcasts to x. Where it is True, numbers of 1 and more saturate.
         """
@@ -656,7 +662,7 @@ class PairedMicroexponents(Codebook):
 
 @dataclass(frozen=True)
 class IntegerOrFloat(ElementFormat):
-    """The elements of IF4, whose 4-bit codes are E2M1 or INT4 codes, as the scale of their block says.
+    """The element format IF4, whose 4-bit codes are E2M1 or INT4 codes, depending on the scale of their block.
 
     Bit 7 of a block scale selects the format of the block. The other seven bits are the scale in E4M3:
 
@@ -669,7 +675,7 @@ class IntegerOrFloat(ElementFormat):
     A code has no value without its block scale, so `values`, `encode` and `decode` raise TypeError.
 
     Numerics:
-        bit picture of a block scale: [1: INT4] [E4M3 exponent: 4 bits] [E4M3 mantissa: 3 bits]
+        bits of a block scale, highest first: [1: INT4] [E4M3 exponent: 4 bits] [E4M3 mantissa: 3 bits]
 
         INT4 codes are two's complement. Quantizing gives integers from -7 to 7, and code 8 decodes to -8 * 6/7.
 
@@ -728,18 +734,18 @@ class IntegerOrFloat(ElementFormat):
         return scales & ~IF4_INTEGER_BIT
 
     def values_of(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Return the float32 values of codes (..., blocks, block), without the factors of the block scales.
+        """Return the float32 values of codes, before they are multiplied by the block scales.
 
         Bit 7 of a block's scale says whether its codes are INT4 or E2M1 (see values_under).
 
-        codes: uint8 (..., blocks, block).
+        codes: uint8 (..., blocks, elements per block).
         scales: the block scales, uint8 (..., blocks).
         """
         floats, integers = (np.take(self.values_under(is_integer), codes) for is_integer in (False, True))
         return np.where(self.are_integers(scales)[..., None], integers, floats)
 
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
-        """Raise TypeError. In IF4, the scale of a block chooses the format of its codes; a number alone has no code."""
+        """Raise TypeError, because a number has no code without its block: the block's scale selects the format."""
         raise self._needs_scale("encode")
 
     def decode(self, codes: Any) -> Any:
@@ -755,7 +761,7 @@ class IntegerOrFloat(ElementFormat):
 
 
 def _codebook(table: tuple[float, ...], name: str) -> Codebook:
-    """Return Codebook(table, name=name), for pickle, which passes no keywords."""
+    """Return Codebook(table, name=name). pickle calls this function, because it passes no keywords."""
     return Codebook(table, name=name)
 
 
@@ -803,7 +809,7 @@ ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format whose elements share a scale per block: value = element * block_scale [* tensor_scale].
+    """A format with one scale per block of elements: value = element * block_scale [* tensor_scale].
 
     Args:
         name: the name that repr shows.
@@ -854,7 +860,7 @@ class BlockFormat:
 
     @property
     def max(self) -> float:
-        """The largest value of a block without a tensor scale: the largest element times the largest block scale."""
+        """The largest value before a tensor scale is applied: the largest element times the largest block scale."""
         return float(self.element.max) * float(self.scale.max)
 
 

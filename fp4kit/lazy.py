@@ -11,9 +11,9 @@ T = TypeVar("T")
 class lazy_property(Generic[T]):  # lower case, because it is used like the built-in property
     """Turn a method without arguments into an attribute that is computed at its first access and then kept.
 
-    It replaces functools.cached_property, which in Python 3.10 and 3.11 holds a lock while it computes, one lock for
-    all instances of a class. A process that is forked during that time inherits the lock, and no thread of the new
-    process releases it.
+    It replaces functools.cached_property. In Python 3.10 and 3.11, that class holds a lock while it computes, one for
+    all instances of a class. A process that is forked during that time inherits the locked lock, and no thread of the
+    new process releases it.
 
     lazy_property takes no lock. If several threads compute the value at once, all of them get the value that was stored
     first.

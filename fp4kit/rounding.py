@@ -25,20 +25,21 @@ _LAYOUTS: dict[np.dtype, tuple[Any, int, int]] = {  # integer type of the bits, 
 
 
 def _round_ties_to_zero(a: np.ndarray) -> np.ndarray:
-    """Return a >= 0, an array of floats, rounded to the nearest integers, as floats. A tie rounds toward zero."""
+    """Round floats a >= 0 to the nearest integers, ties toward zero. Return the integers as floats."""
     return np.ceil(a - a.dtype.type(0.5))  # exact, because a < 2^(M + 1) and M is small
 
 
 def _round_ties_away(a: np.ndarray) -> np.ndarray:
-    """Return a >= 0, an array of floats, rounded to the nearest integers, as floats. A tie rounds away from zero."""
+    """Round floats a >= 0 to the nearest integers, ties away from zero. Return the integers as floats."""
     floor = np.floor(a)
     return floor + (a - floor >= a.dtype.type(0.5))
 
 
 def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
-    """Return a >= 0 rounded to the nearest integers, ties to even, through the sum a + 0.5, as auto-round does.
+    """Round floats a >= 0 to the nearest integers, ties to even, through the sum a + 0.5, as auto-round does.
 
-    The sum is rounded to the precision of a. So the number just below 0.5, whose sum rounds to 1, gives 1 instead of 0.
+    Return the integers as floats. The sum is rounded to the precision of a, so the number just below 0.5 gives 1
+    instead of 0, because its sum rounds to 1.
     """
     half = a.dtype.type(0.5)
     return np.floor(a + half) - ((a - half) % 2 == 0)
@@ -56,7 +57,7 @@ ROUNDINGS: dict[str, Rounding] = {
 
 
 def exponent_field(x: np.ndarray) -> np.ndarray:
-    """Return the exponent bits of x, which is float32 or float64, as integers of its width: the exponent plus the bias.
+    """Return the exponent bits (exponent plus bias) of a float32 or float64 array x, as integers of the same width.
 
     The bias is 127 in float32, and 1023 in float64. The sign of x is ignored. The result is 0 for zero and subnormals,
     and 255 (float64: 2047) for inf and NaN.
@@ -68,8 +69,8 @@ def exponent_field(x: np.ndarray) -> np.ndarray:
 def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
     """Return 2^exponent as an array of floats, exact, for an array of integer exponents.
 
-    Exponents must be those of normal numbers: -126 to 127 in float32, -1022 to 1023 in float64. They are not checked,
-    and others give a wrong number. dtype: float32 or float64, the dtype of the result.
+    Exponents must be those of normal numbers: -126 to 127 in float32, -1022 to 1023 in float64. This is not checked;
+    other exponents give wrong numbers. dtype: float32 or float64, the dtype of the result.
     """
     bits, mantissa, bias = _LAYOUTS[np.dtype(dtype)]
     return ((exponent.astype(bits) + bias) << mantissa).view(dtype)
@@ -134,7 +135,7 @@ class Format(Protocol):
 
 
 class _Direction(NamedTuple):
-    """How a rounding mode of `encode` rounds the magnitudes of an array.
+    """The way in which a rounding mode of `encode` rounds the magnitudes of an array.
 
     Attributes:
         rounding: the function that rounds magnitudes to integers.
@@ -148,10 +149,10 @@ class _Direction(NamedTuple):
 
 
 def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> Any:
-    """Return the codes of x in fmt, each number rounded once: uint8 in the shape of x, or a scalar if x is a number.
+    """Return the codes of x in a format, each number rounded once: uint8 in the shape of x, a scalar for a number.
 
-    This implements ElementFormat.encode, whose docstring describes the arguments and the numerics. fmt is the
-    ElementFormat itself. In a format without a sign, negative numbers get the code of NaN.
+    This implements ElementFormat.encode, whose docstring describes the arguments and the numerics. fmt: the
+    ElementFormat. In a format without a sign, negative numbers get the code of NaN.
 
     Raise TypeError if x is not an array of numbers. Raise ValueError if rounding is unknown, if random bits are missing
     or given without need, or if an integer is beyond 2^53.
@@ -215,10 +216,10 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
 
 
 def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
-    """Return a function that rounds magnitudes stochastically: a to floor(a + r / 2^n), where r is `random`, of n bits.
+    """Return a function that rounds magnitudes a stochastically to floor(a + r / 2^n), where r is `random`, of n bits.
 
-    The sum is not rounded, because a - floor(a) is compared with a threshold instead. Raise ValueError unless random is
-    uint8, uint16 or uint32 in the shape of x. op: the public function that the message begins with.
+    The sum is exact, because a - floor(a) is compared with the threshold 1 - r / 2^n instead. Raise ValueError unless
+    random is uint8, uint16 or uint32 in the shape of x. op: the public function that the message begins with.
     """
     bits = np.asarray(random)
     if bits.dtype.kind != "u" or bits.dtype.itemsize > 4 or bits.shape != x.shape:
@@ -255,7 +256,7 @@ def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bo
 
 
 def _integer_codes(x: np.ndarray, fmt: Format, direction: _Direction) -> np.ndarray:
-    """Return the codes of x, which must not hold NaN, in a two's complement format. They are clipped to its range.
+    """Return the codes of x, which must not hold NaN, in a two's complement format. Values are clipped to its range.
 
     direction: how magnitudes are rounded.
     """

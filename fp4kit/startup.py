@@ -17,7 +17,7 @@ def is_command(argv: list[str], original: list[str]) -> bool:
     """Return whether this process is the command `fp4kit ...` or `python -m fp4kit ...`.
 
     Return False for a program that merely imports fp4kit, and for a process that the command started by
-    multiprocessing. Such a process inherits sys.argv from the command, but has its own sys.orig_argv.
+    multiprocessing, which inherits sys.argv from the command but has its own sys.orig_argv.
 
     argv: sys.argv. original: sys.orig_argv, the arguments of the interpreter itself.
     """
@@ -44,7 +44,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 def _open_standard_streams() -> None:
     """Open the null device for each of the descriptors 0, 1 and 2 that is closed.
 
-    Otherwise a file opened later would get such a descriptor and receive the program's output. If sys.stdout or
+    Without this, a file opened later would get such a descriptor and receive the program's output. If sys.stdout or
     sys.stderr is None, it becomes a stream on descriptor 1 or 2.
     """
     for descriptor in (0, 1, 2):

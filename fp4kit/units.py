@@ -19,11 +19,11 @@ ORDERS: tuple[str, ...] = get_args(Order)
 
 @dataclass(frozen=True)
 class DotAdd:
-    """The arithmetic of one step of an NVIDIA matrix unit. A step is what one instruction adds.
+    """The arithmetic of one step (one instruction) of an NVIDIA matrix unit, which adds k products to a sum C.
 
-    The terms of a step are C and the products of k pairs of elements, added exactly in groups of `group` products. All
-    terms are aligned to the largest exponent among them, and each is truncated toward zero to fraction_bits fraction
-    bits. Their sum is exact; it is normalized and truncated toward zero to output_bits fraction bits.
+    The terms of a step are C and the exact sums of groups of `group` products. All terms are aligned to the largest
+    exponent among them, and each is truncated toward zero to fraction_bits fraction bits. Their sum is exact; it is
+    normalized and truncated toward zero to output_bits fraction bits.
 
     Args:
         k: number of products per step.
@@ -59,10 +59,10 @@ class DotAdd:
 
 @dataclass(frozen=True)
 class FloorDotAdd:
-    """The arithmetic of one step of a matrix unit of AMD's CDNA3. A step is what one instruction adds.
+    """The arithmetic of one step (one instruction) of AMD's CDNA3 matrix unit, which adds k products to a sum C.
 
-    The products are divided among `sums` partial sums: product i belongs to partial sum i % sums. To round down is to
-    take the floor. One step does the following:
+    The products are divided among `sums` partial sums: product i belongs to partial sum i % sums. "Rounded down" means
+    toward minus infinity. One step does the following:
 
     - The products of a partial sum are aligned to their largest exponent, truncated toward zero to fraction_bits
       fraction bits, and added exactly.
@@ -102,7 +102,7 @@ class FloorDotAdd:
 
 
 def _check_ints(step: Any, limits: dict[str, tuple[int, int]]) -> None:
-    """Raise an error unless the named fields of a step are ints within their limits, which are inclusive.
+    """Raise an error unless the fields of a step named in `limits` are ints within these limits, both included.
 
     The error is TypeError for a field that is not an int, bools included, and ValueError for a field out of range.
     limits: {name of a field: (lowest, highest)}.
@@ -118,14 +118,15 @@ def _check_ints(step: Any, limits: dict[str, tuple[int, int]]) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """A matrix unit, given by its steps, one per kind of operands; or an order of addition that no hardware uses.
+    """A matrix unit, described by one step per kind of operands; or an order of addition that no hardware uses.
 
     `dataclasses.replace` makes a variant: `replace(fp4kit.unit("sm90"), promote=128)` adds as cuBLASLt does with slow
     accumulation.
 
     Args:
         id: a nonempty name, such as "sm90".
-        float16, bfloat16: the step for two operands of that dtype; None if the unit has no such instruction.
+        float16, bfloat16: the step (a DotAdd or FloorDotAdd) for two operands of that dtype. This and the other steps
+            are None if the unit has no such instruction.
         fp8: the step for E4M3 and E5M2 operands without block scales, in any pair.
         fp8_fnuz: the step for AMD's E4M3FNUZ and E5M2FNUZ operands, in any pair.
         fp6_fp4: the step for pairs of E4M3, E5M2, E2M3, E3M2 and E2M1 without block scales, of which at least one has 6
@@ -133,8 +134,9 @@ class Unit:
         mx: the step for pairs of these five formats with E8M0 scales of 32 elements.
         fp4: the step for two E2M1 operands with E4M3 scales of 16 elements, or E8M0 scales of 16 or 32. If it is None,
             operands with E8M0 scales of 32 use `mx`.
-        promote: None for one chain of steps over all of K. Otherwise chains over `promote` elements of K start from
-            zero, and their results are added in float32, rounded to nearest even. It is a multiple of each step's k.
+        promote: None if one chain of steps covers all of K. Otherwise, each chain covers `promote` elements of K and
+            starts from zero, and the results of chains are added in float32, rounded to nearest even. It is a multiple
+            of each step's k.
         order: None for a matrix unit. "exact", "float64", "float32-blocks" or "dequantized" for the orders that
             fp4kit.matmul describes; the other fields besides id and checked are then None.
         checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead.
@@ -314,8 +316,8 @@ def unit_of(op: str, given: Any) -> Unit:
 def to_spec(u: Unit) -> str:
     """Return a string from which from_spec makes an equal Unit.
 
-    It is the id if u equals the unit of this id that fp4kit.units() lists, otherwise one line of JSON with all fields.
-    JAX's traced calls and the files of contracts hold units as such strings.
+    The string is the id if fp4kit.units() lists an equal unit under this id, otherwise one line of JSON with all
+    fields. JAX's traced calls and contract files hold units as such strings.
 
     >>> from dataclasses import replace
     >>> slow = replace(UNITS["sm90"], promote=128)
@@ -329,7 +331,7 @@ def to_spec(u: Unit) -> str:
 def from_spec(spec: str) -> Unit:
     """Return the Unit that a string describes: a string made by to_spec, or the id of a unit that units() lists.
 
-    Raise KeyError if no unit has the id. JSON must be a string of to_spec, with every field.
+    Raise KeyError if no unit has the id. JSON must have been made by to_spec, with every field.
     """
     if not spec.startswith("{"):
         return UNITS[spec]
@@ -341,9 +343,9 @@ def from_spec(spec: str) -> Unit:
 
 
 def units() -> tuple[Unit, ...]:
-    """Return the Units that fp4kit.matmul knows by id: first the matrix units, then the orders without hardware.
+    """Return all Units that fp4kit.matmul accepts by id: first the matrix units, then the orders without hardware.
 
-    The field `checked` of a Unit says whether it was compared with hardware.
+    The field `checked` of a Unit says what was compared with hardware.
 
     Examples:
         >>> import fp4kit

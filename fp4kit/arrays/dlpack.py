@@ -79,10 +79,10 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 class _ExportedMemory:
-    """An object that describes an exporter's memory by NumPy's array interface.
+    """An object that describes the memory in a DLPack capsule by NumPy's array interface.
 
-    np.asarray of it makes an array on the memory, of plain bytes: the caller views it in the right dtype. The object
-    refers to the capsule, which keeps the memory alive as long as such an array exists.
+    np.asarray(object) makes an array of plain bytes on this memory, which the caller then views in the right dtype. The
+    object refers to the capsule, which keeps the memory alive as long as such an array exists.
     """
 
     def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
@@ -97,13 +97,13 @@ class _ExportedMemory:
 
 
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array on the memory of x, an object in host memory that exports DLPack.
+    """Return a NumPy array that shares the memory of x, an array in host memory that exports DLPack.
 
-    The array is read-only if the capsule says so, or if the capsule is unversioned (before DLPack 1.0). If x has no
-    elements, return a new, empty array of its shape and dtype.
+    The array is read-only if x's capsule (its DLPack description) says so, or is unversioned (before DLPack 1.0). If x
+    has no elements, return a new, empty array of its shape and dtype.
 
     Args:
-        x: the exporter. The caller must have checked that its memory is on the host.
+        x: the exporter, whose memory must be on the host. This is not checked.
         name: how error messages call x.
 
     Raises:
@@ -118,8 +118,9 @@ def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 def _export(x: Any) -> object:
     """Return the DLPack capsule of x: versioned (DLPack 1.0) if x knows the argument max_version, else unversioned.
 
-    Only a versioned capsule says whether its memory may be written, so this module treats unversioned ones as
-    read-only. Raise the errors that x.__dlpack__ raises. After a TypeError, it is called again without max_version.
+    Only a versioned capsule says whether its memory may be written, so unversioned ones count as read-only.
+    x.__dlpack__ is called with max_version and, if that raises TypeError, again without it. Its other errors pass
+    unchanged.
     """
     try:
         return x.__dlpack__(max_version=_VERSION)
@@ -167,7 +168,7 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
 
 
 def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
-    """Return the NumPy or ml_dtypes dtype of a DLPack dtype. Raise TypeError for a dtype that is not in DTYPES.
+    """Return the NumPy or ml_dtypes dtype for a DLPack dtype. Raise TypeError for a dtype that is not in DTYPES.
 
     name: how the error message calls the exporter.
     """
@@ -188,7 +189,7 @@ def _shape(tensor: _DLTensor) -> tuple[int, ...]:
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
     """Return the strides of a DLTensor in bytes; None for an array whose elements lie in row-major order without gaps.
 
-    The strides are None if the tensor has no axes, or if it states no strides, which means this order.
+    The result is None if the tensor has no axes, or if it states no strides, which means this order.
 
     itemsize: the bytes per element, because DLPack counts strides in elements.
     """

@@ -53,20 +53,20 @@ DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # functions whose f
 
 
 def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
-    """Return `x` as a NumPy array that shares its memory.
+    """Return an array in host memory, of any library, as a NumPy array that shares its memory.
 
     Args:
         x: a NumPy array of any dtype and strides, which is returned unchanged; an np.matrix, np.memmap or other
             subclass, which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host
             memory that exports DLPack (PyTorch, JAX, ...). Its dtype may be a real, complex or bool type, bfloat16,
-            float8_e4m3fn, float8_e5m2, float8_e8m0fnu, or float4_e2m1fn_x2. The last one arrives as uint8: two codes
-            per byte, the even element in the low nibble.
+            float8_e4m3fn, float8_e5m2, float8_e8m0fnu, or float4_e2m1fn_x2. The last one becomes uint8, with two codes
+            per byte and the even element in the low nibble.
         name: what error messages call `x`, such as "quantize: x".
 
     Returns:
         An array with the shape, strides and values of `x`. bfloat16 and the 8-bit floats have the dtypes of ml_dtypes.
-        The array keeps the memory of `x` alive. It is read-only if the exporter says so, or cannot say (DLPack before
-        1.0), as in NumPy.
+        The array keeps the memory of `x` alive. It is read-only if the exporter says so, or if the exporter cannot say
+        (DLPack before 1.0), as in NumPy.
 
     Raises:
         TypeError: `x` is not an array (a list, a Python number, ...), is a masked array, or is traced by JAX. Also
@@ -92,7 +92,7 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
 def check_unmasked(x: Any, name: str) -> None:
     """Raise TypeError if x is a masked array, because its mask would be dropped silently. Any other object passes.
 
-    A masked array is recognized by its method `filled`. name: how the message calls it, such as "quantize: x".
+    A masked array is recognized by its method `filled`. name: the name of x in the message, such as "quantize: x".
     """
     if hasattr(x, "filled"):
         variable = _variable(name)
@@ -103,13 +103,13 @@ def check_unmasked(x: Any, name: str) -> None:
 
 
 def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
-    """Return every argument as a NumPy array that shares its memory, after checking that all are on one device.
+    """Return arrays in host memory, of any library, as NumPy arrays that share their memory.
 
-    Each is converted by `as_array`, so all must be in host memory.
+    All must be on one device. Each is converted by `as_array`.
 
     Args:
         operation: the function that error messages begin with, such as "quantize".
-        **named: the arrays by the names that error messages use. An argument that is None stays None.
+        **named: {name in error messages: array}. An argument that is None stays None.
 
     Returns:
         The arrays, in the order of the arguments.
@@ -137,10 +137,10 @@ def check_one_device(operation: str = "", /, **named: Any) -> None:
 
 
 def device_name(x: Any, name: str = "x") -> str:
-    """Return where `x` lives: "cpu" (page-locked memory included), "cuda:0", "rocm:1", "metal:0", ...
+    """Return the device that holds the memory of x: "cpu" (page-locked memory included), "cuda:0", "rocm:1", ...
 
     An object that has only `__cuda_array_interface__` gives "cuda", because that interface does not state the device
-    number. `name` is what error messages call x.
+    number. name: the name of x in error messages.
 
     Raises:
         TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface; or `x` is
@@ -194,7 +194,7 @@ def way_to_array(x: Any, variable: str) -> str:
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
     """Return the DLPack device type and device number of the memory of x.
 
-    Raises BufferError unless the memory is on exactly one device.
+    Raise BufferError unless the memory is on exactly one device. name: the name of x in the message.
     """
     try:
         kind, index = x.__dlpack_device__()
@@ -208,7 +208,7 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
 
 
 def is_distributed(x: Any) -> bool:
-    """Return whether x is a DTensor of PyTorch, that is a tensor spread over the processes of a distributed program.
+    """Return whether x is a PyTorch DTensor, which is a tensor spread over the processes of a distributed program.
 
     It is recognized by three attributes, so PyTorch need not be imported.
     """
@@ -231,7 +231,7 @@ def check_tensor(x: Any, name: str = "x") -> None:
 
     DLPack transfers only memory. For example, a tensor with the negative bit set would arrive with every sign flipped.
 
-    name: how the message calls x, such as "quantize: x".
+    name: the name of x in the message, such as "quantize: x".
 
     Raises:
         TypeError: x is a DTensor, or a sparse, nested or quantized tensor.
@@ -265,7 +265,7 @@ def _check_grad(x: Any, name: str) -> None:
     """Raise ValueError for x, a PyTorch tensor that requires grad, because fp4kit's functions would lose its gradient.
 
     Do nothing if grad mode is off. Also do nothing for a Parameter, such as a weight to be exported, unless the
-    function is one of DIFFERENTIABLE, whose results usually need a gradient.
+    function that was called is one of DIFFERENTIABLE, whose results usually need a gradient.
 
     name: the function and its argument, such as "quantize: x".
     """
@@ -281,12 +281,15 @@ def _check_grad(x: Any, name: str) -> None:
 
 
 def _variable(name: str) -> str:
-    """Return the last word of `name`, how messages call an array: "quantize: x" gives "x", the argument."""
+    """Return the argument in the name that messages give an array: "quantize: x" gives "x"."""
     return name.rpartition(" ")[2]
 
 
 def _require_host(device: str, name: str) -> None:
-    """Raise NotImplementedError unless device, a result of device_name, is "cpu". name: the array in the message."""
+    """Raise NotImplementedError unless `device`, a result of device_name, is "cpu".
+
+    name: the name of the array in the message.
+    """
     if device == "cpu":
         return
     x = _variable(name)
@@ -299,8 +302,8 @@ def _require_host(device: str, name: str) -> None:
 def _detached(x: Any) -> Any:
     """Return an array in a form that DLPack can export.
 
-    A PyTorch tensor that requires grad is detached, because PyTorch does not export such tensors. The result shares its
-    memory. Any other object is returned unchanged.
+    A PyTorch tensor that requires grad is detached, because PyTorch does not export such tensors; the result shares the
+    tensor's memory. Any other object is returned unchanged.
     """
     return x.detach() if getattr(x, "requires_grad", False) else x
 
@@ -311,7 +314,7 @@ def _detached(x: Any) -> Any:
 def is_traced() -> bool:
     """Return True if torch.compile traces the caller, or would trace the functions that the caller calls next.
 
-    If so, the caller must call them through `untraced`. Requires that "torch._dynamo" is in sys.modules.
+    If so, the caller must call its functions through `untraced`. "torch._dynamo" must be in sys.modules.
     """
     if sys.modules["torch"].compiler.is_dynamo_compiling():  # a constant True in traced code
         return _leave_untraced()
@@ -349,7 +352,7 @@ _NOTHING = nullcontext()
 
 @cache
 def cupy() -> Any:
-    """Return the module cupy, which is imported at the first call.
+    """Return the module cupy. The first call imports it.
 
     Raise RuntimeError if CuPy is not installed, if there is no usable CUDA driver, or if the driver sees no device. The
     message says what to install or check.
@@ -389,7 +392,7 @@ def on_device(array: Any) -> bool:
 
 
 def to_host(array: Any) -> Any:
-    """Return an array, a result of import_arrays, as a NumPy array.
+    """Return a NumPy or CuPy array, such as a result of import_arrays, as a NumPy array.
 
     A NumPy array is returned unchanged. A CuPy array is copied to host memory, after waiting for its values.
     """
@@ -406,13 +409,13 @@ def making_current(device: int) -> AbstractContextManager[Any]:
 
 
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
-    """Return the given arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays.
+    """Return arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays. Nothing is copied.
 
     Nothing is copied.
 
     Args:
         op: the function that error messages begin with.
-        **named: the arrays by the names that error messages use. None is not allowed.
+        **named: {name in error messages: array}. None is not allowed.
 
     Returns:
         The arrays, in the order of the arguments.
@@ -439,17 +442,17 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
     """Return whether all arrays are CuPy arrays on one device; False if there are none or CuPy is not imported.
 
-    If so, import_arrays returns the arrays at once, because a DLPack export would cost a call of the driver.
+    If it is True, import_arrays returns the arrays at once, because a DLPack export would cost a call of the driver.
     """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
 
 
 def _on_cuda(a: Any, name: str) -> bool:
-    """Return whether an array of any library is on a CUDA device. name: how error messages call the array."""
+    """Return whether an array of any library is on a CUDA device. name: the name of the array in error messages."""
     return device_name(a, name).startswith("cuda")
 
 
 def is_array(a: Any) -> bool:
-    """Return whether an object is an array of some library: whether it exports DLPack or the CUDA array interface."""
+    """Return whether an object is an array of some library, which exports DLPack or the CUDA array interface."""
     return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")

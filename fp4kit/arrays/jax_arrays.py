@@ -14,7 +14,7 @@ from fp4kit.arrays import imports
 
 @contextmanager
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield a function that converts results, NumPy or CuPy arrays, to JAX arrays on the device of x, a JAX array.
+    """Yield the function that converts results (NumPy or CuPy arrays) to JAX arrays on the device of the JAX array x.
 
     Entering the context changes nothing. It exists because ArrayLibrary.call_context is a context manager for every
     library, and PyTorch's context manager sets the stream and the allocator.
@@ -24,7 +24,7 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def giver(x: Any) -> Callable[[Any], Any]:
-    """Return a function that converts a NumPy or CuPy array to a JAX array on the device of x, a JAX array.
+    """Return a function that converts a NumPy or CuPy array to a JAX array on the device of the JAX array x.
 
     If x is committed to its device, as after jax.device_put with a device, the new arrays are committed too. Otherwise
     JAX may move them. NumPy arrays are copied, and CuPy arrays share their memory (see array_of).

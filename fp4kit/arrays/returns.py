@@ -25,13 +25,13 @@ Give = Callable[[Any], Any]  # converts a NumPy or CuPy array to a library's arr
 
 
 class ArrayLibrary(NamedTuple):
-    """An array library, PyTorch or JAX, to whose arrays results are converted.
+    """PyTorch or JAX, with what is needed to convert results to its arrays.
 
     Attributes:
         name: the name of its module.
         call_context: call_context(a) is a context manager to enter around a call on `a`, an array of the library. It
             yields the function that converts results.
-        is_mutable: whether arrays of the library can be written to.
+        is_mutable: True if arrays of the library can be written to (PyTorch), False if not (JAX).
     """
 
     name: str
@@ -46,8 +46,7 @@ JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 def library_of(a: Any) -> ArrayLibrary | None:
     """Return TORCH or JAX if `a` is an array of that library; None for NumPy, CuPy and every other library.
 
-    For a list or tuple, the first array decides. For a Quantized, the codes decide. For anything else, such as None,
-    return None.
+    For a list or tuple, its first array decides, and for a Quantized its codes. For any other object, return None.
     """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
@@ -62,8 +61,8 @@ def library_of(a: Any) -> ArrayLibrary | None:
 def first_array(a: Any) -> Any:
     """Return the array that determines the library and device of an argument.
 
-    It is the first array of a list or tuple, also of a nested one, the codes of a Quantized, or the argument itself. An
-    empty list or tuple is returned unchanged.
+    For a list or tuple, also a nested one, it is the first array; for a Quantized, the codes. Any other argument, and
+    an empty list or tuple, is returned unchanged.
     """
     while isinstance(a, (list, tuple)) and a:
         a = a[0]
@@ -84,7 +83,7 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
 
 
 def convert_arrays(result: Any, give: Give) -> Any:
-    """Return the result of a call with every NumPy or CuPy array in it converted by `give`.
+    """Return the result of a call in which every NumPy or CuPy array is converted by the function `give`.
 
     Arrays in lists, tuples, named tuples and a Quantized are converted too. Anything else stays unchanged.
     """
@@ -103,10 +102,10 @@ def convert_arrays(result: Any, give: Give) -> Any:
 def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that computes NumPy or CuPy arrays so that it returns arrays of its first argument's library.
 
-    - If this library is PyTorch or JAX, the arrays in the result are converted. But if the caller passed `out` by name,
-      the decorated function returns that very object, unless the result is None.
+    - If this library is PyTorch or JAX, the arrays in the result are converted. If the caller passed `out` by name,
+      however, `out` itself is returned, unless the result is None.
     - For any other library, the result is returned unchanged.
-    - If the first argument is an iterator, it is first made a list.
+    - If the first argument is an iterator, it is first converted to a list.
     - In code that torch.compile traces, the call runs outside of the compiled graph.
     """
     first = next(iter(signature(function).parameters))
@@ -133,8 +132,8 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
 def mark_written(out: Any) -> Any:
     """Tell PyTorch's autograd that `out` was written to, as PyTorch's in-place functions do, and return `out`.
 
-    Otherwise, autograd would silently compute gradients from overwritten values that an earlier function had saved. For
-    arrays of other libraries, nothing is done.
+    Without this, autograd would silently compute gradients from overwritten values that an earlier function had saved.
+    For arrays of other libraries, do nothing.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
@@ -178,7 +177,7 @@ class PlanLibrary:
             return self._tensors(function.__name__, result, give)
 
     def _tensors(self, name: str, result: Any, give: Give) -> Any:
-        """Return the result of the plan's method `name` as tensors: a list for a list, otherwise one tensor.
+        """Return the result of the plan's method `name` as a list of tensors, or as one tensor if it is not a list.
 
         If the arrays are the objects that the method returned last time, the tensors of that call are returned again.
         Otherwise, `give` converts the arrays.
@@ -195,7 +194,7 @@ class PlanLibrary:
 
 
 def _unchanged(array: Any) -> Any:
-    """Return `array` itself: the function that "converts" the results of plans on NumPy or CuPy arrays."""
+    """Return the array unchanged: the conversion of results for plans on NumPy or CuPy arrays."""
     return array
 
 

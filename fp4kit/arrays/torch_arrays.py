@@ -40,13 +40,13 @@ _BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address -> the
 
 
 def _module() -> Any:
-    """Return the module torch. It has been imported already, because the caller has tensors; otherwise KeyError."""
+    """Return the module torch, which must have been imported already, as by a caller who has tensors."""
     return sys.modules["torch"]
 
 
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """Return {PyTorch dtype: NumPy or ml_dtypes dtype} for all dtypes that tensors are converted from and to.
+    """Return {PyTorch dtype: NumPy or ml_dtypes dtype} for all dtypes that fp4kit converts tensors from or to.
 
     Dtypes that this version of PyTorch lacks are left out. float4_e2m1fn_x2, which has two codes per byte, gives uint8.
     """
@@ -61,14 +61,14 @@ def _dtypes() -> dict[Any, np.dtype]:
 
 @cache
 def _torch_dtypes() -> dict[np.dtype, Any]:
-    """Return a dict from NumPy dtypes to PyTorch dtypes. np.uint8 gives torch.uint8, not the packed float4 dtype."""
+    """Return {NumPy or ml_dtypes dtype: PyTorch dtype}. np.uint8 gives torch.uint8, not the packed float4 dtype."""
     return {known: dtype for dtype, known in reversed(_dtypes().items())}
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
     """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype; uint8 for torch.float4_e2m1fn_x2.
 
-    Raise TypeError if there is none. op: the public function that the message begins with.
+    Raise TypeError if no such dtype exists. op: the public function that the message begins with.
     """
     if dtype not in _dtypes():
         raise TypeError(f"{op}: dtype is {dtype}; needs a dtype that NumPy or ml_dtypes has, such as torch.float32")
@@ -86,8 +86,8 @@ def dtype_named(name: str) -> Any:
 def count_writes(tensors: list[Any]) -> None:
     """Tell autograd that PyTorch tensors were written to, so that it rejects a backward pass that needs the old values.
 
-    PyTorch has a function for this, which takes a list, or in older versions a single tensor. In versions without it,
-    do nothing.
+    PyTorch's function for this takes a list, or in older versions a single tensor. In PyTorch versions without the
+    function, do nothing.
     """
     count = getattr(_module().autograd.graph, "increment_version", None)
     if count is None:
@@ -118,7 +118,7 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return a tensor on the memory of a NumPy or CuPy array. Return anything else unchanged.
+    """Return a tensor that shares the memory of a NumPy or CuPy array. Return anything else unchanged.
 
     A read-only NumPy array is copied. Raise KeyError if this version of PyTorch lacks the dtype of the array.
     """
@@ -128,7 +128,7 @@ def tensor_of(array: Any) -> Any:
 
 
 class TorchStream(NamedTuple):
-    """The pointer and device number of a PyTorch stream, in a form that CuPy can launch kernels on."""
+    """A PyTorch stream as its pointer and device number, in a form that CuPy can use as a stream."""
 
     ptr: int
     device: int
@@ -139,7 +139,7 @@ class TorchStream(NamedTuple):
 
 
 def stream_of(device: Any) -> TorchStream:
-    """Return the stream that is now PyTorch's current stream on a CUDA device, a torch.device with a number."""
+    """Return PyTorch's current stream on a CUDA device. device: a torch.device with a number."""
     return streams_of(device)()
 
 
@@ -156,7 +156,7 @@ def streams_of(device: Any) -> Callable[[], TorchStream]:
 def _raw_stream() -> Callable[[int], int]:
     """Return a function from a device number to the address of PyTorch's current stream on that device.
 
-    If this version of PyTorch allows it, the function does so without creating a torch.cuda.Stream object.
+    If this version of PyTorch allows it, the function creates no torch.cuda.Stream object.
     """
     get_raw: Callable[[int], int] | None = getattr(_module()._C, "_cuda_getCurrentRawStream", None)
     return get_raw or (lambda index: int(_module().cuda.current_stream(index).cuda_stream))
@@ -182,8 +182,8 @@ def address() -> Callable[[Any], int]:
 def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> Callable[[], Any]:
     """Return a function without arguments that allocates a new tensor with the given shape and NumPy dtype.
 
-    The tensors are zeros if `zeros` is True, otherwise uninitialized. device: a torch.device, the host or the current
-    CUDA device.
+    The tensors hold zeros if `zeros` is True; otherwise they are uninitialized. device: a torch.device, either the host
+    or the current CUDA device.
 
     Uninitialized tensors are allocated with the function that PyTorch's compiled code uses, which calls the allocator
     directly. If this PyTorch lacks that function, torch.empty_like of a tensor without memory is used instead. That is
@@ -212,7 +212,10 @@ def _direct_allocator(kind: str) -> Callable[..., Any] | None:
 
 @lru_cache(_CACHED_OUTLINES)
 def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
-    """Return a contiguous tensor with a shape, dtype and device but no memory, as a model for torch.empty_like."""
+    """Return a contiguous tensor with the given shape, dtype and device but without memory.
+
+    It is a model for torch.empty_like and torch.zeros_like.
+    """
     tensor = _module().empty(shape, dtype=_torch_dtypes()[dtype], device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -221,7 +224,7 @@ def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
 def tensor_type() -> Any:
     """Return the class torch.Tensor, or () if PyTorch is not imported.
 
-    Use it as isinstance(a, tensor_type()), which is False without PyTorch.
+    It is meant for isinstance(a, tensor_type()), which is False without PyTorch.
     """
     return getattr(sys.modules.get("torch"), "Tensor", ())
 
@@ -234,7 +237,7 @@ def host_device() -> Any:
 
 @cache
 def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
-    """Return a function from a tensor to a hashable tuple of all facts on which the checks of a call depend.
+    """Return a function that takes a tensor and returns a hashable tuple of the facts that a call's checks depend on.
 
     Two tensors with equal facts can use one cached call. The returned function raises TypeError unless its argument is
     a plain tensor or Parameter on CUDA, or on the host if on_host is set. `facts` itself raises TypeError if PyTorch is
@@ -255,7 +258,7 @@ def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
 
 
 def allocate(size: int) -> Any:
-    """Allocate at least `size` bytes on the current device from PyTorch's allocator, and return CuPy's pointer to them.
+    """Allocate at least `size` bytes on the current device with PyTorch's allocator, and return CuPy's pointer to them.
 
     CuPy uses this function as its allocator during a call on tensors. Each block is a tensor, so that record_stream,
     CUDA graphs and PyTorch's memory pools treat it as PyTorch's own.
@@ -269,7 +272,7 @@ def allocate(size: int) -> Any:
 
 
 def _host_tensor(array: np.ndarray) -> Any:
-    """Return a CPU tensor on the memory of a NumPy array, or on a copy if the array is read-only.
+    """Return a CPU tensor that shares the memory of a NumPy array, or of a copy if the array is read-only.
 
     Raise KeyError if this version of PyTorch lacks the dtype of the array.
     """
@@ -285,7 +288,7 @@ def _plain() -> tuple[np.dtype, ...]:
 
 
 def _device_tensor(array: Any) -> Any:
-    """Return a CUDA tensor on the memory of a CuPy array.
+    """Return a CUDA tensor that shares the memory of a CuPy array.
 
     If the memory came from `allocate`, the tensor is a view of the PyTorch tensor that owns it. Otherwise DLPack shares
     the memory. Raise KeyError if this version of PyTorch lacks the dtype of the array.

@@ -47,7 +47,7 @@ def padded_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _padded(op: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return padded_shape of a shape. Raise ValueError, whose message begins with op, if it has fewer than two axes."""
+    """Return padded_shape(shape). Raise ValueError, with a message that begins with op, for fewer than two axes."""
     if len(shape) < 2:
         raise ValueError(f"{op}: the scales have shape {shape}; needs (..., R, C), the rows and columns of a matrix")
     *lead, R, C = shape
@@ -170,7 +170,8 @@ def unshuffle_codes(packed: Any) -> Any:
 def _matrix_of_codes(op: str, packed: Any) -> tuple[int, int]:
     """Return the lengths (N, K / 2) of the last two axes of packed codes.
 
-    Raise TypeError or ValueError, whose message begins with op, if the codes cannot be cut into tiles.
+    Raise TypeError unless the codes are a uint8 array of NumPy or CuPy. Raise ValueError unless there are two axes or
+    more, N is a multiple of 16 and K / 2 a multiple of 32. op: the function that messages begin with.
     """
     check_bytes(op, packed, "packed")
     N, K = packed.shape[-2:] if packed.ndim > 1 else (1, 1)

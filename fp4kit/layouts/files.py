@@ -19,7 +19,7 @@ class GgufBlock(NamedTuple):
 
     Attributes:
         scales: the number of scales in a block.
-        group: the number of elements that each scale belongs to.
+        group: the number of elements per scale.
     """
 
     scales: int
@@ -43,7 +43,7 @@ GGUF_BLOCKS = {"mxfp4": GgufBlock(1, MXFP4.block_size), "nvfp4": GgufBlock(4, NV
 
 
 def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
-    """Return the bytes of a GGUF tensor, block by block, from packed codes and their block scales.
+    """Convert packed codes and block scales to the bytes of a GGUF tensor, which are stored block by block.
 
         mxfp4, 17 bytes for 32 elements:   s          then              | c0 c16 | c1 c17 | ... | c15 c31 |
         nvfp4, 36 bytes for 64 elements:   s s s s    then per scale    | c0 c8 | c1 c9 | ... | c7 c15 |
@@ -102,7 +102,7 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
 
 
 def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
-    """Return packed codes and block scales from the bytes of a GGUF tensor: the inverse of pack_gguf.
+    """Convert the bytes of a GGUF tensor to packed codes and block scales: the inverse of pack_gguf.
 
     Args:
         raw: uint8 (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, such as the data of a tensor that
@@ -151,8 +151,8 @@ def _gguf_block(op: str, format: str) -> GgufBlock:
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
     """Raise ValueError unless the length of the last axis of array is a multiple of `multiple`.
 
-    op: the public function, with which the message begins. name: the name of the array in the message. why: the clause
-    of the message that gives the reason.
+    op: the public function that the message begins with. name: the name of the array. why: the reason, a clause of the
+    message.
     """
     if array.shape[-1] % multiple:
         raise ValueError(
@@ -164,7 +164,7 @@ MLX_WORD = np.dtype("<u4")  # MLX stores codes in little-endian 32-bit words
 
 
 def pack_mlx(packed: Any) -> Any:
-    """Return MLX's 32-bit words from packed codes, without a copy if packed is contiguous.
+    """Convert packed codes to MLX's 32-bit words, without a copy if packed is contiguous.
 
         4-bit codes:  bits 0..3 c0 | 4..7 c1 | ... | 28..31 c7
         8-bit codes:  bits 0..7 c0 | 8..15 c1 | 16..23 c2 | 24..31 c3
@@ -175,7 +175,7 @@ def pack_mlx(packed: Any) -> Any:
         packed: uint8 (..., n), 4-bit or 8-bit codes as in Quantized.packed.
 
     Returns:
-        uint32 (..., n / 4), little-endian.
+        uint32 (..., n / 4), little-endian: a view of packed if it is contiguous, otherwise a view of a copy.
 
     Raises:
         TypeError: packed is not uint8.
@@ -199,7 +199,7 @@ def pack_mlx(packed: Any) -> Any:
 
 
 def unpack_mlx(words: Any) -> Any:
-    """Return packed codes from MLX's 32-bit words, without a copy if words are contiguous: the inverse of pack_mlx.
+    """Convert MLX's 32-bit words to packed codes, without a copy if words are contiguous: the inverse of pack_mlx.
 
     Args:
         words: uint32 (..., n).

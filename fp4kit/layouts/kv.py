@@ -53,7 +53,7 @@ _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 class PageShape(NamedTuple):
-    """The size of a KV cache, whatever its layout.
+    """The size of a KV cache, in any layout.
 
     Attributes:
         pages: the number of pages.
@@ -75,7 +75,7 @@ class KVParts(NamedTuple):
         k_codes: the codes of keys, two per byte, the even element in the low nibble.
         k_scales: the E4M3 bit patterns of the block scales of keys.
         v_codes: the codes of values.
-        v_scales: the block scales of values, in linear order.
+        v_scales: the E4M3 bit patterns of the block scales of values, in linear order.
     """
 
     k_codes: Any
@@ -86,14 +86,14 @@ class KVParts(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The order in which a KV cache stores codes and scales. The docstring of fp4kit.layouts.kv states the offsets.
+    """The order in which a KV cache stores codes and scales. The docstring of the module states the offsets.
 
     V are the values, as opposed to the keys.
 
     Attributes:
         container: "vllm" (one array of pages) or "flashinfer" (four arrays).
         order: "nhd" (the heads of a token are adjacent) or "hnd" (the tokens of a head are adjacent).
-        swizzled: True if the scales of V are swizzled.
+        swizzled: True if the block scales of the values V are swizzled; those of the keys never are.
     """
 
     container: Literal["vllm", "flashinfer"]
@@ -106,7 +106,7 @@ class KVLayout:
         return f"{self.container}-{self.order}" + "-swizzled" * self.swizzled
 
     def array_shapes(self, shape: PageShape) -> dict[str, tuple[int, ...]]:
-        """Return {name of an array: its shape} for a cache of the given size, in the order that KVCache takes arrays.
+        """Return {name of an array: its shape} for a cache of the given size, in the order that KVCache expects.
 
         Args:
             shape: the size of the cache, four positive ints.
@@ -195,14 +195,14 @@ def as_layout(op: str, layout: KVLayoutName | KVLayout) -> KVLayout:
 
 
 def v_scale_position(token: Any, scale: Any, scales: int) -> tuple[Any, Any]:
-    """Return where a swizzled layout stores a block scale of the values V of a page: at which token and scale index.
+    """Return the position, (token, scale index) in a page, at which a swizzled layout stores a block scale of V.
 
         token' = 4 (token // 4) + scale // (scales / 4),   scale' = 4 (scale % (scales / 4)) + token % 4
 
     Args:
         token: the index of the token in its page: an int or an integer array.
         scale: the index of the block along head_dim: an int or an integer array.
-        scales: blocks per vector, head_dim/16, a multiple of 4.
+        scales: the number of block scales per vector, head_dim/16, a multiple of 4.
 
     Returns:
         The pair (token', scale'), of ints or broadcast arrays.
@@ -232,9 +232,9 @@ class KVCache:
 
     Attributes:
         layout: the KVLayout. Its name may be passed instead.
-        arrays: a tuple of NumPy or CuPy arrays, uint8, in the order of KVLayout.array_shapes. Scale arrays may be
+        arrays: a tuple of uint8 arrays of NumPy or CuPy, in the order of KVLayout.array_shapes. Scale arrays may be
             passed as float8_e4m3fn, and are then viewed as uint8. A single array may be passed without a tuple. Pass a
-            tensor of PyTorch on the CPU as tensor.numpy().
+            PyTorch tensor on the CPU as tensor.numpy().
 
     Raises:
         TypeError: an array is not of NumPy or CuPy, or has an unsupported dtype.
@@ -270,12 +270,12 @@ class KVCache:
         return PageShape(lead[0], B, H, n * _BLOCK // 9 if self.layout.container == "vllm" else n * 2)
 
     def views(self) -> KVParts:
-        """Return views of the cache, indexed (page, token, head, byte) whatever the order of the layout.
+        """Return views of the cache's arrays with the axes (page, token, head, byte), for layouts of both orders.
 
         In a swizzled layout, v_scales holds the scales as they are stored, not in linear order.
 
         Returns:
-            KVParts of views, through which the cache can be written.
+            KVParts of views. Writing to them writes to the cache.
         """
         if self.layout.container == "vllm":
             parts = _regions(self.arrays[0], self.shape)
@@ -320,14 +320,15 @@ class KVCache:
         """Return the codes and scales of keys and values at token slots: the inverse of write.
 
         Args:
-            slots: integers (tokens,), in any order; a slot may occur more than once. None: all slots in order.
+            slots: integers (tokens,), none of them negative, in any order; a slot may occur more than once. None
+                returns all slots in order.
 
         Returns:
             KVParts of new uint8 arrays (tokens, heads, n), with v_scales in linear order.
 
         Raises:
             TypeError: slots are not integers.
-            ValueError: a slot is out of range.
+            ValueError: a slot is out of range or negative.
 
         Examples:
             >>> from fp4kit.layouts import kv
@@ -345,8 +346,8 @@ class KVCache:
 
         Args:
             layout: the layout, or its name.
-            out: a KVCache of this layout and of the size of the cache, whose arrays are overwritten. None: new arrays
-                in the library of the cache.
+            out: a KVCache of this layout and of the size of the cache, whose arrays are overwritten. None allocates new
+                arrays in the library of the cache.
 
         Returns:
             ``out`` if given, otherwise a new KVCache.
@@ -387,11 +388,11 @@ class KVCache:
         return to_device(index) if on_device(self.arrays[0]) else index
 
     def _indices(self, slots: np.ndarray) -> Callable[[bool], tuple[Any, ...]]:
-        """Return a function that gives the index with which to read or write the arrays of views() at slots.
+        """Return a function that gives the index for reading or writing the arrays of views() at the given slots.
 
-        The function takes True for the scales of V, and False for the other arrays. It returns a tuple of index arrays,
-        which selects all heads of the slots. If the layout is swizzled, the tuple for the scales of V also selects the
-        single scales, in linear order.
+        The function takes True for the scales of V, and False for the three other arrays. It returns a tuple of index
+        arrays that selects all heads of the slots. If the layout is swizzled, the tuple for the scales of V also
+        selects each scale, in linear order.
 
         slots: int64 (tokens,), none of them negative.
         """
@@ -424,9 +425,9 @@ class KVCache:
 
 
 def _on_host(array: Any) -> Any:
-    """Return a NumPy array unchanged, and an empty NumPy array in place of a CuPy array.
+    """Return a NumPy array unchanged. For a CuPy array, return an empty NumPy array.
 
-    Use it to compare memory: only arrays in host memory are compared.
+    It serves checks for shared memory, which compare only arrays in host memory.
     """
     return np.empty(0, np.uint8) if on_device(array) else array
 
@@ -434,9 +435,9 @@ def _on_host(array: Any) -> Any:
 def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
     """Return the arrays of a cache as a tuple of uint8 arrays. Scales of float8_e4m3fn are viewed as uint8.
 
-    Raise TypeError unless all arrays are bytes of NumPy or all are bytes of CuPy. Raise ValueError unless the number of
-    arrays and their numbers of axes fit the layout. For the vllm container, _check_pages checks the pages too. The
-    lengths of the other axes are left to the caller.
+    Raise TypeError unless all are byte arrays of NumPy, or all of CuPy. Raise ValueError unless the number of arrays
+    and their numbers of axes fit the layout, and also as _check_pages does for the vllm container. Lengths of axes are
+    otherwise left to the caller.
     """
     names = _ARRAYS[layout.container]
     if len(arrays) != len(names):
@@ -459,8 +460,8 @@ def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
 def _axes(layout: KVLayout) -> str:
     """Return the axes of a layout's arrays as text for error messages.
 
-    For the flashinfer container, the text is "(pages, block_size, heads, n)" or, for hnd, "(pages, heads, block_size,
-    n)". For vllm, it names five axes.
+    For the flashinfer container, the text is "(pages, block_size, heads, n)" for nhd and "(pages, heads, block_size,
+    n)" for hnd. For vllm, it has five axes, of which the last is "9 head_dim/16".
     """
     inner = "block_size, heads" if layout.order == "nhd" else "heads, block_size"
     return f"(pages, 2, {inner}, 9 head_dim/16)" if layout.container == "vllm" else f"(pages, {inner}, n)"
@@ -469,8 +470,8 @@ def _axes(layout: KVLayout) -> str:
 def _check_pages(layout: KVLayout, pages: Any) -> None:
     """Raise ValueError unless `pages`, the array of a vllm container, has a valid last axis and contiguous halves.
 
-    The length of the last axis must be a multiple of 9, because it is 9 head_dim/16. In each page, the bytes of all
-    keys must be contiguous, and so must the bytes of all values. layout: the layout that the message names.
+    The length of the last axis is 9 head_dim/16, so it must be a multiple of 9. In each page, the bytes of all keys
+    must be contiguous, and so must the bytes of all values. layout: the layout that the message names.
     """
     *_, outer, n = pages.shape
     if n % 9:
@@ -489,8 +490,9 @@ def _check_pages(layout: KVLayout, pages: Any) -> None:
 def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
     """Return a tuple of views of the four regions of vLLM's pages: K codes, K scales, V codes, V scales.
 
-    Each view has the shape (pages, a, b, n). (a, b) is (block_size, heads) or (heads, block_size), as in `pages`, and n
-    the number of bytes per vector: head_dim/2 for codes and head_dim/16 for scales. shape: the size of the cache.
+    Each view has the shape (pages, a, b, n). Here (a, b) is (block_size, heads) or (heads, block_size), as in `pages`,
+    and n is the number of bytes per vector: head_dim/2 for codes and head_dim/16 for scales. shape: the size of the
+    cache.
     """
     P, _, a, b, n = pages.shape
     flat = pages.reshape(P, 2, a * b * n)  # a view, because the last three axes are contiguous
@@ -509,9 +511,9 @@ def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarr
     Raise TypeError unless the slots are integers. Raise ValueError unless they are 1-d, and each is below the number of
     slots of a cache of this shape.
 
-    - If `writes` is True, negative slots are allowed and returned unchanged. Raise ValueError if any other slot occurs
-      twice.
-    - If it is False, raise ValueError for negative slots. Slots may occur more than once.
+    - If `writes` is True, negative slots are allowed and returned unchanged. Raise ValueError if a slot that is not
+      negative occurs twice.
+    - If `writes` is False, raise ValueError for negative slots. Slots may occur more than once.
     """
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:

@@ -37,7 +37,7 @@ def pack(codes: Any) -> Any:
 
 
 def check_pairs(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the last length of `shape`, the shape of 4-bit codes, is even: two codes share a byte."""
+    """Raise ValueError unless the last length of `shape`, the shape of 4-bit codes, is even: two share a byte."""
     if shape[-1] % 2:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
@@ -45,8 +45,8 @@ def check_pairs(shape: tuple[int, ...]) -> None:
 def check_array(op: str, name: str, array: Any) -> None:
     """Raise TypeError unless `array` is a NumPy array or scalar, or a CuPy array.
 
-    The layout functions need such an array, because they call its methods. The message begins with op and calls the
-    array `name`.
+    The layout functions call methods of such arrays. op, name: the function that the message begins with, and the
+    array's name.
     """
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
@@ -56,7 +56,7 @@ def check_array(op: str, name: str, array: Any) -> None:
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
     """Raise TypeError unless `codes` is a NumPy or CuPy array of uint8, and ValueError if it is 0-d.
 
-    The values are not checked. The message begins with op and calls the array `name`.
+    The values are not checked. op, name: the function that the message begins with, and the array's name.
     """
     check_array(op, name, codes)
     if codes.dtype != np.uint8:
@@ -92,7 +92,7 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """Return codes as their element format stores them: 4-bit codes in a new array, two per byte.
+    """Return codes as their element format stores them. 4-bit codes are packed into a new array, two per byte.
 
     Wider codes are stored one per byte, so `codes` itself is returned.
 
@@ -121,7 +121,7 @@ def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, pa
     Args:
         out: the matrix, as the element format stores it.
         codes: uint8 (m, n) with n >= 1, one code per byte.
-        rows: the m rows of out to write to.
+        rows: a slice of the m rows of out to write to.
         column: the index of the first code to write, counted in codes.
         packing: ElementFormat.packing.
     """

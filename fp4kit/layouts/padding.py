@@ -14,9 +14,9 @@ _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
 
 def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
-    """Return n, an integer of any library, as an int. Raise ValueError unless it is one of at least `minimum`.
+    """Return n, an integer of any library, as an int. Raise ValueError unless it is an integer of at least `minimum`.
 
-    Bools and floats raise ValueError too. The message begins with op and calls the number `name`.
+    Bools and floats raise ValueError too. op, name: the function that the message begins with, and the number's name.
     """
     try:
         number = index_of(n)
@@ -31,11 +31,11 @@ def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
     """Append zeros along an axis, so that the length of the axis becomes a multiple of ``multiple``.
 
-    For example, quantize requires that the length is a multiple of the recipe's block size.
+    Use it before quantize, which requires that the length is a multiple of the recipe's block size.
 
     Args:
         x: an array of any library, with at least one axis.
-        multiple: a positive int. The new length is the smallest multiple of it that is not below the old length.
+        multiple: a positive int. The new length is the old one, rounded up to a multiple of this number.
         axis: the axis to pad.
 
     Returns:
@@ -80,7 +80,7 @@ def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
         epilogue_tile: FlashInfer's epilogue tile, a positive int.
 
     Returns:
-        Row indices, int64 (M,): entry r is the old index of new row r.
+        A NumPy array int64 (M,) of row indices: entry r is the old index of new row r.
 
     Raises:
         ValueError: M is not an int, is negative or is not a multiple of B; or epilogue_tile is not a positive int.

@@ -75,7 +75,7 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return linear block scales in another layout, such as one of those that GPU kernels read.
+    """Convert linear block scales to another layout, such as those that GPU kernels read.
 
     Args:
         scales: a NumPy or CuPy array (..., R, C). Each (R, C) matrix is rearranged separately.
@@ -111,7 +111,7 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
-    """Rearrange block scales in a layout to linear order, and drop the padding. This is the inverse of swizzle_scales.
+    """Convert block scales from a layout to linear order, and drop the padding. This is the inverse of swizzle_scales.
 
     Args:
         scales: a NumPy or CuPy array of any shape, with as many entries as the layout needs, padding included.
@@ -119,7 +119,7 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
         shape: the shape (..., R, C) of the result.
 
     Returns:
-        An array of that shape: a new array, or for "linear" a view of scales if possible.
+        An array of the shape `shape`. It is a new array, but for "linear" a view of scales if possible.
 
     Raises:
         TypeError: scales are not a NumPy or CuPy array, or shape is not a sequence of ints.
@@ -152,8 +152,8 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless ``scales`` has as many entries as the layout needs, padding included.
 
-    Also raise ValueError if the layout is unknown, if a length is negative, or if a swizzled layout gets a shape of
-    fewer than two axes.
+    Also raise ValueError if the layout is unknown, if a length is negative, or if the layout is swizzled and the shape
+    has fewer than two axes.
 
     shape: the shape (..., R, C) of the scales in linear layout. scales may have any shape.
     """

@@ -15,7 +15,7 @@ _TRITON = "aiter e404860 Triton kernel"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield aiter's recipes that no other producer's recipe equals: MXFP4 with modes RoundUp and Ceil, then NVFP4."""
+    """Yield aiter's recipes: MXFP4 with modes RoundUp and Ceil, then NVFP4. Its other quantizers are aliases."""
     up = of_format(
         MXFP4,
         "mxfp4-aiter",

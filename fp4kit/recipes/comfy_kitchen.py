@@ -19,8 +19,8 @@ _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 def recipes() -> Iterator[Recipe]:
     """Yield six recipes: three of NVFP4, then MXFP8, then FP8 with E4M3 and with E5M2 elements.
 
-    The second and third of NVFP4 round as ComfyUI does stochastically, on a CPU and on a GPU. FP8 has one scale per
-    tensor.
+    The second and third NVFP4 recipes follow ComfyUI's stochastic rounding, on a CPU and on a GPU. FP8 has one scale
+    per tensor.
     """
     yield of_format(
         NVFP4,

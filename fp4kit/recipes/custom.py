@@ -23,7 +23,7 @@ def custom_recipe(
 ) -> Recipe:
     """Return a recipe for element and scale formats that you choose.
 
-    With M, the largest magnitude of an element (1 for MX4), and S(), which rounds to the scale format:
+    Let M be the largest magnitude of the element format (1 for MX4), and let S() round to the scale format. Then
 
         scale = S(amax / M)
         code = the code of x * (1 / scale)
@@ -35,9 +35,10 @@ def custom_recipe(
     Args:
         id: a name for the recipe. It must not be the id or an alias of a recipe in the table.
         element: the format of the elements: a Codebook, MX4, a float or an integer. MX4 needs scale=E8M0.
-        scale: the format of the block scales. A float format of at most 8 bits, stored as one byte per block in
-            block_scale. Or the name of a float type; then each block has a tensor_scale, a float32 number that is
-            rounded to this type. A block of several rows has its tensor_scale once per row.
+        scale: the format of the block scales. Either a float format of at most 8 bits, whose scales are stored in
+            block_scale, one byte per block. Or the name of a float type, whose scales are stored in tensor_scale, one
+            float32 number per block that is rounded to this type. For a block of several rows, this number is repeated
+            for every row.
         block: the number of elements along the quantized axis that share a scale, or (rows, columns).
         scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
             saturates; otherwise the largest elements of a block may be clipped. For float32 scales, only "nearest" is
@@ -45,7 +46,7 @@ def custom_recipe(
         tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits, but not E8M0.
 
     Returns:
-        A Recipe, which all functions accept that take a recipe. dataclasses.replace changes its other fields, such as
+        A Recipe, for all functions that accept a recipe. Use dataclasses.replace to change its other fields, such as
         rounding and amax_nan.
 
     Raises:
@@ -54,10 +55,9 @@ def custom_recipe(
 
     Numerics:
         float32, rounded to nearest even after every operation. Elements are rounded to the nearest code, and saturate.
-        A scale beyond the largest of its format becomes the largest. Scales of a magnitude below 1e-38 count as 1e-38
-        when elements are encoded, so 1 / scale is finite. A block of zeros has scale 0; in E8M0, which has no zero, it
-        has scale 2^-127. An amax is NaN if an element is NaN; then the scale is NaN, or the largest if its format has
-        no NaN.
+        A scale beyond the largest of its format becomes the largest. Scales below 1e-38 count as 1e-38 when elements
+        are encoded, so that 1 / scale is finite. A block of zeros has scale 0; in E8M0, which has no zero, it has scale
+        2^-127. An amax is NaN if an element is NaN; then the scale is NaN, or the largest if its format has no NaN.
 
     Exact:
         For blocks of 32, 64 and 128, float32 scales and the elements NF4 and BNB_FP4, equals quantize_4bit of
@@ -96,7 +96,7 @@ def custom_recipe(
 
 
 def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[str, Any]:
-    """Return the fields of a Recipe whose block scales are float32 numbers, rounded to a float type, as {field: value}.
+    """Return {field: value} for a Recipe whose block scales are float32 numbers that are rounded to a float type.
 
     The arguments are those of custom_recipe. scale: "float32", "float16" or "bfloat16". Raise ValueError for any other
     string, and TypeError for any other object. Also raise ValueError if tensor_scale is True, or if scale_rounding is

@@ -71,8 +71,8 @@ def recipes() -> Iterator[Recipe]:
 def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
     """Yield FlashInfer's recipes for activations with one tensor scale per token, that is per row.
 
-    First come the two of the kernels, with and without fast math. Then comes the Python reference in FlashInfer's
-    tests, and then its 4over6 variants, each without and with the error measure of fast math.
+    The order is: the two kernels, with and without fast math; the Python reference in FlashInfer's tests; its four
+    4over6 variants, each without and then with the error measure of fast math.
 
     fast: the base recipe nvfp4-flashinfer. precise: the base recipe nvfp4-flashinfer-precise.
     """

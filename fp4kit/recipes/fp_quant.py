@@ -19,7 +19,7 @@ _GPU = (
 def recipes() -> Iterator[Recipe]:
     """Yield three recipes: NVFP4, MXFP4 with method abs_max, and MXFP4 with method quest.
 
-    They quantize elements as they are. FP-Quant's Hadamard transform, if wanted, comes before the call.
+    They do not include FP-Quant's Hadamard transform. If you want it, apply it to x before the call.
     """
     yield of_format(
         NVFP4,

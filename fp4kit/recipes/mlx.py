@@ -47,8 +47,8 @@ def aliases() -> Iterator[Alias]:
 def recipes() -> Iterator[Recipe]:
     """Yield MLX's recipes: first those for NVFP4, then those for MXFP4, then those for MXFP8.
 
-    Within a format, the order is that of fp4kit.recipes(). Quantizers of MLX that equal another producer's are aliases
-    instead.
+    Within a format, the order is that of fp4kit.recipes(). Quantizers of MLX that equal another producer's recipe are
+    not yielded; they are aliases.
     """
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
@@ -58,7 +58,7 @@ def recipes() -> Iterator[Recipe]:
 def _nvfp4() -> Iterator[Recipe]:
     """Yield the NVFP4 recipes: for the CPU back end, for its versions up to 0.32.2, and for the Metal kernels.
 
-    Each of the three is yielded without a global scale, and then with one ("-global").
+    For each of the three, the recipe without a global scale comes first, and then the one with it ("-global").
     """
     cpu = of_format(
         NVFP4,

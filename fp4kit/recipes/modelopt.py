@@ -25,7 +25,8 @@ def recipes() -> Iterator[Recipe]:
 def _nvfp4() -> Iterator[Recipe]:
     """Yield the NVFP4 recipes.
 
-    They are ordered: dynamic block amaxes, calibrated block amaxes, a scale search, and the fake quantizers.
+    The order is: recipes with dynamic block amaxes, with calibrated block amaxes, with a scale search, and the fake
+    quantizers.
     """
     dynamic = of_format(
         NVFP4,

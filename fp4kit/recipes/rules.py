@@ -1,10 +1,9 @@
 """List the names of rules that recipes may use, and what each rule needs. The functions are in fp4kit/reference/.
+The encode scale of a tensor multiplies elements before they are encoded. The decode scale, stored as tensor_scale, is
+its inverse. The factor of a block is applied to its elements before rounding: they are multiplied or divided by it, or
+(apply "compare") compared with the values of codes times the factor.
 
 A Recipe is checked against these tables when it is created, so that no rule receives a recipe that does not fit it.
-
-Terms: the encode scale of a tensor multiplies elements before they are encoded. The decode scale, stored as
-tensor_scale, is its inverse. The factor of a block is applied to its elements before rounding: they are multiplied by
-it, divided by it, or (apply "compare") compared with the values of codes times the factor.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ ANY_FORMAT = "any"
 
 
 class BlockRuleTraits(NamedTuple):
-    """The traits of a block rule: what it needs of a Recipe, and how the factor of a block is computed and applied.
+    """The properties of a block rule: what it requires of a Recipe, and how the factor of a block is computed.
 
     Attributes:
         scale: name of the scale format that the rule writes, or ANY_FORMAT.
         apply: how the factor is applied to elements: "multiply", "divide" or "compare".
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
-        needs_tensor: True if the formula reads tensor_amax itself, besides the scales made from it.
+        needs_tensor: True if the formula reads tensor_amax itself, not only the scales made from it.
         flush: the value that Recipe.flush must have: True if the rule's arithmetic replaces subnormals by zero, False
-            if it does not. None: either value is allowed.
+            if it does not. None allows both values.
         encode: True if the factor is computed from the tensor's encode scale instead of the decode scale.
         then_encode: True if elements are multiplied by the encode scale after the factor is applied.
         reads_amax: True if the factor depends on the block amax, not on the scale code alone.
@@ -48,7 +47,7 @@ class BlockRuleTraits(NamedTuple):
         may_overflow: True if the factor may be infinite, so that Recipe.keep_infinity has an effect.
         integers: True if the rule also supports integer elements.
         chooses: True if each block chooses between two candidates by the error measure Recipe.four_over_six.
-            reference/four_over_six.py quantizes by such a rule, and there are no functions for scale and factor.
+            reference/four_over_six.py quantizes by such a rule, which has no functions for scale and factor.
     """
 
     scale: str
@@ -194,17 +193,17 @@ TOPS = {"fouroversix_4": 4}
 
 
 class DecodeRule(NamedTuple):
-    """Describe a decode rule: which scales it accepts, and how it treats zeros, NaN and results of 16 bits.
+    """The properties of a decode rule: which scales it accepts, and how it treats zeros, NaN and 16-bit results.
 
     Attributes:
         scales: names of the block scale formats that the rule accepts. None stands for no block scales.
         needs_amax: True if the rule reads the tensor's amax or encode scale.
         unsigned_zero: True if the rule decodes the code of -0 to +0.
-        float16: name of the rule to use instead if the result is float16. "": no other rule.
-        bfloat16: name of the rule to use instead if the result is bfloat16. "": no other rule.
+        float16: name of the rule to use instead if the result is float16; "" if this rule is used.
+        bfloat16: name of the rule to use instead if the result is bfloat16; "" if this rule is used.
         numbers: True if the NaN codes of elements decode as if they were ordinary numbers. For example, code 7F of E4M3
             becomes 480.
-        fake: name of the rule to use instead in fake_quantize. "": no other rule.
+        fake: name of the rule to use instead in fake_quantize; "" if this rule is used.
     """
 
     scales: tuple[str | None, ...]
@@ -254,7 +253,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """The requirements that a search for block amaxes, named by Recipe.search, has for recipes.
+    """The requirements of a search for block amaxes, which Recipe.search names: what it needs of a recipe.
 
     A search chooses the amax of each block. It usually tries several amaxes and compares errors; the search "quest"
     computes one amax from the standard deviation of the block.
@@ -280,15 +279,15 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """The requirements that a fake rule has for recipes. By a fake rule, fake_quantize computes values without codes.
+    """The requirements of a fake rule, by which fake_quantize computes values without codes: what it needs of a recipe.
 
     Attributes:
         scale: name of the block scale format that the recipe must have. None: no block scales.
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
         reads_scale_max: True if the formula uses Recipe.scale_max; otherwise it uses 448.
         one_level: True if the rule does not support a tensor scale. Other rules for E4M3 scales need one.
-        unit: a number that divides the length of the quantized axis, because so many elements share a correction of
-            their block scales; 1 if none do. A rule with a larger unit needs Recipe.fake_only.
+        unit: the number of elements that share a correction of their block scales; 1 if there is no such correction. It
+            must divide the length of the quantized axis. A rule with a unit above 1 needs Recipe.fake_only.
         stochastic: the value of Recipe.stochastic for a rule that can round stochastically; "" if it cannot.
     """
 

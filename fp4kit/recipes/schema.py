@@ -57,27 +57,27 @@ class Recipe:
     together.
 
     Attributes:
-        id: a nonempty name; in the table `<format>-<producer>[-<variant>]`.
+        id: a nonempty name. The ids of fp4kit's table have the form `<format>-<producer>[-<variant>]`.
         element: the format of an element code.
-        scale: the format of a block scale. None: the recipe has float32 scales only, in tensor_scale.
+        scale: the format of a block scale. None if the recipe has only float32 scales, in tensor_scale.
         block: (rows, columns) of the elements that share a block scale, or a tensor_scale with tensor_scaling "block".
-            Columns run along the quantized axis. None: no blocks.
+            Columns run along the quantized axis. None if there are no blocks.
         block_rule: name of the rule that computes the block scale, or None.
         source: the producer, its version, and the file or function.
         exact: what the recipe equals bit for bit, and the exceptions.
-        versions: the oldest version of the producer known to give these bits, and the newest that was checked. None:
-            not recorded. No bit depends on it.
+        versions: the oldest version of the producer known to give these bits, and the newest that was checked. None if
+            not recorded. It has no effect on results.
         tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
         tensor_rule: name of the rule that computes the tensor scale, or None.
         decode_rule: name of the rule that decodes codes to values.
-        fake_rule: name of the rule of fake_quantize. None: fake_quantize is dequantize(quantize(x)).
-        apply: how the factor of a block, which a rule computes from the scales, is applied to its elements.
-            "multiply" or "divide": elements are multiplied or divided by the factor, then rounded. "compare": each
-            element gets the code whose value times the factor is nearest to it.
+        fake_rule: name of the rule by which fake_quantize computes. None if it computes dequantize(quantize(x)).
+        apply: how the factor of a block, which the block rule computes, is applied to its elements. "multiply" or
+            "divide": elements are multiplied or divided by the factor, then rounded. "compare": each element gets the
+            code whose value times the factor is nearest to it.
         rounding: how a scaled element is rounded to a code; see reference.codec.encode.
         sign: which codes get the sign bit; see reference.codec.encode.
-        nan_code: the code of a NaN element. None: the NaN of the element format, or the code of its largest value if
-            it has no NaN.
+        nan_code: the code of a NaN element. None stands for the NaN of the element format, or the code of its largest
+            value if it has no NaN.
         nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
         amax_nan: the effect of NaN elements on an amax. "ignore": NaN elements are left out. "propagate": the amax is
             NaN. "lanes": NaN elements are left out, but a block's amax is NaN if all its elements at odd indices are
@@ -91,7 +91,7 @@ class Recipe:
             by the fake rules of fouroversix's MS-EDEN.
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
             of the elements and encoded again. Values that become infinite in this dtype lose their codes, and so do
-            blocks whose scale becomes 0 in it. Not available with stochastic rounding.
+            blocks whose scale becomes 0 in it. It cannot be combined with stochastic rounding.
         four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
             each block chooses between two scales, with the block maximum at 6 or at 4. With elements IF4, each block
             chooses between E2M1 and INT4 instead, under one scale.
@@ -189,7 +189,7 @@ class Recipe:
 
     @property
     def is_custom(self) -> bool:
-        """True if the recipe has amax rules, which custom_recipe uses for user-defined formats."""
+        """True if the recipe has amax rules, as the recipes of custom_recipe for user-defined formats have."""
         if self.block_rule is not None:
             return rules.BLOCK_RULES[self.block_rule].scale == rules.ANY_FORMAT
         return self.tensor_rule is not None and rules.TENSOR_RULES[self.tensor_rule] == rules.ANY_FORMAT
@@ -201,10 +201,10 @@ class Recipe:
 
     @property
     def length_multiple(self) -> int:
-        """The number of which every allowed length of the quantized axis is a multiple.
+        """The length of the quantized axis must be a multiple of this number.
 
-        For recipes with blocks it is the number of columns per block, or the unit of a fake_only recipe's fake_rule if
-        that is larger. For other recipes it is the smallest number of codes that fill whole bytes.
+        With blocks, it is the number of columns per block, or the unit of a fake_only recipe's fake_rule if that is
+        larger. Without blocks, it is the smallest number of codes that fill whole bytes.
         """
         unit = rules.FAKE_RULES[self.fake_rule].unit if self.fake_only and self.fake_rule else 1
         return max(self.block_size, unit) if self.block else self.element.packing.codes
@@ -228,8 +228,10 @@ def producer_of(id: str) -> str:
 def decoding(r: Recipe, dtype: Any) -> Recipe:
     """Return the recipe by which codes and scales of r are decoded to the given dtype.
 
-    Some producers use another rule to decode to float16 or bfloat16. For these, return a copy of r with this decode
-    rule. In all other cases, return r itself. dtype: a NumPy dtype or its name.
+    If the producer decodes to this dtype (float16 or bfloat16) by another rule, return a copy of r with that decode
+    rule. In all other cases, return r itself.
+
+    dtype: a NumPy dtype or its name.
     """
     decode = rules.DECODE_RULES[r.decode_rule]
     rule = decode.float16 if dtype == "float16" else decode.bfloat16 if dtype == "bfloat16" else ""
@@ -249,24 +251,24 @@ def faking(r: Recipe) -> Recipe:
 
 @lru_cache(256)
 def with_row_blocks(r: Recipe) -> Recipe:
-    """Return r with blocks of one row if it has blocks of several rows with float32 scales; otherwise r itself.
+    """Return a copy of r with blocks of one row if it has taller blocks with float32 scales; otherwise r itself.
 
-    Such scales are stored once per row of elements. So once amaxes or scales are given, blocks of one row give equal
-    codes and values. Only the computation of amaxes needs the blocks of r.
+    Such scales are stored once per row of elements. So if amaxes or scales are given, blocks of one row give equal
+    codes and values. Only computing the amaxes needs the original blocks.
     """
     return replace(r, block=(1, r.block_size)) if has_tall_scales(r) else r
 
 
 def has_tall_scales(r: Recipe) -> bool:
-    """Return whether a recipe has blocks of several rows with float32 scales, such as FP8 in 128x128 blocks."""
+    """Return whether a recipe's blocks have several rows and float32 scales, such as FP8 in 128x128 blocks."""
     return r.tensor_scaling == "block" and r.block_rows > 1
 
 
 @lru_cache(256)
 def as_stored(r: Recipe, divides: bool) -> Recipe:
-    """Return a copy of r with the decode rule by which a program that loads a checkpoint decodes its codes and scales.
+    """Return a copy of r with the decode rule of a program that loads the codes and scales from a checkpoint.
 
-    The copy encodes as r does. It has no fake rule, so fake_quantize gives the values that such a program computes.
+    The copy encodes like r. It has no fake rule, so fake_quantize gives the values that such a program computes.
 
     Args:
         r: a recipe with codes.
@@ -291,7 +293,7 @@ def then_encodes(r: Recipe) -> bool:
 
 
 class Alias(NamedTuple):
-    """A second name for a recipe, given because another producer's codes and scales are equal.
+    """A second name for a recipe, which names another producer with equal codes and scales.
 
     Attributes:
         id: the alias, by which users may call the recipe.
@@ -314,8 +316,8 @@ def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
     Args:
         fmt: the block format. Blocks have one row.
         id: the id of the recipe.
-        fields: the other fields of the Recipe. If they are missing, tensor_scaling is "tensor" for a format with a
-            tensor scale, and decode_rule is "e8m0" for any other format.
+        fields: the other fields of the Recipe. Two of them have defaults that depend on fmt: tensor_scaling is "tensor"
+            if the format has a tensor scale; otherwise decode_rule is "e8m0".
     """
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
@@ -327,7 +329,8 @@ def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
     4over6 lets each block choose between two scales, by the error that they give.
 
     base: the recipe, with an E4M3 scale and a tensor scale. Other fields are kept.
-    prefix: the text with which the id of each variant begins. "-4over6-mae-448" and so on follows.
+    prefix: the text with which the id of each variant begins. It is followed by "-4over6-<error>-<scale_max>", such as
+    "-4over6-mae-448".
     """
     for error in ("mae", "mse"):
         for scale_max in (448, 256):

@@ -48,7 +48,10 @@ _FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", 
 
 
 def _table() -> dict[str, Recipe]:
-    """Return {id: recipe} of all producers, with versions, ordered by _FORMATS and, within a format, by _PRODUCERS."""
+    """Return {id: recipe} for all recipes, ordered by _FORMATS and, within a format, by _PRODUCERS.
+
+    Every recipe has versions: its own, or those of its producer.
+    """
     found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
     return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
 
@@ -83,10 +86,11 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     """Return the ids of all recipes, or only those of a format or a producer.
 
     Args:
-        of: a format, a producer or both, such as "int4", "modelopt" or "mxfp4-quark", in any case. None: all recipes.
+        of: a format, a producer or both, such as "int4", "modelopt" or "mxfp4-quark", in upper or lower case. None
+            returns all ids.
 
     Returns:
-        The ids, ordered by format. Aliases are not among them.
+        A tuple of ids, ordered by format. Aliases are not included.
 
     Raises:
         ValueError: no recipe belongs to this format or producer.
@@ -115,7 +119,7 @@ def recipe(id: str | Recipe) -> Recipe:
         id: an id or alias, in lower case. A Recipe is returned unchanged.
 
     Returns:
-        The Recipe. For an alias, its id is that of the recipe, not the alias.
+        The Recipe. If `id` is an alias, the Recipe has its own id, not the alias.
 
     Raises:
         ValueError: if the id is unknown; the message lists the nearest names.
@@ -157,7 +161,7 @@ _ELSEWHERE = {
 def _hint(id: str) -> str:
     """Return the end of the error message for an unknown id, which suggests what the user may have meant.
 
-    The first of these that exists is suggested:
+    It gives the first of these suggestions that applies:
 
     1. The id in its usual spelling, for an id with capitals, spaces around it or "_".
     2. What to do instead, for "nf4", "gptq" and "awq".
@@ -185,7 +189,7 @@ def _did_you_mean(names: list[str]) -> str:
 
 
 def family(words: str) -> tuple[str, ...]:
-    """Return the ids of the recipes of a format, a producer or both, such as "nvfp4", "modelopt" or "mxfp4-torchao".
+    """Return the ids of a format's or producer's recipes, given words such as "nvfp4" or "mxfp4-torchao".
 
     An id matches if the given words are consecutive words of it, where hyphens separate words. Case does not matter,
     and "_" counts as "-". The ids are in the order of the table. Return () if no id matches.

@@ -18,7 +18,7 @@ _FORMATS = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4, IF4)}
 def as_data(r: Recipe) -> str | dict[str, Any]:
     """Return a recipe as JSON data: its id if the recipe is in the table, otherwise {field: value}.
 
-    In these fields, a standard element format becomes its name, and any other element format becomes a dict of its
+    In this dict, a standard element format is represented by its name, and any other element format by a dict of its
     fields.
     """
     if is_listed(r):
@@ -80,8 +80,8 @@ def _format(data: Any) -> Any:
 def _checked(data: Any, kind: type) -> dict[str, Any]:
     """Return a copy of `data`, a dict of keyword arguments for the dataclass `kind`, after checking its names.
 
-    Raise TypeError if data is not a dict. Raise ValueError if it has a name that is no field of `kind`, or lacks a
-    field without a default. Values are not checked.
+    Raise TypeError if data is not a dict. Raise ValueError if a key is not a field of `kind`, or if a field without a
+    default is missing. Values are not checked.
     """
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")

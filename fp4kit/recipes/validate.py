@@ -1,4 +1,5 @@
 """Check a new Recipe: each field by itself, then every combination of fields that a rule constrains.
+Amax rules are those that custom_recipe uses, for formats of the user. All other rules belong to a producer.
 
 A combination is either defined by the specification or rejected here. So code that receives a Recipe need not check it
 again. Recipe calls check_recipe when it is created.
@@ -75,7 +76,7 @@ def check_recipe(r: Any) -> None:
 
 
 def can_be_repacked(r: Any) -> bool:
-    """Return whether the other fields of a recipe allow repacked=True.
+    """Return whether a recipe may have repacked=True, judging by its other fields.
 
     Repacking recomputes codes as auto-round does when it packs them. The recipe must have float elements and a block
     rule with apply "multiply". It must not set four_over_six or nan_is_max.
@@ -122,15 +123,15 @@ def as_integer(id: object, name: str, value: Any) -> int:
 
 
 def _refuse(r: Any, field: str, needed: str) -> NoReturn:
-    """Raise ValueError, always, with a message that states the recipe r, a field, its value, and what is needed.
+    """Raise the ValueError for a wrong field. The message states the recipe, the field, its value, and what is needed.
 
-    field: the name of the field. needed: the end of the message, such as "needs E2M1".
+    r: the recipe. field: the name of the field. needed: the end of the message, such as "needs E2M1".
     """
     raise ValueError(f"Recipe {r.id}: {field} is {getattr(r, field)!r}; {needed}")
 
 
 def _check_types(r: Any) -> None:
-    """Raise an error unless id, the texts, the flags and the names of rules are allowed, each by itself.
+    """Check id, texts, flags and names of rules, each by itself, and raise an error for one that is not allowed.
 
     Raise TypeError if id, a text (source or exact) or a flag has the wrong type. Raise ValueError for an empty id, or
     if a rule has an unknown name. Combinations of fields are not checked here.
@@ -152,9 +153,10 @@ def _check_types(r: Any) -> None:
 
 
 def _check_element(r: Any) -> None:
-    """Raise an error unless the formats of elements and scales are supported and nan_code is a code of an element.
+    """Raise an error unless the fields element, scale and nan_code are allowed.
 
-    The error is TypeError for an object that is not an ElementFormat, otherwise ValueError.
+    element and scale must be formats that recipes support. nan_code must be None or a code of an element. The error is
+    TypeError for an object that is not an ElementFormat, otherwise ValueError.
     """
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
@@ -197,10 +199,10 @@ def _check_block(r: Any) -> None:
     """Raise ValueError unless the field block fits the other fields.
 
     - A block needs a block_rule or tensor_scaling "block", which give it its scale. In turn, tensor_scaling "block"
-      needs a block. Whether a block_rule has a block is checked elsewhere.
-    - Its number of columns must be a multiple of the number of codes that share bytes. With amax_nan "lanes", it must
-      also be even.
-    - It must have one row if each row has a tensor scale, and for elements MX4, which lie in pairs.
+      needs a block. (_check_block_rule checks that a block_rule has one.)
+    - The number of columns must be a multiple of the number of codes per byte. With amax_nan "lanes", it must also be
+      even.
+    - A block must have one row if each row has a tensor scale, or if elements are MX4, whose pairs lie within a row.
     """
     if r.block is None:
         if r.tensor_scaling == "block":
@@ -320,12 +322,14 @@ def _check_tensor_rule(r: Any) -> None:
 
 
 def _check_amax_tensor_rule(r: Any) -> None:
-    """Raise ValueError unless a recipe with a tensor rule and an amax rule among its two rules is consistent.
+    """Check a recipe with a tensor_rule, of whose two rules (tensor_rule and block_rule) at least one is an amax rule.
 
-    Its tensor_rule must be an amax rule, and its block_rule an amax rule or None. scale_max must be 448. The largest
-    block scale must be at most 2^100, which excludes E8M0, because the tensor scale would leave the range of float32.
+    Raise ValueError unless all of this holds:
 
-    r: a recipe with a tensor_rule, whose tensor_rule or block_rule is an amax rule.
+    - tensor_rule is an amax rule, and block_rule is an amax rule or None.
+    - scale_max is 448.
+    - The largest block scale is at most 2^100, because the tensor scale would otherwise leave the range of float32.
+      This excludes E8M0.
     """
     if rules.TENSOR_RULES[r.tensor_rule] != rules.ANY_FORMAT:
         _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}; needs 'amax' or None")
@@ -363,10 +367,10 @@ def _check_decode_rule(r: Any) -> None:
 def _check_four_over_six(r: Any) -> None:
     """Raise ValueError unless four_over_six fits the other fields.
 
-    - If it is None: reject block rules that choose by an error, and the fields fast_error and lane_sums, which only
-      these rules read.
-    - If it is set: check block_rule, element, block, rounding, flush, fast_error and lane_sums, and the fields that
-      _need_plain checks.
+    - If it is None, the block rule must not be one that chooses by an error, and fast_error and lane_sums, which only
+      such rules read, must be False.
+    - If it is set, the block rule must be one that chooses by an error, and element, block, rounding, flush,
+      fast_error, lane_sums and the fields that _need_plain checks must fit.
     """
     chooses = r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].chooses
     if (r.four_over_six is None) == chooses:
@@ -396,10 +400,10 @@ def _check_four_over_six(r: Any) -> None:
 
 
 def _check_integer_or_float(r: Any) -> None:
-    """Raise ValueError if a recipe has elements IF4 without block_rule "fouroversix_if4", or the rule without IF4.
+    """Raise ValueError unless IF4 elements and block_rule "fouroversix_if4" occur together, and with lane_sums=True.
 
-    This rule is the only one that sets bit 7 of a block scale, which says whether the codes of a block are INT4. If a
-    recipe has both, it also needs lane_sums=True. Recipes with neither pass.
+    This rule is the only one that sets bit 7 of a block scale, which says whether the codes of a block are INT4.
+    Recipes with neither are accepted.
     """
     is_if4, rule = isinstance(r.element, IntegerOrFloat), "fouroversix_if4"
     if is_if4 != (r.block_rule == rule):
@@ -412,8 +416,9 @@ def _check_integer_or_float(r: Any) -> None:
 def _check_fake_rule(r: Any) -> None:
     """Raise ValueError unless the other fields fit fake_rule, the rule by which fake_quantize computes values.
 
-    If it is None, fake_only must be False. Otherwise these fields must fit: scale, element, tensor_rule, scale_max,
-    block, four_over_six, and the fields that _need_plain checks. rules.FAKE_RULES says which values fit.
+    If fake_rule is None, fake_only must be False. Otherwise these fields must fit the rule: scale, element,
+    tensor_rule, scale_max, block, four_over_six, and the fields that _need_plain checks. rules.FAKE_RULES says which
+    values fit.
     """
     if r.fake_rule is None:
         if r.fake_only:
@@ -472,7 +477,7 @@ def _check_search(r: Any) -> None:
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """Return the name of the first field that keeps r from using Model-Optimizer's scale sweep; None if it can.
+    """Return the name of the first field that rules out Model-Optimizer's scale sweep for r; None if r can use it.
 
     The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest (not "rz" or
     "rnw"), E4M3 scales of amax / 6, blocks of 16 columns, and one tensor scale.
@@ -546,9 +551,11 @@ def _check_options(r: Any) -> None:
 def _check_stochastic(r: Any) -> None:
     """Raise ValueError unless the elements, scales and blocks fit the field stochastic.
 
-    "te" fits all recipes, "comfy_kitchen_fp8" float elements under rules of a producer, and "comfyui_nvfp4" elements
-    E2M1 under such rules. So does "comfyui_nvfp4_cuda". "mslk" also needs E8M0 scales of blocks of one row. "ms_eden"
-    belongs to the fake rules that round in this way, and they need it.
+    - "te": fits all recipes.
+    - "comfy_kitchen_fp8": needs float elements and no amax rules.
+    - "comfyui_nvfp4", "comfyui_nvfp4_cuda": need elements E2M1 and no amax rules.
+    - "mslk": needs elements E2M1, no amax rules, and E8M0 scales for blocks of one row.
+    - "ms_eden": needs one of the fake rules "ms_eden" and "ms_eden_if4", and these rules need it.
     """
     rule = rules.FAKE_RULES.get(r.fake_rule)
     if (r.stochastic == "ms_eden") != (rule is not None and rule.stochastic == "ms_eden"):
@@ -565,7 +572,7 @@ def _check_stochastic(r: Any) -> None:
 def _check_first(r: Any) -> None:
     """Raise ValueError unless elements are floats and nan_code is 0, which rounding "first" needs.
 
-    This rounding takes the first code in code order with the smallest error. For a NaN element this is code 0.
+    This rounding takes the first code, in code order, with the smallest error. For a NaN element, this is code 0.
     """
     if r.element.is_integer:
         _refuse(r, "rounding", f"needs a float format, because values are compared; element is {r.element}")
@@ -591,7 +598,7 @@ _AMAX_ROUNDINGS = ("rn", "rz", "rna", "rnz")  # roundings of elements that the a
 
 
 def _check_amax_rules(r: Any) -> None:
-    """Raise ValueError if a recipe with the rule "amax" has a value in a field that amax rules do not support.
+    """Raise ValueError if a recipe with an amax rule has a value in a field that amax rules do not support.
 
     For elements that are a Codebook, fewer values are supported. Recipes without amax rules are not checked.
     """

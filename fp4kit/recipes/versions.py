@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Versions(NamedTuple):
     """The oldest version of a producer known to give a recipe's bits (first), and the newest that was checked (last).
 
-    Versions have the producer's own names: a release ("0.32.4"), a development version ("0.19 dev") or a commit
+    Each is named as the producer names it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
     ("d0067d0").
 
     >>> str(Versions("0.32.2", "0.32.4")), str(Versions("d0067d0", "d0067d0"))
